@@ -1,0 +1,42 @@
+# make probe   the first figure, from nothing but Python >= 3.10
+# make test    style and tests
+# make bench   how fast, beside transformers
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: probe test bench clean
+.DELETE_ON_ERROR:
+
+probe: $(VENV)/installed
+	@$(RUN) probe.py --seed 42 43
+	@$(RUN) -m webbrowser -t "file://$(CURDIR)/results/probe.png" >/dev/null 2>&1 || true
+	@echo "figures: results/probe.png, results/probe_dimensions.png   numbers: results/probe.json"
+
+test: $(VENV)/installed-dev
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(RUN) -m pytest
+
+bench: $(VENV)/installed-dev
+	@$(RUN) bench.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+
+# A stamp is written only after a complete installation, so an interrupted one is taken up again.
+$(VENV)/installed: requirements.txt | $(VENV)/ready
+	@$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/installed-dev: requirements.txt requirements-dev.txt | $(VENV)/ready
+	@$(RUN) -m pip install --disable-pip-version-check -r requirements-dev.txt
+	@touch $(VENV)/installed $@
+
+$(VENV)/ready:
+	@command -v $(PYTHON) >/dev/null || { echo "bornbiased needs Python 3.10 or newer: no '$(PYTHON)' found; try make PYTHON=/path/to/python3" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "bornbiased needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | cut -d" " -f2); try make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "this Python has no venv module: install it (Debian, Ubuntu: apt install python3-venv), then run make again" >&2; exit 2; }
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@

@@ -1,0 +1,338 @@
+"""How does every script read its settings, find its device, share its work and save its results?
+
+A script describes its settings once, in a dataclass; flags, config files and `--help` are made from it:
+
+    python probe.py quick.py --seed 7        # the file's lines first, then the flags
+
+where quick.py holds lines like `num_sequences = 4 * 128  # a first look`: literals and arithmetic, parsed but
+never executed. Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
+A user's mistake is a `UserError`: one line on stderr, exit status 2.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import operator
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import typing
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class UserError(Exception):
+    """A user's mistake: the message says what is wrong, what was expected and what to do."""
+
+
+def run(main) -> None:
+    """Call `main()` as a script: exit status 0, 2 with one line for a UserError, 1 for anything else."""
+    try:
+        main()
+    except UserError as error:
+        if rank() == 0:  # under torchrun every rank meets the same mistake
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+def setting(default, help: str):
+    """A dataclass field with its help text; a default of None is chosen at run time, as the help will say."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass
+class RunSettings:
+    """What every experiment can be told: where to compute, how precisely, and where to write."""
+
+    device: typing.Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "where to compute: auto is cuda, then cpu"
+    )
+    dtype: typing.Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "dtype of the blocks: auto is bfloat16 on CUDA and on CPUs that multiply it, else float32"
+    )
+    out: str = setting("results", "folder that receives the JSON and PNG files")
+
+
+def choose(name: str, choices, what: str) -> str:
+    """`name`, if it is one of `choices`; otherwise a UserError that names the closest one, or all of them."""
+    if name not in choices:
+        close = difflib.get_close_matches(name, list(choices), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+        raise UserError(f"unknown {what} '{name}': {hint}")
+    return name
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def parse_settings(settings_class, description: str, arguments: list[str] | None = None):
+    """A `settings_class`: its defaults, then a config file's lines, then flags (None: the command line's)."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(description=description, formatter_class=layout, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", metavar="CONFIG.py", help="a file of lines NAME = VALUE")
+    flags, hints = {}, typing.get_type_hints(settings_class)
+    for field in dataclasses.fields(settings_class):
+        hint, default = hints[field.name], field.default
+        if isinstance(hint, types.UnionType):  # X | None
+            hint = typing.get_args(hint)[0]
+        kind, options = typing.get_origin(hint) or hint, typing.get_args(hint)
+        item = options[0] if kind is tuple else kind
+        keywords = {
+            "type": item,
+            "metavar": "NAME" if item is str else "N",
+            "nargs": "+" if kind is tuple else None,
+        }
+        if kind is bool:
+            keywords = {"action": argparse.BooleanOptionalAction}
+        elif kind is typing.Literal:
+            keywords = {"choices": options, "metavar": "|".join(options)}
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        help = field.metadata["help"] + ("" if default is None else f" (default: {shown})")
+        flags[field.name] = "--" + field.name.replace("_", "-")
+        parser.add_argument(flags[field.name], default=argparse.SUPPRESS, help=help, **keywords)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    given, unknown = parser.parse_known_args(arguments)
+    if given.config is not None:
+        given, unknown = parser.parse_known_args(_config_arguments(given.config, flags) + arguments)
+    for word in unknown:
+        if word.startswith("--"):
+            choose(word.split("=")[0], flags.values(), "flag")
+        raise UserError(f"unexpected argument '{word}' (see --help)")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
+    del values["config"]
+    return settings_class(**values)
+
+
+def _config_arguments(path: str, flags: dict[str, str]) -> list[str]:
+    """The lines of a config file as the flags they stand for."""
+    try:
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(f"cannot read config file '{path}': {error}") from None
+    arguments = []
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
+            raise UserError(f"{path}:{node.lineno}: expected NAME = VALUE")
+        flag = flags[choose(node.targets[0].id, flags, f"setting in {path}:{node.lineno}:")]
+        try:
+            value = _evaluate(node.value)
+        except (ValueError, TypeError, ArithmeticError):
+            raise UserError(f"{path}:{node.lineno}: expected a literal or arithmetic on literals") from None
+        if isinstance(value, bool):
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            arguments += [flag, *map(str, value)]
+        else:
+            arguments.append(f"{flag}={value}")
+    return arguments
+
+
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
+_ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
+
+
+def _evaluate(node: ast.expr):
+    """The value of a literal or of arithmetic on literals; ValueError, TypeError or ArithmeticError else."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(_evaluate(item) for item in node.elts)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    return ast.literal_eval(node)
+
+
+# ---- device and processes ----------------------------------------------------------------------------------
+
+
+def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
+    """Begin an experiment: device and dtype chosen, torchrun's group joined, `out` writable."""
+    device = torch.device("cpu")
+    if settings.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    elif settings.device == "cuda":
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=settings.out).close()
+    except OSError as error:
+        raise UserError(f"cannot write to --out {settings.out}: {error.strerror}") from None
+    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    dtype = "bfloat16" if device.type == "cuda" or bfloat16 else "float32"
+    return device, getattr(torch, dtype if settings.dtype == "auto" else settings.dtype)
+
+
+def rank() -> int:
+    """This process's number under torchrun; otherwise 0."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of processes in the group; otherwise 1."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def shard(count: int) -> range:
+    """This rank's share of range(count): contiguous, every index in exactly one rank's share."""
+    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The element-wise sum of all ranks' tensors, in place; alone, the tensor as it is."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product, median of 9: the limit that MFU refers to."""
+    size, seconds = 8192 if device.type == "cuda" else 2048, []
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    for _ in range(10):
+        started = time.perf_counter()
+        torch.nn.functional.linear(a, b)[0, 0].item()  # reading a number waits for the device
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / sorted(seconds[1:])[4]
+
+
+# ---- statistics --------------------------------------------------------------------------------------------
+
+
+def keyed_generator(*key) -> np.random.Generator:
+    """A random stream that is a function of `key` alone: Philox under the key's 128-bit hash.
+
+    (torch's CPU generator keeps 32 bits of its seed: hashed seeds would collide in a search of 100,000.)
+    """
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+class CosineStatistics:
+    """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
+
+    For unit vectors u, the cosines of all ordered pairs i != j sum to |sum u|^2 - n, and their squares to
+    |sum u u^T|_F^2 - n.
+    """
+
+    def __init__(self, d: int, device: torch.device | str = "cpu"):
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.sum = torch.zeros(d, dtype=torch.float64, device=device)
+        self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
+
+    def update(self, states: Tensor) -> None:
+        """Add states (n, d), normalised without an epsilon; UserError if one is zero or not finite."""
+        unit = states.double() / states.double().norm(dim=1, keepdim=True)
+        if not unit.isfinite().all():
+            raise UserError("the model's states are zero or not finite: check its weights for NaN")
+        self.count += len(unit)
+        self.sum += unit.sum(dim=0)
+        self.outer.addmm_(unit.T, unit)
+
+    def reduce(self) -> None:
+        """Sum over the ranks, in place."""
+        for tensor in (self.count, self.sum, self.outer):
+            sum_over_ranks(tensor)
+
+    def direction(self) -> Tensor:
+        """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
+        return self.sum / self.count
+
+    def mean_and_std(self) -> tuple[float, float]:
+        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2."""
+        n = self.count.item()
+        mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
+        mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
+        return mean, max(0.0, mean_square - mean**2) ** 0.5
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path):
+    """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
+    """What a result was made with; `started` is time.perf_counter() at the experiment's begin."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError):
+        commit = None
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    return {
+        "torch": torch.__version__,
+        "device": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "processes": world_size(),
+        "commit": commit,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def claim(text: str, paper, measured, holds: bool) -> dict:
+    """One line of a result: a claim, the paper's number (None: lost), what was measured, whether it holds."""
+    return {"claim": text, "paper": paper, "measured": measured, "holds": bool(holds)}
+
+
+def save_result(settings, experiment: str, paper: str, rows: list, claims: list, **more) -> dict:
+    """Write <out>/<experiment>.json atomically; return its contents. `more`: environment, figures' data."""
+    result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
+    result |= {"rows": rows, "claims": claims, **more}
+    with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
+        temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    return result
+
+
+def save_figure(figure, path: Path) -> None:
+    """Write a matplotlib figure as a PNG, atomically."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def print_result(result: dict, columns: list[str]) -> None:
+    """The rows' `columns` as an aligned table on stdout, then one line for each claim."""
+    rows = [
+        [f"{row[c]:.4g}" if type(row[c]) is float else str(row[c]) for c in columns] for row in result["rows"]
+    ]
+    widths = [max(map(len, column)) for column in zip(columns, *rows)]
+    for row in [columns, *rows]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    for line in result["claims"]:
+        paper = "" if line["paper"] is None else f", paper {line['paper']}"
+        verdict = "holds" if line["holds"] else "does not hold"
+        print(f"{verdict}: {line['claim']} (measured {line['measured']}{paper})")

@@ -1,0 +1,78 @@
+"""Where do the numbers come from at birth? (BB Appendix B.1)
+
+    >>> import init
+    >>> model = init.newborn("nano_gpt2", seed=42)
+
+| parameters                            | scheme `gpt2`           | scheme `normal` (Hugging Face's) |
+|---------------------------------------|-------------------------|----------------------------------|
+| embedding, head, q, k, v, gate, up    | N(0, 0.02^2)            | N(0, 0.02^2)                     |
+| attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
+| norm gains; biases                    | 1; 0                    | 1; 0                             |
+
+A weight is a function of (seed, parameter name, shape) alone: every parameter draws from a stream of its own,
+on the CPU in float32, and is then moved and cast. So a seed gives the same bits on any device, for any number
+of processes and threads, and adding a layer or ablating a sublayer leaves all other weights as they are.
+"""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common import keyed_generator
+from model import PRESETS, ModelConfig, Transformer
+
+SCHEMES = ("gpt2", "normal")
+STD = 0.02
+
+
+def draw(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """The newborn weight `name`: N(0, std^2), float32 on the CPU."""
+    generator = keyed_generator(seed, name, *shape)
+    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
+
+
+def initialize(
+    model: Transformer, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
+) -> None:
+    """Fill every parameter of `model`, in place, by the table above.
+
+    Embedding and head draw from `embedding_seed` (None: `seed`); giving all models the same one isolates the
+    blocks' effect (BB B.2). ValueError for an unknown scheme.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
+    embedding_seed = seed if embedding_seed is None else embedding_seed
+    residual_std = STD / math.sqrt(2 * model.config.num_layers) if scheme == "gpt2" else STD
+
+    def fill(name: str, weight: Tensor) -> None:
+        if name.endswith("bias"):
+            weight.zero_()
+        elif "norm" in name:
+            weight.fill_(1.0)
+        elif name.startswith(("model.embed_tokens", "lm_head")):
+            weight.copy_(draw(embedding_seed, name, weight.shape, STD))
+        else:
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else STD
+            weight.copy_(draw(seed, name, weight.shape, std))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
+        list(pool.map(lambda item: fill(item[0], item[1].data), model.named_parameters()))
+
+
+def newborn(
+    model: str | ModelConfig,
+    seed: int,
+    embedding_seed: int | None = None,
+    scheme: str = "gpt2",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """An untrained model, in eval mode, by preset name or configuration; its blocks in `dtype`."""
+    with torch.device("meta"):
+        built = Transformer(PRESETS[model] if isinstance(model, str) else model)
+    built = built.cast_blocks(dtype).to_empty(device=device).eval()
+    initialize(built, seed, embedding_seed, scheme)
+    return built

@@ -1,0 +1,305 @@
+"""What is the architecture? One pre-norm decoder: by its settings a RoPE GPT-2, a LLaMA, a Qwen2 or a Qwen3.
+
+    x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
+
+    >>> import torch, init
+    >>> model = init.newborn("nano_gpt2", seed=42)
+    >>> model(torch.randint(50257, (1, 64))).shape
+    torch.Size([1, 64, 50257])
+
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
+Building only allocates; `init.py` fills. Linear maps have no bias but where `qkv_bias` asks for one.
+
+Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
+CHOICES = {
+    "norm": ("rmsnorm", "layernorm"),
+    "mlp": tuple(ACTIVATIONS),
+    "sublayers": ("full", "attention", "mlp"),
+    "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
+}
+HEADNORM_EPSILON = 1e-6  # a newborn's aggregated values have variance 0.3 / i: far above this for any i here
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3's stretch of RoPE: slow frequencies divided by `factor`, fast ones kept, a ramp in between."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context_length: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides the architecture; ValueError if its parts do not fit. Defaults are LLaMA's."""
+
+    vocab_size: int
+    context_length: int
+    num_layers: int
+    num_heads: int
+    d_model: int
+    d_ff: int
+    num_kv_heads: int = 0  # 0: num_heads; fewer: grouped-query attention
+    head_dim: int = 0  # 0: d_model / num_heads
+    norm: str = "rmsnorm"
+    norm_epsilon: float = 1e-5
+    mlp: str = "swiglu"
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3: RMSNorm of each head's queries and keys, before the rotation
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
+    tie_embeddings: bool = False
+    sublayers: str = "full"  # what a block consists of (BB 4.1)
+    attn_calibration: str = "none"  # of the aggregated heads (BB 6.2)
+
+    def __post_init__(self):
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.num_heads)
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_kv_heads} key-value heads cannot serve {self.num_heads} heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, as RoPE turns pairs, not {self.head_dim}")
+
+
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # and RoPE in place of learned positions
+PRESETS = {
+    "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
+    "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
+    "nano_qwen": ModelConfig(151936, 2048, 12, 12, 768, 3072, qkv_bias=True),  # BB Tables 9-12: 347M
+    "gpt2_1b": ModelConfig(50257, 1024, 24, 32, 2048, 8192, **GPT2),  # BB Table 1c: 1.3B
+    "tiny_gpt2": ModelConfig(4096, 256, 6, 8, 256, 1024, **GPT2),
+    "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),
+}
+
+
+class RMSNorm(nn.Module):
+    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is taken in float32."""
+
+    def __init__(self, width: int, epsilon: float):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return x * (norm.square() / x.shape[-1] + self.epsilon).rsqrt().to(x.dtype) * self.weight
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    """The norm of the residual stream: LayerNorm or RMSNorm over d."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
+    return RMSNorm(config.d_model, config.norm_epsilon)
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each rotated pair, (Dh/2,) float32."""
+    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_context_length * frequency / (2 * math.pi)  # full turns in the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
+    left, right = x.chunk(2, dim=-1)
+    turned = x * torch.cat((cos, cos), dim=-1)
+    turned_left, turned_right = turned.chunk(2, dim=-1)
+    turned_left.addcmul_(right, sin, value=-1)  # left cos - right sin
+    turned_right.addcmul_(left, sin)  # right cos + left sin
+    return turned
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each head's weighted mean of the values up to its query; q, result (B, H, T, Dh), k, v (B, G, T, Dh).
+
+    With a single query it is the last position's, which sees every key.
+    """
+    queries, T = q.shape[2], k.shape[2]
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] < q.shape[1])
+    if q.is_cuda or queries == 1 or T > 512:
+        return attend(q, k, v, is_causal=queries > 1)
+    # torch's CPU kernel skips masked keys in blocks of 512 only; two halves spare a quarter of the square.
+    half = T // 2
+    mask = torch.ones(T - half, T, dtype=torch.bool, device=q.device).tril(half)
+    early = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], is_causal=True)
+    late = attend(q[:, :, half:], k, v, attn_mask=mask)
+    return torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with RoPE: the value aggregation of BB Equation 2, once per head."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        d, Dh, bias = config.d_model, config.head_dim, config.qkv_bias
+        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_kv_heads * Dh, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_kv_heads * Dh, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
+        self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.head_norm = RMSNorm(Dh, HEADNORM_EPSILON) if config.attn_calibration == "headnorm" else None
+
+    def forward(self, x: Tensor, rope: tuple, last_only: bool, on_heads: Callable | None) -> Tensor:
+        B, T, _ = x.shape
+        cos, sin = rope  # (T, 1, Dh/2) each
+        queries = 1 if last_only else T
+        q = self.q_norm(self.q_proj(x[:, -queries:]).view(B, queries, -1, self.config.head_dim))
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.config.head_dim))
+        v = self.v_proj(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, G, T, Dh)
+        q = rotate(q, cos[-queries:], sin[-queries:]).transpose(1, 2)  # (B, H, queries, Dh)
+        k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
+        heads = self.calibrate(causal_attention(q, k, v), T)
+        if on_heads is not None:
+            replaced = on_heads(heads, q, k, v)
+            heads = heads if replaced is None else replaced
+        return self.o_proj(heads.transpose(1, 2).reshape(B, queries, -1))  # (B, queries, H * Dh)
+
+    def calibrate(self, heads: Tensor, T: int) -> Tensor:
+        """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO)."""
+        kind = self.config.attn_calibration
+        if kind == "none":
+            return heads
+        if kind == "headnorm":
+            return self.head_norm(heads)
+        position = torch.arange(T - heads.shape[2] + 1, T + 1, device=heads.device)
+        scale = position.sqrt() if kind == "amplify" else (position / self.config.context_length).sqrt()
+        return heads * scale.to(heads.dtype)[:, None]
+
+
+class MLP(nn.Module):
+    """down(phi(up x)), or SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.activation = ACTIVATIONS[config.mlp]
+        gated = config.mlp == "swiglu"
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if gated else None
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.activation(self.gate_proj(x)).mul_(self.up_proj(x)))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). An ablated sublayer and its norm do not exist."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        has_attention, has_mlp = config.sublayers != "mlp", config.sublayers != "attention"
+        self.input_layernorm = build_norm(config) if has_attention else None
+        self.self_attn = Attention(config) if has_attention else None
+        self.post_attention_layernorm = build_norm(config) if has_mlp else None
+        self.mlp = MLP(config) if has_mlp else None
+
+    def forward(self, x: Tensor, rope: tuple, last_only: bool, on_heads: Callable | None) -> Tensor:
+        stream = x[:, -1:] if last_only else x
+        if self.self_attn is not None:
+            stream = stream + self.self_attn(self.input_layernorm(x), rope, last_only, on_heads)
+        if self.mlp is not None:
+            stream = stream + self.mlp(self.post_attention_layernorm(stream))
+        return stream
+
+
+class Transformer(nn.Module):
+    """The decoder: `model(tokens)` gives logits, `model.hidden(...)` the final states we measure."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        d, V = config.d_model, config.vocab_size
+        layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.model = nn.ModuleDict(
+            dict(embed_tokens=nn.Embedding(V, d), layers=layers, norm=build_norm(config))
+        )
+        # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
+        self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
+
+    def cast_blocks(self, dtype: torch.dtype) -> "Transformer":
+        """Blocks in `dtype`; embedding, final norm and head stay float32, so that states and logits are."""
+        self.model.layers.to(dtype)
+        return self
+
+    def hidden(
+        self, inputs: Tensor, last_only=False, on_state: Callable = None, on_heads: Callable = None
+    ) -> Tensor:
+        """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
+
+        With `last_only`, (B, d): the last block then computes its last query alone; the result is the same.
+        `on_state(layer, x)` sees the stream before (layer 0) and after each block (1..L), x (B, T or 1, d).
+        `on_heads(layer, heads, q, k, v)` sees the calibrated heads (B, H, T or 1, Dh) just before the output
+        projection, and the q, k, v they came from; a returned tensor takes the heads' place.
+        Raises ValueError if T exceeds the context.
+        """
+        x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
+        T = x.shape[1]
+        if T > self.config.context_length:
+            raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
+        dtype = next(self.model.layers.parameters()).dtype
+        angle = torch.outer(torch.arange(T), rope_frequencies(self.config)).to(x.device)  # (T, Dh/2) radians
+        rope = angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None]
+        x = x.to(dtype)
+        if last_only and self.config.sublayers == "mlp":
+            x = x[:, -1:]  # positions never meet
+        if on_state is not None:
+            on_state(0, x)
+        for layer, block in enumerate(self.model.layers, start=1):
+            hook = None if on_heads is None else partial(on_heads, layer)
+            x = block(x, rope, last_only and layer == self.config.num_layers, hook)
+            if on_state is not None:
+                on_state(layer, x)
+        x = self.model.norm(x.float())
+        return x[:, -1] if last_only else x
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """Logits (..., V) of final-norm states (..., d)."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(states, head.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) float32 of tokens (B, T)."""
+        return self.unembed(self.hidden(tokens))
+
+
+def forward_flops(config: ModelConfig, T: int, last_only: bool = False) -> int:
+    """FLOPs of the matrix products one sequence of T tokens needs for `hidden`: two per multiply-add.
+
+    Masked attention is not counted, though kernels may compute it, nor are norms, activations and softmax.
+    """
+    attention, mlp = config.sublayers != "mlp", config.sublayers != "attention"
+    d, Dh, matrices = config.d_model, config.head_dim, 3 if config.mlp == "swiglu" else 2
+    if last_only and not attention:
+        T = 1
+    query = attention * 4 * d * config.num_heads * Dh + mlp * 2 * matrices * d * config.d_ff
+    key_value = attention * 4 * d * config.num_kv_heads * Dh
+    pair = attention * 4 * config.num_heads * Dh  # a query with a key: its score, and the value it weighs
+    full = (query + key_value) * T + pair * T * (T + 1) // 2
+    last = query + (key_value + pair) * T
+    return (config.num_layers - 1) * full + (last if last_only else full)

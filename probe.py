@@ -1,0 +1,269 @@
+"""Which tokens does an untrained model already prefer? (BB section 3, Table 1, Figures 1a and 10)
+
+    python probe.py --seed 42 43                                # 1,000 sequences of 64 tokens for each seed
+    python probe.py --model nano_llama --num-sequences 10000 --sequence-length 64 256 1024
+    torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
+
+Random sequences go in, the argmax of the last position's logits comes out. Were the newborn a blank slate, N
+sequences would pick N random tokens; instead they agree. For each model, seed and length a row says on which
+token and how often (`top1_*`), how often the luckiest token of N uniform draws would come up
+(`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
+(`mean_cosine`), and which token their mean direction alone foretells (`direction_token`, BB Finding 2.2).
+"""
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from scipy.special import logsumexp
+from scipy.stats import binom
+from tqdm import tqdm
+
+import common
+from common import CosineStatistics, UserError, claim, setting
+from init import SCHEMES, newborn
+from model import PRESETS, Transformer, forward_flops
+
+COLUMNS = [
+    "model",
+    "seed",
+    "sequence_length",
+    "num_sequences",
+    "top1_token",
+    "top1_count",
+    "uniform_max_count",
+]
+COLUMNS += ["ratio", "log10_p", "direction_token", "mean_cosine"]
+RANKS = 20  # favourites drawn in Figure 1a
+BLUE, VERMILION = "#0072B2", "#D55E00"  # a colour-blind safe pair
+
+
+@dataclass
+class Settings(common.RunSettings):
+    """What `probe.py` can be told."""
+
+    model: tuple[str, ...] = setting(("nano_gpt2",), f"newborn models to probe: {', '.join(PRESETS)}")
+    seed: tuple[int, ...] = setting((42,), "seeds of the blocks' weights")
+    embedding_seed: int = setting(0, "seed of embedding and head, the same for all seeds (BB B.2)")
+    init: str = setting("gpt2", f"init scheme: {', '.join(SCHEMES)}")
+    input_seed: int = setting(0, "seed of the random sequences")
+    num_sequences: int | None = setting(None, "sequences for each model, seed and length (1000; CUDA: 10000)")
+    sequence_length: tuple[int, ...] | None = setting(None, "tokens in a sequence (64; CUDA: 1024)")
+    batch_size: int | None = setting(None, "sequences in a forward pass (2048 tokens' worth; CUDA: 65536)")
+
+
+def random_tokens(input_seed: int, indices: range, T: int, vocab_size: int) -> torch.Tensor:
+    """Sequences number `indices`, (n, T) int64, i.i.d. uniform over the vocabulary.
+
+    Sequence i is a function of (input_seed, i) alone, counter based: the same in any batch and any process,
+    and a shorter one is the beginning of a longer one.
+    """
+    key = common.keyed_generator("tokens", input_seed).bit_generator.state["state"]["key"]
+    streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, i])) for i in indices)
+    return torch.from_numpy(np.stack([stream.integers(vocab_size, size=T) for stream in streams]))
+
+
+@torch.inference_mode()
+def probe(
+    model: Transformer, T: int, num_sequences: int, batch_size: int, input_seed: int = 0, label: str = ""
+) -> dict:
+    """Feed random sequences to a model and keep what does not grow with their number.
+
+    Returns `token_counts` (V,) and `dimension_counts` (d,), how often each token has the largest logit and
+    each dimension the largest final state, and `cosines`, CosineStatistics of the final states.
+    Under torchrun each rank takes a share of the batches, and all return the sums.
+    """
+    config, device = model.config, model.model["norm"].weight.device
+    token_counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)
+    dimension_counts = torch.zeros(config.d_model, dtype=torch.int64, device=device)
+    cosines = CosineStatistics(config.d_model, device)
+    batches = [range(i, min(i + batch_size, num_sequences)) for i in range(0, num_sequences, batch_size)]
+    mine = [
+        batches[i] for i in common.shard(len(batches))
+    ]  # whole batches: the same arithmetic for any share
+    quiet = None if common.rank() == 0 else True  # None: silent when stderr is no terminal
+    with tqdm(total=sum(map(len, mine)), desc=label, unit=" sequences", disable=quiet) as progress:
+        for indices in mine:
+            tokens = random_tokens(input_seed, indices, T, config.vocab_size)
+            states = model.hidden(tokens.to(device), last_only=True)  # (n, d)
+            cosines.update(states)
+            token_counts += model.unembed(states).argmax(dim=1).bincount(minlength=config.vocab_size)
+            dimension_counts += states.argmax(dim=1).bincount(minlength=config.d_model)
+            progress.update(len(indices))
+    cosines.reduce()
+    counts = common.sum_over_ranks(token_counts), common.sum_over_ranks(dimension_counts)
+    return {"token_counts": counts[0].cpu(), "dimension_counts": counts[1].cpu(), "cosines": cosines}
+
+
+def uniform_counts(n: int, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
+    """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
+
+    The first is the baseline of BB Figure 1a; its standard error is below 0.02 for the sizes probed here.
+    """
+    generator = common.keyed_generator("uniform", n, num_choices)
+    total = np.zeros(ranks)
+    for _ in range(repetitions):
+        _, counts = np.unique(generator.integers(num_choices, size=n), return_counts=True)
+        counts = np.sort(counts)[::-1][:ranks]
+        total[: len(counts)] += counts
+    return total / repetitions
+
+
+def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
+    """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices tokens (BB B.2).
+
+    Summed in logs, since p itself underflows (the paper prints 0.00).
+    """
+    log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
+    return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
+
+
+def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> dict:
+    """The part of a row that `measured`, what `probe` returned, decides; ties go to the lower token."""
+    counts, n = measured["token_counts"], int(measured["token_counts"].sum())
+    token, top = int(counts.argmax()), int(counts.max())
+    direction = measured["cosines"].direction().float()
+    with torch.inference_mode():
+        direction_token = int(model.unembed(direction).argmax())
+    mean, std = measured["cosines"].mean_and_std()
+    return {
+        "num_sequences": n,
+        "top1_token": token,
+        "top1_count": top,
+        "top1_frequency": top / n,
+        "uniform_max_count": float(baseline[0]),
+        "ratio": top / float(baseline[0]),
+        "log10_p": binomial_log10_p(top, n, model.config.vocab_size),
+        "direction_token": direction_token,
+        "direction_matches": direction_token == token,
+        "mean_cosine": mean,
+        "std_cosine": std,
+    }
+
+
+def findings(rows: list[dict]) -> list[dict]:
+    """BB's findings on next-token preference, judged on these rows; one that needs more rows is left out."""
+    log10_p = max(row["log10_p"] for row in rows)
+    ratio = max(row["ratio"] for row in rows)
+    text = "every model prefers a token beyond chance, log10 p < -2 (Finding 1.1)"
+    claims = [claim(text, None, f"largest log10 p {log10_p:.1f}", log10_p < -2)]
+    text = "the top token comes up an order of magnitude above uniform draws (Figure 1a, at N = 10,000)"
+    claims.append(claim(text, "58.5 x", f"largest ratio {ratio:.1f} x", ratio >= 10))
+    lengths = {}  # (model, seed) -> top-1 frequency by increasing length
+    tokens = {}  # (model, length) -> top-1 tokens over seeds
+    for row in sorted(rows, key=lambda row: row["sequence_length"]):
+        lengths.setdefault((row["model"], row["seed"]), []).append(row["top1_frequency"])
+        tokens.setdefault((row["model"], row["sequence_length"]), []).append(row["top1_token"])
+    if any(len(series) > 1 for series in lengths.values()):
+        rising = sum(series == sorted(series) for series in lengths.values())
+        text = "the preference grows with the sequence length (Finding 1.2)"
+        claims.append(claim(text, None, f"{rising} of {len(lengths)} seeds", rising == len(lengths)))
+    if any(len(series) > 1 for series in tokens.values()):
+        distinct = sum(len(set(series)) == len(series) for series in tokens.values())
+        text = "each seed has a favourite of its own (Finding 1.3)"
+        claims.append(claim(text, None, f"{distinct} of {len(tokens)} comparisons", distinct == len(tokens)))
+    overlap = sum(row["direction_matches"] for row in rows)
+    text = "the contraction direction's token is the top token (Finding 2.2)"
+    return claims + [claim(text, None, f"{overlap} of {len(rows)} rows", 2 * overlap > len(rows))]
+
+
+def resolve(settings: Settings, cuda: bool) -> tuple[int, tuple[int, ...], dict[int, int]]:
+    """Number of sequences, lengths, and batch size for each length; UserError for what makes no sense."""
+    default = 10_000 if cuda else 1_000
+    num_sequences = default if settings.num_sequences is None else settings.num_sequences
+    lengths = settings.sequence_length or ((1024,) if cuda else (64,))
+    context = min(PRESETS[name].context_length for name in settings.model)
+    for T in lengths:
+        if not 1 <= T <= context:
+            raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
+    if num_sequences < 2:
+        raise UserError(f"--num-sequences {num_sequences}: expected at least 2, to compare their states")
+    if settings.batch_size is not None and settings.batch_size < 1:
+        raise UserError(f"--batch-size {settings.batch_size}: expected at least 1")
+    batch_tokens = 65_536 if cuda else 2_048  # on a CPU, what still fits the caches
+    return num_sequences, lengths, {T: settings.batch_size or max(1, batch_tokens // T) for T in lengths}
+
+
+def run(settings: Settings) -> dict:
+    """Probe every model, seed and length of `settings`; write probe.json and probe.png; return the JSON."""
+    for name in settings.model:
+        common.choose(name, PRESETS, "model")
+    common.choose(settings.init, SCHEMES, "init scheme")
+    device, dtype = common.start(settings)
+    started = time.perf_counter()
+    num_sequences, lengths, batch_size = resolve(settings, device.type == "cuda")
+    peak = float(common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)))
+    rows, details = [], []
+    for name, seed in itertools.product(settings.model, settings.seed):
+        model = newborn(name, seed, settings.embedding_seed, settings.init, device, dtype)
+        for T in lengths:
+            key = {"model": name, "seed": seed, "sequence_length": T}
+            label, begun = f"{name} seed {seed} T={T}", time.perf_counter()
+            measured = probe(model, T, num_sequences, batch_size[T], settings.input_seed, label)
+            rate = num_sequences / (time.perf_counter() - begun)
+            baseline = uniform_counts(num_sequences, model.config.vocab_size, RANKS)
+            rows.append(key | preference_row(model, measured, baseline))
+            counts = measured["token_counts"]
+            top = counts.argsort(descending=True, stable=True)[:1000].tolist()
+            detail = {"token_counts": [[token, int(counts[token])] for token in top if counts[token]]}
+            detail["uniform_counts"] = baseline.tolist()
+            detail["dimension_counts"] = measured["dimension_counts"].tolist()
+            detail["uniform_max_dimension_count"] = uniform_counts(num_sequences, model.config.d_model, 1)[0]
+            detail["sequences_per_second"] = rate
+            detail["mfu"] = rate * forward_flops(model.config, T, last_only=True) / peak
+            details.append(key | detail)
+    result = {"rows": rows, "claims": findings(rows), "details": details, "matmul_peak_flops": peak}
+    if common.rank() == 0:
+        result["environment"] = common.environment(device, dtype, started)
+        result = common.save_result(settings, "probe", "BB Table 1, Figures 1a and 10", **result)
+        plot(result, Path(settings.out) / "probe.png")
+        common.print_result(result, COLUMNS)
+    return result
+
+
+def plot(result: dict, path: Path) -> None:
+    """BB Figures 1a and 10, a column for each of the first six rows; dashed: expected for uniform draws.
+
+    From the top: how often each favourite is predicted, by rank; each predicted token, by number; how often
+    each hidden dimension holds the largest final state.
+    """
+    columns = list(zip(result["rows"], result["details"]))[:6]
+    figure = Figure(figsize=(1.2 + 3.6 * len(columns), 7.5), layout="constrained")
+    grid = figure.subplots(3, len(columns), squeeze=False, sharey="row")
+    for (row, detail), (ranks, tokens, dimensions) in zip(columns, grid.T):
+        percent = 100 / row["num_sequences"]
+        numbers, counts = np.array(detail["token_counts"]).T
+        uniform = percent * np.array(detail["uniform_counts"])
+        order = np.arange(1, RANKS + 1)
+        ranks.bar(order[: len(counts)], percent * counts[:RANKS], color=BLUE, label="newborn model")
+        ranks.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
+        text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences\n"
+        text += f"{row['ratio']:.1f} x uniform, p = $10^{{{row['log10_p']:.0f}}}$"
+        ranks.text(0.96, 0.72, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
+        ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
+        ranks.set_title(f"{row['model']}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
+        tokens.vlines(numbers, 0, percent * counts, color=BLUE, linewidth=1)
+        tokens.axhline(uniform[0], linestyle="--", color=VERMILION, linewidth=1.2)
+        tokens.set_xlabel("token number")
+        share = percent * np.array(detail["dimension_counts"])
+        dimensions.vlines(np.arange(len(share)), 0, share, color=BLUE, linewidth=1)
+        dimensions.axhline(percent * detail["uniform_max_dimension_count"], ls="--", color=VERMILION, lw=1.2)
+        dimensions.set_xlabel("hidden dimension")
+    grid[0][0].legend(loc="upper right", fontsize=9, frameon=False)
+    for axes, label in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
+        axes.set_ylabel(f"{label},\n% of sequences")
+    common.save_figure(figure, path)
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    run(common.parse_settings(Settings, __doc__))
+
+
+if __name__ == "__main__":
+    common.run(main)
