@@ -91,7 +91,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is taken in float32."""
+    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is at least float32."""
 
     def __init__(self, width: int, epsilon: float):
         super().__init__()
@@ -99,7 +99,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
         return x * (norm.square() / x.shape[-1] + self.epsilon).rsqrt().to(x.dtype) * self.weight
 
 
@@ -124,11 +125,10 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
-    left, right = x.chunk(2, dim=-1)
+    half = x.shape[-1] // 2
     turned = x * torch.cat((cos, cos), dim=-1)
-    turned_left, turned_right = turned.chunk(2, dim=-1)
-    turned_left.addcmul_(right, sin, value=-1)  # left cos - right sin
-    turned_right.addcmul_(left, sin)  # right cos + left sin
+    turned[..., :half].addcmul_(x[..., half:], sin, value=-1)  # left cos - right sin
+    turned[..., half:].addcmul_(x[..., :half], sin)  # right cos + left sin
     return turned
 
 

@@ -1,0 +1,295 @@
+"""model.py against transformers on the same weights, brute force, and itself by another route."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from conftest import KINDS, SMALL, random_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import PRESETS, ModelConfig, Transformer, forward_flops
+
+TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
+LENGTHS = [
+    1,
+    2,
+    3,
+    31,
+    512,
+    513,
+    600,
+]  # one query; halves of odd and even length; both sides of the CPU kernel's 512
+
+
+def reference(name: str):
+    """transformers' model of the same shape."""
+    c = KINDS[name]
+    shape = dict(
+        vocab_size=c.vocab_size,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        max_position_embeddings=c.context_length,
+        rms_norm_eps=c.norm_epsilon,
+        tie_word_embeddings=c.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        attn_implementation="eager",
+    )
+    if name == "llama3":
+        shape["rope_parameters"] |= {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    if name == "qwen2":
+        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+    if name == "qwen3":
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=c.head_dim))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "gpt2"])
+@pytest.mark.parametrize("T", [1, 60, 600])
+def test_logits_equal_transformers(name, T):
+    model, theirs = random_model(KINDS[name]), reference(name).eval()
+    missing, unexpected = theirs.load_state_dict(model.state_dict(), strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected  # a tied head is no tensor of its own
+    theirs.tie_weights()
+    tokens = torch.randint(97, (2, T))
+    with torch.no_grad():
+        ours, expected = model(tokens), theirs(tokens).logits
+    # Float32 rounding through three blocks; the logits are of order 1 to 10.
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=5e-5)
+
+
+def test_gpt2_style_equals_gpt_neox():
+    """GPT-NeoX without parallel residual is a RoPE GPT-2 that packs q, k, v by head and has linear biases."""
+    config = replace(KINDS["gpt2"], tie_embeddings=False)
+    model = random_model(config)
+    shape = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=700,
+        layer_norm_eps=config.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+        hidden_act="gelu",
+        use_parallel_residual=False,
+        attn_implementation="eager",
+    )
+    theirs = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**shape)).eval()
+    ours, state = model.state_dict(), {k: torch.zeros_like(v) for k, v in theirs.state_dict().items()}
+    state["gpt_neox.embed_in.weight"] = ours["model.embed_tokens.weight"]
+    state["lm_head.weight"] = ours["lm_head.weight"]
+    for kind in ("weight", "bias"):
+        state[f"gpt_neox.final_layer_norm.{kind}"] = ours[f"model.norm.{kind}"]
+    for i in range(3):
+        here, there = f"model.layers.{i}.", f"gpt_neox.layers.{i}."
+        for kind in ("weight", "bias"):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                state[f"{there}{norm}.{kind}"] = ours[f"{here}{norm}.{kind}"]
+        packed = [ours[f"{here}self_attn.{p}_proj.weight"].view(4, 8, 32) for p in "qkv"]
+        state[f"{there}attention.query_key_value.weight"] = torch.stack(packed, 1).reshape(96, 32)
+        state[f"{there}attention.dense.weight"] = ours[f"{here}self_attn.o_proj.weight"]
+        state[f"{there}mlp.dense_h_to_4h.weight"] = ours[f"{here}mlp.up_proj.weight"]
+        state[f"{there}mlp.dense_4h_to_h.weight"] = ours[f"{here}mlp.down_proj.weight"]
+    theirs.load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+def test_last_position_shortcut(kind, T):
+    model = random_model(KINDS[kind])
+    tokens = torch.randint(97, (2, T))
+    with torch.no_grad():
+        full, last = model.hidden(tokens)[:, -1], model.hidden(tokens, last_only=True)
+        torch.testing.assert_close(last, full, rtol=1e-4, atol=1e-5)  # another order of float32 sums
+        torch.testing.assert_close(model(tokens)[:, -1], model.unembed(last), rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("sublayers", ["full", "attention", "mlp"])
+@pytest.mark.parametrize("calibration", ["none", "amplify", "attenuate", "headnorm"])
+def test_shortcut_under_every_ablation_and_calibration(sublayers, calibration):
+    model = random_model(replace(KINDS["qwen3"], sublayers=sublayers, attn_calibration=calibration))
+    with torch.no_grad():
+        full, last = model.hidden(TOKENS)[:, -1], model.hidden(TOKENS, last_only=True)
+    torch.testing.assert_close(last, full, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_gqa", "gpt2"])
+@pytest.mark.parametrize("calibration", ["none", "amplify", "attenuate", "headnorm"])
+@pytest.mark.parametrize("T", [1, 60, 530])
+def test_calibration_by_brute_force(name, calibration, T):
+    """The aggregated heads from explicit softmax rows, query by query, then each calibration's formula."""
+    config = replace(KINDS[name], attn_calibration=calibration)
+    model = random_model(config)
+    seen = []
+    with torch.no_grad():
+        model.hidden(torch.randint(97, (1, T)), on_heads=lambda layer, *tensors: seen.append(tensors))
+    assert len(seen) == config.num_layers
+    for layer, (heads, q, k, v) in enumerate(seen):
+        assert heads.shape == q.shape == (1, 4, T, 8) and k.shape == v.shape == (1, config.num_kv_heads, T, 8)
+        for head in range(4):
+            group = head * config.num_kv_heads // 4
+            for i in range(0, T, 7):  # position i + 1
+                weights = torch.softmax(k[0, group, : i + 1] @ q[0, head, i] / math.sqrt(8), dim=0)
+                expected = weights @ v[0, group, : i + 1]
+                if calibration == "amplify":
+                    expected = expected * math.sqrt(i + 1)
+                if calibration == "attenuate":
+                    expected = expected * math.sqrt((i + 1) / config.context_length)
+                if calibration == "headnorm":
+                    gain = model.model.layers[layer].self_attn.head_norm.weight
+                    expected = gain * expected / (expected.square().mean() + 1e-6).sqrt()
+                torch.testing.assert_close(heads[0, head, i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_calibration_at_the_last_position_only():
+    for calibration in ("amplify", "attenuate", "headnorm"):
+        model = random_model(replace(KINDS["llama"], attn_calibration=calibration))
+        full, last = [], []
+        with torch.no_grad():
+            model.hidden(TOKENS, on_heads=lambda layer, heads, *_, seen=full: seen.append(heads))
+            model.hidden(TOKENS, True, on_heads=lambda layer, heads, *_, seen=last: seen.append(heads))
+        assert last[-1].shape[2] == 1
+        torch.testing.assert_close(last[-1], full[-1][:, :, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_observation_changes_nothing_and_sees_everything(kind):
+    model, states = random_model(KINDS[kind]), []
+    with torch.no_grad():
+        plain = model.hidden(TOKENS)
+        watched = model.hidden(TOKENS, on_state=lambda layer, x: states.append((layer, x)))
+        assert torch.equal(plain, watched)
+        assert [layer for layer, _ in states] == [0, 1, 2, 3]
+        assert torch.equal(states[0][1], model.model.embed_tokens(TOKENS))
+        assert torch.equal(model.model.norm(states[-1][1]), plain)
+        assert torch.equal(model.hidden(states[0][1]), plain)  # embeddings in place of tokens
+
+
+def test_replacing_the_heads():
+    model = random_model(KINDS["llama_gqa"])
+    with torch.no_grad():
+        same = model.hidden(TOKENS, on_heads=lambda layer, heads, q, k, v: heads)
+        assert torch.equal(same, model.hidden(TOKENS))
+        muted = model.hidden(TOKENS, on_heads=lambda layer, heads, q, k, v: torch.zeros_like(heads))
+        ablated = Transformer(replace(KINDS["llama_gqa"], sublayers="mlp")).eval()
+        ablated.load_state_dict({name: model.state_dict()[name] for name in ablated.state_dict()})
+        assert torch.equal(muted, ablated.hidden(TOKENS))
+
+
+def test_ablation_drops_exactly_one_sublayer():
+    def kinds(sublayers):
+        model = Transformer(replace(KINDS["llama"], sublayers=sublayers))
+        return {name.split(".")[3] for name, _ in model.named_parameters() if ".layers." in name}
+
+    attention, mlp = {"input_layernorm", "self_attn"}, {"post_attention_layernorm", "mlp"}
+    assert kinds("full") == attention | mlp and kinds("attention") == attention and kinds("mlp") == mlp
+
+
+def test_causality(kind):
+    model = random_model(KINDS[kind])
+    changed = TOKENS.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % 97
+    with torch.no_grad():
+        before, after = model.hidden(TOKENS), model.hidden(changed)
+    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=1e-5, atol=1e-6)
+    assert (before[:, 40] - after[:, 40]).abs().max() > 1e-2
+
+
+def test_gradients_are_right(kind):
+    """In-place arithmetic in rotation and gate must not corrupt the backward pass."""
+    model = random_model(KINDS[kind]).double()
+    embeddings = torch.randn(1, 5, 32, dtype=torch.float64, requires_grad=True)
+
+    def loss(x):
+        return model.model.layers[0](x, rope_of(model, 5), False, None).square().sum()
+
+    assert torch.autograd.gradcheck(loss, embeddings)
+    loss(embeddings).backward()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    nudge = torch.zeros_like(weight)
+    nudge[3, 4] = 1e-6
+    with torch.no_grad():
+        weight += nudge
+        above = loss(embeddings)
+        weight -= 2 * nudge
+        below = loss(embeddings)
+    assert weight.grad[3, 4].item() == pytest.approx(((above - below) / 2e-6).item(), rel=1e-5)
+
+
+def rope_of(model, T):
+    from model import rope_frequencies
+
+    angle = torch.outer(torch.arange(T), rope_frequencies(model.config)).double()
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def test_bfloat16_blocks_keep_float32_ends(kind):
+    model = random_model(KINDS[kind])
+    with torch.no_grad():
+        exact = model.hidden(TOKENS, last_only=True)
+    model.cast_blocks(torch.bfloat16)
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == model.model.norm.weight.dtype == torch.float32
+    with torch.no_grad():
+        rounded = model.hidden(TOKENS, last_only=True)
+        assert rounded.dtype == model.unembed(rounded).dtype == torch.float32
+    # bfloat16 keeps 8 bits: each of some ten roundings in a row costs up to 0.4 %.
+    assert torch.cosine_similarity(rounded, exact).min() > 0.995
+
+
+def test_too_long_a_sequence_is_refused():
+    model = random_model(KINDS["llama"])
+    model.hidden(torch.zeros(1, 700, dtype=torch.long))
+    with pytest.raises(ValueError, match="701 positions exceed the context of 700"):
+        model.hidden(torch.zeros(1, 701, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"mlp": "gelo"}, "mlp must be one of"),
+        ({"norm": "batchnorm"}, "norm must be one of"),
+        ({"sublayers": "none"}, "sublayers must be one of"),
+        ({"attn_calibration": "x"}, "attn_calibration must be one of"),
+        ({"num_kv_heads": 3}, "3 key-value heads"),
+        ({"head_dim": 7}, "even"),
+    ],
+)
+def test_impossible_configurations(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**SMALL, **wrong)
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+@pytest.mark.parametrize("sublayers", ["full", "mlp"])
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "qwen3"])
+def test_flops_against_torchs_counter(name, sublayers, last_only):
+    """torch counts what it runs: here attention as a full square, of which we count the causal part."""
+    config = replace(KINDS[name], sublayers=sublayers)
+    T, width = 600, config.num_heads * config.head_dim  # above 512, so that attention is one call
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        random_model(config).hidden(torch.zeros(1, T, dtype=torch.long), last_only=last_only)
+    layers = 0 if sublayers == "mlp" else config.num_layers - last_only
+    masked = layers * 4 * width * (T * T - T * (T + 1) // 2)
+    assert counter.get_total_flops() - masked == forward_flops(config, T, last_only)
+
+
+def test_presets_are_the_papers():
+    sizes = {"nano_gpt2": 124e6, "nano_llama": 134e6, "nano_qwen": 347e6, "gpt2_1b": 1.31e9}
+    for name, size in sizes.items():
+        with torch.device("meta"):
+            model = Transformer(PRESETS[name])
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
+    assert PRESETS["nano_llama"].head_dim == PRESETS["gpt2_1b"].head_dim == 64
