@@ -111,15 +111,16 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         help = field.metadata["help"] + ("" if default is None else f" (default: {shown})")
         flags[field.name] = "--" + field.name.replace("_", "-")
+        help = help.replace("%", "%%")  # argparse formats it
         parser.add_argument(flags[field.name], default=argparse.SUPPRESS, help=help, **keywords)
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     given, unknown = parser.parse_known_args(arguments)
-    if given.config is not None:
-        given, unknown = parser.parse_known_args(_config_arguments(given.config, flags) + arguments)
     for word in unknown:
         if word.startswith("--"):
             choose(word.split("=")[0], flags.values(), "flag")
         raise UserError(f"unexpected argument '{word}' (see --help)")
+    if given.config is not None:
+        given = parser.parse_args(_config_arguments(given.config, flags) + arguments)
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     del values["config"]
     return settings_class(**values)
@@ -313,8 +314,16 @@ def save_result(settings, experiment: str, paper: str, rows: list, claims: list,
     """Write <out>/<experiment>.json atomically; return its contents. `more`: environment, figures' data."""
     result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
     result |= {"rows": rows, "claims": claims, **more}
+    lines = []  # a line for each entry of a list: short to read, and to compare by git diff
+    for key, value in result.items():
+        items = [
+            json.dumps(item, allow_nan=False) for item in (value if isinstance(value, list) else [value])
+        ]
+        lines.append(
+            f'"{key}": ' + ("[\n  " + ",\n  ".join(items) + "\n ]" if isinstance(value, list) else items[0])
+        )
     with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
-        temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        temporary.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
     return result
 
 

@@ -1,0 +1,61 @@
+"""bench.py at a size for tests: that it measures what it says it measures."""
+
+import json
+
+import pytest
+import torch
+from conftest import assert_refused, run_script
+
+import bench
+from model import PRESETS, forward_flops
+
+
+def test_bench_on_a_tiny_model(tmp_path):
+    flags = [
+        "--model",
+        "tiny_llama",
+        "--sequence-length",
+        16,
+        "--rounds",
+        3,
+        "--tokens",
+        256,
+        "--out",
+        tmp_path,
+    ]
+    done = run_script("bench.py", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    contestants = {(row["implementation"], row["dtype"]) for row in rows}
+    assert contestants == {(i, d) for i in ("bornbiased", "transformers") for d in ("bfloat16", "float32")}
+    fastest = next(r for r in rows if (r["implementation"], r["dtype"]) == ("bornbiased", "bfloat16"))
+    for row in rows:
+        assert row["batch_size"] in (4, 8, 16)
+        flops = row["sequences_per_second"] * forward_flops(PRESETS["tiny_llama"], 16, last_only=True)
+        assert row["gflops"] == pytest.approx(flops / 1e9)
+        assert 0 < row["share_of_peak"] == pytest.approx(row["gflops"] / row["peak_gflops"])
+        speedup = fastest["sequences_per_second"] / row["sequences_per_second"]
+        assert row["speedup"] == pytest.approx(speedup)
+
+
+@pytest.mark.parametrize("name", ["nano_gpt2", "nano_llama", "nano_qwen"])
+def test_transformers_model_has_the_same_shape(name):
+    """The same matrices, by size; GPT-NeoX packs three of ours in one and adds linear biases."""
+    from model import Transformer
+
+    with torch.device("meta"):
+        ours, theirs = Transformer(PRESETS[name]), bench.transformers_model(PRESETS[name])
+
+    def size(model):
+        return sum(
+            p.numel() for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith("lm_head")
+        )
+
+    assert size(ours) == size(theirs)
+    assert theirs.config._attn_implementation == "sdpa"
+
+
+def test_bad_inputs():
+    assert_refused(run_script("bench.py", "--model", "nano_lama"), "nano_lama", "nano_llama")
+    assert_refused(run_script("bench.py", "--sequence-length", "2000"), "2000", "1024")
+    assert_refused(run_script("bench.py", "--rounds", "0"), "at least 1")

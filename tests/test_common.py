@@ -1,0 +1,282 @@
+"""common.py: settings, shards, statistics, and files that survive a failure."""
+
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+import common
+from common import CosineStatistics, UserError, parse_settings, setting
+
+
+@dataclass
+class Settings(common.RunSettings):
+    """One setting of every type."""
+
+    steps: int = setting(100, "how many")
+    rate: float = setting(0.5, "how fast, in 100 % of it")
+    name: str = setting("x", "what")
+    seed: tuple[int, ...] = setting((1, 2), "which")
+    length: tuple[int, ...] | None = setting(None, "how long")
+    limit: int | None = setting(None, "at most")
+    kind: typing.Literal["small", "large"] = setting("small", "size")
+    resume: bool = setting(False, "go on")
+
+
+def parse(*arguments) -> Settings:
+    return parse_settings(Settings, "A test.", [str(a) for a in arguments])
+
+
+def test_defaults_and_flags():
+    assert parse() == Settings()
+    given = parse("--steps", 7, "--rate", "1e-3", "--seed", 5, 6, 7, "--length", 64, "--limit=3", "--resume")
+    assert (given.steps, given.rate, given.seed, given.length) == (7, 1e-3, (5, 6, 7), (64,))
+    assert (given.limit, given.resume, given.kind, given.device) == (3, True, "small", "auto")
+    assert parse("--seed", -4, "--no-resume").seed == (-4,)
+
+
+def test_config_file_then_flags(tmp_path):
+    config = tmp_path / "quick.py"
+    config.write_text(
+        '"""Why."""\nsteps = 4 * 32 - 2**3  # 120\nrate = 1 / 8\nseed = (3, 2 + 2)\nresume = True\n'
+        "limit = -1\n"
+    )
+    given = parse(config, "--steps", 9)
+    assert (given.steps, given.rate, given.seed, given.resume, given.limit) == (9, 0.125, (3, 4), True, -1)
+    config.write_text("resume = False\nkind = 'large'\nlength = [8]\nname = '--odd'")
+    given = parse("--resume", config)
+    assert (given.kind, given.length, given.resume, given.name) == ("large", (8,), True, "--odd")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--step", 3], ["--step", "--steps"]),
+        (["--sed=3"], ["--sed", "--seed"]),
+        (["--zzz"], ["--zzz", "--steps"]),
+        (["--steps", "many"], ["--steps", "int", "many"]),
+        (["--steps", "1.5"], ["--steps", "1.5"]),
+        (["--steps"], ["--steps", "one argument"]),
+        (["--seed"], ["--seed", "at least one"]),
+        (["--kind", "huge"], ["--kind", "huge", "large"]),
+        (["--device", "tpu"], ["--device", "tpu", "cpu"]),
+        (["a.py", "b.py"], ["unexpected", "b.py"]),
+        (["missing.py"], ["missing.py", "No such file"]),
+    ],
+)
+def test_bad_flags(arguments, words):
+    with pytest.raises(UserError) as error:
+        parse(*arguments)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("stepz = 3", ["c.py:1", "stepz", "did you mean steps"]),
+        ("steps = 'three'", ["--steps", "three"]),
+        ("steps = 1e3", ["--steps", "1000.0"]),
+        ("\nsteps = open('x')", ["c.py:2", "literal"]),
+        ("steps = __import__('os').system('touch hacked')", ["c.py:1", "literal"]),
+        ("steps = 1 / 0", ["c.py:1"]),
+        ("steps = 'a' - 1", ["c.py:1"]),
+        ("import os", ["c.py:1", "NAME = VALUE"]),
+        ("for i in (): pass", ["c.py:1", "NAME = VALUE"]),
+        ("steps = ", ["c.py", "invalid syntax"]),
+        ("kind = 'larg'", ["--kind", "larg"]),
+        ("resume = 3", ["resume"]),
+    ],
+)
+def test_bad_config_files(tmp_path, text, words):
+    config = tmp_path / "c.py"
+    config.write_text(text)
+    with pytest.raises(UserError) as error:
+        parse(config)
+    for word in words:
+        assert word in str(error.value)
+    assert not Path("hacked").exists()
+
+
+def test_config_files_that_are_no_text(tmp_path):
+    for content in (b"\xff\xfe\x00steps", b"steps = 1\x00"):
+        (tmp_path / "c.py").write_bytes(content)
+        with pytest.raises(UserError, match="c.py"):
+            parse(tmp_path / "c.py")
+    with pytest.raises(UserError, match="directory"):
+        parse(tmp_path)
+
+
+def test_help_names_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as status:
+        parse("--help")
+    assert status.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for flag in (
+        "--steps N",
+        "--seed N [N ...]",
+        "--kind small|large",
+        "--no-resume",
+        "--dtype",
+        "--out NAME",
+    ):
+        assert flag in text
+    assert "(default: 1 2)" in text and "(default: 100)" in text and "in 100 % of it" in text
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 64])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_shards_partition_the_range(monkeypatch, count, world):
+    shards = []
+    monkeypatch.setattr(common, "world_size", lambda: world)
+    for rank in range(world):
+        monkeypatch.setattr(common, "rank", lambda rank=rank: rank)
+        shards.append(common.shard(count))
+    assert list(itertools.chain(*shards)) == list(range(count))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+@pytest.mark.parametrize("n, d, shift", [(2, 5, 0.0), (40, 7, 0.0), (150, 16, 3.0), (30, 3, 100.0)])
+def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
+    states = torch.randn(n, d, generator=torch.Generator().manual_seed(n)) + shift
+    statistics = CosineStatistics(d)
+    for part in states.split(11):
+        statistics.update(part)
+    pairs = [
+        math.sumprod(a, b) / math.sqrt(math.sumprod(a, a) * math.sumprod(b, b))
+        if hasattr(math, "sumprod")
+        else np.dot(a, b) / math.sqrt(np.dot(a, a) * np.dot(b, b))
+        for a, b in itertools.combinations(states.double().tolist(), 2)
+    ]
+    mean, std = statistics.mean_and_std()
+    assert mean == pytest.approx(np.mean(pairs), abs=1e-12)
+    assert std == pytest.approx(np.std(pairs), abs=1e-6)  # the root of a difference: half the digits
+    unit = states.double() / states.double().norm(dim=1, keepdim=True)
+    torch.testing.assert_close(statistics.direction(), unit.mean(0))
+
+
+def test_cosine_statistics_in_closed_cases():
+    same, opposite, orthogonal = CosineStatistics(4), CosineStatistics(4), CosineStatistics(4)
+    same.update(torch.ones(50, 4) * torch.arange(1, 51)[:, None])
+    assert same.mean_and_std() == pytest.approx((1.0, 0.0), abs=1e-7)
+    opposite.update(
+        torch.tensor([[1e-30, 0, 0, 0], [-1e30, 0, 0, 0]])
+    )  # no epsilon: the scale does not matter
+    assert opposite.mean_and_std()[0] == pytest.approx(-1.0)
+    orthogonal.update(torch.eye(4))
+    assert orthogonal.mean_and_std() == pytest.approx((0.0, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+def test_cosine_statistics_refuse_states_without_direction(bad):
+    with pytest.raises(UserError, match="zero or not finite"):
+        CosineStatistics(3).update(torch.tensor([[1.0, 2.0, 3.0], [bad, bad, bad]]))
+
+
+def test_keyed_generator():
+    def draw(*key):
+        return tuple(common.keyed_generator(*key).integers(2**62, size=3))
+
+    assert draw(1, "a") == draw(1, "a")
+    keys = [(1, "a"), (1, "b"), (2, "a"), (1,), (1, "a", 0), (2**32 + 1, "a"), (-1, "a")]
+    assert len({draw(*key) for key in keys}) == len(keys)
+
+
+def test_atomic_path_keeps_the_old_file_on_failure(tmp_path):
+    path = tmp_path / "a.json"
+    with common.atomic_path(path) as temporary:
+        temporary.write_text("old")
+    with pytest.raises(RuntimeError), common.atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def write_big(out: Path, setup: str = "") -> subprocess.CompletedProcess:
+    """Save a result of about a megabyte in a process of its own."""
+    code = f"""
+import common, sys
+sys.argv[0] = "big.py"
+settings = common.RunSettings(out={str(out)!r}, device="cpu")
+def main():
+    common.start(settings)
+    {setup}
+    common.save_result(settings, "big", "", [{{"x": list(range(200_000))}}], [])
+common.run(main)
+"""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_full_disk(tmp_path):
+    """A file size limit stands in for a disk that fills while the result is written."""
+    (tmp_path / "big.json").write_text("old")
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    result = write_big(
+        tmp_path, limit + f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2**16}, {resource.RLIM_INFINITY}))"
+    )
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "big.json" in result.stderr, (
+        result.stderr
+    )
+    assert (tmp_path / "big.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_unwritable_out(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        result = write_big(out)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+        assert str(out) in result.stderr
+
+
+def test_killed_while_writing_leaves_no_half_file(tmp_path):
+    setup = f"import os, signal; os.replace = lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)})"
+    assert write_big(tmp_path, setup).returncode == -signal.SIGKILL
+    assert not (tmp_path / "big.json").exists()
+    assert write_big(tmp_path).returncode == 0
+    assert len(json.loads((tmp_path / "big.json").read_text())["rows"][0]["x"]) == 200_000
+
+
+def test_other_errors_keep_their_traceback():
+    code = "import common\ndef main():\n    1 / 0\ncommon.run(main)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
+
+
+def test_device_and_dtype(tmp_path, monkeypatch):
+    def start(**settings):
+        return common.start(common.RunSettings(out=str(tmp_path / "new" / "folder"), **settings))
+
+    assert start(device="cpu", dtype="float32") == (torch.device("cpu"), torch.float32)
+    for bfloat16, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda bfloat16=bfloat16: bfloat16)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert start(device="cpu")[1] == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert start()[0].type == "cpu"
+    with pytest.raises(UserError, match="--device cpu"):
+        start(device="cuda")
+
+
+def test_matmul_peak_is_a_plausible_rate():
+    assert 1e9 < common.matmul_peak(torch.device("cpu"), torch.float32) < 1e14
+
+
+def test_environment_names_the_commit_or_nothing():
+    record = common.environment(torch.device("cpu"), torch.bfloat16, 0.0)
+    assert record["dtype"] == "bfloat16" and record["processes"] == 1 and record["torch"] == torch.__version__
+    assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
+    assert os.sep not in record["device"]

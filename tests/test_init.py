@@ -1,0 +1,163 @@
+"""init.py: every parameter filled as the table says, by nothing but (seed, name, shape)."""
+
+import hashlib
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import KINDS, ROOT
+from scipy.stats import kstest
+
+import init
+from model import PRESETS, ModelConfig, Transformer
+
+WIDE = ModelConfig(512, 64, 4, 4, 128, 384, qkv_bias=True, qk_norm=True, attn_calibration="headnorm")
+
+
+def digest(model) -> str:
+    """A hash of all weights, in order."""
+    state = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        state.update(name.encode() + tensor.float().numpy().tobytes())
+    return state.hexdigest()
+
+
+@pytest.mark.parametrize("scheme", ["gpt2", "normal"])
+@pytest.mark.parametrize(
+    "config", [WIDE, PRESETS["tiny_gpt2"], PRESETS["tiny_llama"]], ids=["wide", "gpt2", "llama"]
+)
+def test_table(scheme, config):
+    model = Transformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, math.nan)  # what init forgets stays NaN
+    init.initialize(model, seed=5, scheme=scheme)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().double()
+        assert values.isfinite().all(), name
+        if name.endswith("bias"):
+            assert (values == 0).all(), name
+        elif "norm" in name:
+            assert (values == 1).all(), name
+        else:
+            residual = "o_proj" in name or "down_proj" in name
+            std = 0.02 / math.sqrt(2 * config.num_layers) if residual and scheme == "gpt2" else 0.02
+            n = values.numel()
+            # Five standard errors: of the mean, std/sqrt(n); of the standard deviation, std/sqrt(2n).
+            assert abs(values.mean()) < 5 * std / math.sqrt(n), name
+            assert abs(values.std() - std) < 5 * std / math.sqrt(2 * n), name
+            assert kstest((values / std).flatten()[:20_000].numpy(), "norm").pvalue > 1e-4, name
+
+
+def test_matrices_are_independent():
+    """No two parameters share a stream, whatever their shapes."""
+    model = init.newborn(WIDE, 0)
+    rows = [p.detach().flatten()[:10_000] for p in model.parameters() if p.numel() >= 10_000]
+    correlation = np.corrcoef(torch.stack(rows).numpy())
+    np.fill_diagonal(correlation, 0)
+    assert np.abs(correlation).max() < 6 / math.sqrt(10_000)
+
+
+def test_same_bits_with_other_thread_counts_and_in_another_process():
+    expected = digest(init.newborn("tiny_llama", 42))
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert digest(init.newborn("tiny_llama", 42)) == expected
+        finally:
+            torch.set_num_threads(before)
+    code = "import init, test_init; print(test_init.digest(init.newborn('tiny_llama', 42)))"
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['.', 'tests']; {code}"]
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"})
+    assert other.stdout.strip() == expected, other.stderr
+
+
+GOLDEN = [0.1983286589384079, 1.4712125062942505, 0.662937343120575, -1.01030433177948]
+
+
+def test_these_bits_forever():
+    """A change here changes every newborn model that anybody has named by its seed."""
+    weight = init.draw(42, "model.layers.0.self_attn.q_proj.weight", (768, 768), 1.0)
+    assert weight.flatten()[:4].tolist() == pytest.approx(GOLDEN, abs=0)
+    assert weight.dtype == torch.float32
+
+
+def test_ambient_generators_play_no_part():
+    torch.manual_seed(1)
+    np.random.seed(1)
+    first = digest(init.newborn("tiny_gpt2", 3))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert digest(init.newborn("tiny_gpt2", 3)) == first
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)  # nor are they advanced
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_layers": 7},
+        {"sublayers": "attention"},
+        {"sublayers": "mlp"},
+        {"attn_calibration": "headnorm"},
+        {"mlp": "relu"},
+    ],
+    ids=str,
+)
+def test_a_changed_architecture_keeps_all_other_weights(change):
+    """Under `normal`; `gpt2` scales the residual projections by the number of layers, as it should."""
+    config = replace(PRESETS["tiny_gpt2"], **change)
+    before = init.newborn("tiny_gpt2", 9, scheme="normal").state_dict()
+    after = init.newborn(config, 9, scheme="normal").state_dict()
+    shared = before.keys() & after.keys()
+    assert len(shared) >= 10
+    assert all(torch.equal(before[name], after[name]) for name in shared)
+
+
+def test_embedding_seed_fixes_embedding_and_head_and_nothing_else():
+    def state(seed, embedding_seed):
+        return init.newborn("tiny_llama", seed, embedding_seed).state_dict()
+
+    a, b, c = state(1, 0), state(2, 0), state(1, None)
+    for name in a:
+        drawn = a[name].dim() == 2
+        if "embed_tokens" in name or "lm_head" in name:
+            assert torch.equal(a[name], b[name]) and not torch.equal(a[name], c[name])
+        else:
+            assert torch.equal(a[name], b[name]) != drawn and torch.equal(a[name], c[name])
+    assert not torch.equal(a["model.embed_tokens.weight"], a["lm_head.weight"])
+    assert torch.equal(c["lm_head.weight"], state(3, 1)["lm_head.weight"])  # by default, the seed itself
+
+
+def test_seeds_that_agree_in_32_bits_differ():
+    """torch.Generator would give these the same weights."""
+    a, b = (init.draw(seed, "x", (64,), 1.0) for seed in (5, 5 + 2**32))
+    assert not torch.equal(a, b)
+    first = torch.stack([init.draw(seed, "x", (16,), 1.0) for seed in range(3000)])
+    assert len(first.unique(dim=0)) == 3000
+
+
+def test_bfloat16_is_the_rounded_float32(kind):
+    exact = init.newborn(KINDS[kind], 4).state_dict()
+    rounded = init.newborn(KINDS[kind], 4, dtype=torch.bfloat16).state_dict()
+    for name, tensor in rounded.items():
+        assert torch.equal(tensor, exact[name].to(tensor.dtype))
+        assert (tensor.dtype == torch.bfloat16) == (".layers." in name)
+
+
+def test_tied_head_stays_tied():
+    model = init.newborn("tiny_gpt2", 0)
+    states = torch.randn(3, 256)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+        assert torch.equal(model.unembed(states), states @ model.model.embed_tokens.weight.T)
+    assert not any("lm_head" in name for name in model.state_dict())
+
+
+def test_unknown_scheme():
+    with pytest.raises(ValueError, match="gpt2, normal"):
+        init.newborn("tiny_gpt2", 0, scheme="xavier")

@@ -1,0 +1,251 @@
+"""probe.py against exact arithmetic, a plain loop, and the same command run another way."""
+
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from conftest import KINDS, ROOT, assert_refused, random_model, run_script
+
+import init
+import probe
+from model import PRESETS
+
+CONTRACT = {
+    "model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "top1_frequency",
+    "uniform_max_count", "ratio", "log10_p", "direction_token", "direction_matches", "mean_cosine",
+}  # fmt: skip
+
+
+def exact_log10_p(count: int, n: int, V: int) -> float:
+    """log10 of V P[Binomial(n, 1/V) >= count] in integers; math.log10 takes integers of any size."""
+    tail = sum(math.comb(n, j) * (V - 1) ** (n - j) for j in range(count, n + 1))
+    return min(0.0, math.log10(tail * V) - n * math.log10(V))
+
+
+@pytest.mark.parametrize(
+    "count, n, V",
+    [
+        (1, 1, 2),
+        (1, 10, 5),
+        (3, 1000, 50257),
+        (33, 1000, 50257),
+        (1000, 1000, 50257),
+        (400, 2000, 97),
+        (7, 50, 3),
+    ]
+    + [(170, 2000, 151936), (2, 2, 32000), (500, 500, 4096)],
+)  # several below 1e-308, where p itself is 0
+def test_binomial_tail_against_exact_integers(count, n, V):
+    # log-gammas of about n log n, good to 1e-16 relative, bound the error
+    assert probe.binomial_log10_p(count, n, V) == pytest.approx(
+        exact_log10_p(count, n, V), rel=1e-9, abs=1e-9
+    )
+
+
+def test_binomial_tail_of_the_papers_size():
+    p = probe.binomial_log10_p(3000, 10_000, 50257)
+    assert -12_000 < p < -10_000 and math.isfinite(probe.binomial_log10_p(10_000, 10_000, 50257))
+
+
+def exact_expected_maximum(n: int, V: int) -> float:
+    """E[max count] of n uniform draws over V: sum over m of 1 - P[max <= m].
+
+    P[max <= m] = n!/V^n [x^n] (sum_{k<=m} x^k/k!)^V, the power by squaring in exact fractions.
+    """
+
+    def multiply(a, b):
+        product = [Fraction(0)] * (n + 1)
+        for i, x in enumerate(a):
+            for j, y in enumerate(b[: n + 1 - i]):
+                product[i + j] += x * y
+        return product
+
+    expected = Fraction(0)
+    for m in range(n):
+        base = [Fraction(1, math.factorial(k)) for k in range(m + 1)]
+        power, exponent = [Fraction(1)], V
+        while exponent:
+            power = multiply(power, base) if exponent & 1 else power
+            base, exponent = multiply(base, base), exponent >> 1
+        power += [Fraction(0)] * (n + 1 - len(power))
+        expected += 1 - power[n] * math.factorial(n) / Fraction(V) ** n
+    return float(expected)
+
+
+@pytest.mark.parametrize("n, V", [(1, 10), (2, 5), (12, 40), (25, 7), (30, 300)])
+def test_uniform_baseline_against_exact_fractions(n, V):
+    counts = probe.uniform_counts(n, V, 5, repetitions=4000)
+    # A count's standard deviation is below 1.2 here: five standard errors of 4,000 draws.
+    assert counts[0] == pytest.approx(exact_expected_maximum(n, V), abs=5 * 1.2 / math.sqrt(4000))
+    assert (np.diff(counts) <= 0).all() and counts.sum() <= n + 1e-9
+    assert probe.uniform_counts(n, V, n, repetitions=10).sum() == pytest.approx(n)
+
+
+def test_random_tokens_depend_on_seed_and_index_alone():
+    whole = probe.random_tokens(3, range(10), 50, 1000)
+    assert whole.shape == (10, 50) and whole.dtype == torch.int64
+    assert torch.equal(whole[4:7], probe.random_tokens(3, range(4, 7), 50, 1000))
+    assert torch.equal(whole[:, :20], probe.random_tokens(3, range(10), 20, 1000))
+    assert len(whole.unique(dim=0)) == 10
+    assert not torch.equal(whole, probe.random_tokens(4, range(10), 50, 1000))
+
+
+def test_random_tokens_are_uniform():
+    tokens = probe.random_tokens(0, range(2000), 50, 100).flatten()
+    chi_square = ((tokens.bincount(minlength=100) - 1000.0) ** 2 / 1000).sum()
+    assert 45 < chi_square < 170  # 99 degrees of freedom, p from 1e-6 to 1 - 1e-6
+    wide = probe.random_tokens(0, range(2000), 50, 151_936)
+    assert wide.min() < 50 and wide.max() > 151_886
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_counts_equal_a_plain_loop(name, batch_size):
+    model, n, T = random_model(KINDS[name]), 60, 9
+    measured = probe.probe(model, T, n, batch_size, input_seed=2)
+    tokens, dimensions, units = [0] * 97, [0] * 32, []
+    with torch.no_grad():
+        for i in range(n):
+            sequence = probe.random_tokens(2, range(i, i + 1), T, 97)
+            tokens[int(model(sequence)[0, -1].argmax())] += 1
+            state = model.hidden(sequence)[0, -1].double()
+            dimensions[int(state.argmax())] += 1
+            units.append((state / state.norm()).numpy())
+    assert measured["token_counts"].tolist() == tokens
+    assert measured["dimension_counts"].tolist() == dimensions
+    row = probe.preference_row(model, measured, np.array([2.0]))
+    cosines = [units[i] @ units[j] for i in range(n) for j in range(i)]
+    assert row["mean_cosine"] == pytest.approx(np.mean(cosines), abs=1e-6)  # float32 states
+    assert row["top1_count"] == max(tokens) and row["top1_token"] == tokens.index(max(tokens))
+    direction = np.mean(units, axis=0)
+    weight = (model.lm_head or model.model.embed_tokens).weight.detach().double().numpy()
+    assert row["direction_token"] == int((weight @ direction).argmax())
+    assert row["direction_matches"] == (row["direction_token"] == row["top1_token"])
+
+
+def test_a_newborn_prefers_and_an_attention_only_one_does_not():
+    """BB Finding 1.1 and section 4.1, at a size for tests."""
+    from dataclasses import replace
+
+    rows = {}
+    for sublayers in ("full", "attention"):
+        model = init.newborn(replace(PRESETS["tiny_gpt2"], sublayers=sublayers), 42)
+        measured = probe.probe(model, 64, 300, 32)
+        rows[sublayers] = probe.preference_row(model, measured, probe.uniform_counts(300, 4096, 1))
+    assert rows["full"]["mean_cosine"] > 0.05 > 0.02 > abs(rows["attention"]["mean_cosine"])
+    assert rows["full"]["log10_p"] < -2 < rows["attention"]["log10_p"]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """One run of the command line on a tiny model: its output, its JSON and the folder."""
+    out = tmp_path_factory.mktemp("results")
+    flags = [
+        "--model",
+        "tiny_gpt2",
+        "tiny_llama",
+        "--seed",
+        1,
+        2,
+        "--sequence-length",
+        16,
+        32,
+        "--num-sequences",
+        90,
+    ]
+    done = run_script("probe.py", *flags, "--batch-size", 7, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads((out / "probe.json").read_text()), out, flags
+
+
+def test_command_line(result):
+    done, saved, out, _ = result
+    assert sorted(path.name for path in out.iterdir()) == ["probe.json", "probe.png"]
+    assert (out / "probe.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stderr == ""  # no terminal, no progress bar
+    assert {"experiment", "paper", "settings", "environment", "rows", "claims"} <= saved.keys()
+    assert {"torch", "device", "dtype", "commit", "seconds"} <= saved["environment"].keys()
+    assert len(saved["rows"]) == 8 and len(done.stdout.splitlines()) == 9 + len(saved["claims"])
+    for row in saved["rows"]:
+        assert CONTRACT <= row.keys() and row["num_sequences"] == 90
+        assert row["top1_frequency"] == row["top1_count"] / 90
+        assert row["ratio"] == pytest.approx(row["top1_count"] / row["uniform_max_count"])
+        assert str(row["top1_token"]) in done.stdout
+    for claim in saved["claims"]:
+        assert claim.keys() == {"claim", "paper", "measured", "holds"} and type(claim["holds"]) is bool
+    for row, detail in zip(saved["rows"], saved["details"]):
+        assert detail["token_counts"][0] == [row["top1_token"], row["top1_count"]]
+        assert sum(count for _, count in detail["token_counts"]) == sum(detail["dimension_counts"]) == 90
+        assert detail["sequences_per_second"] > 0 and 0 < detail["mfu"] < 1
+
+
+def test_two_ranks_give_the_rows_of_one_process(result, tmp_path):
+    _, saved, _, flags = result
+    done = run_script("probe.py", *flags, "--batch-size", 7, "--out", tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    two = json.loads((tmp_path / "probe.json").read_text())
+    assert two["environment"]["processes"] == 2
+    assert len(done.stdout.splitlines()) == 9 + len(saved["claims"])  # one rank prints
+    for ours, theirs in zip(saved["rows"], two["rows"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():  # sums in another order; threads may block a product otherwise
+            assert theirs[key] == (pytest.approx(value, rel=1e-6) if type(value) is float else value), key
+    assert [d["token_counts"] for d in two["details"]] == [d["token_counts"] for d in saved["details"]]
+
+
+def test_more_ranks_than_batches(tmp_path):
+    flags = ["--model", "tiny_gpt2", "--sequence-length", 8, "--num-sequences", 3, "--out", tmp_path]
+    done = run_script("probe.py", *flags, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "probe.json").read_text())["rows"][0]["num_sequences"] == 3
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--model", "nano_gpt3"], ["nano_gpt3", "nano_gpt2"]),
+        (["--seeds", "3"], ["--seeds", "--seed"]),
+        (["--seed", "x"], ["--seed", "x"]),
+        (["--init", "gpt"], ["gpt", "gpt2"]),
+        (["--sequence-length", "1025"], ["1025", "1024"]),
+        (["--sequence-length", "0"], ["0", "1 to 1024"]),
+        (["--model", "nano_llama", "nano_gpt2", "--sequence-length", "64", "2048"], ["2048", "1024"]),
+        (["--num-sequences", "1"], ["1", "at least 2"]),
+        (["--batch-size", "0"], ["0", "at least 1"]),
+        (["--out", "probe.py"], ["probe.py"]),
+        (["--dtype", "float16"], ["float16", "bfloat16"]),
+        (["nothing.py"], ["nothing.py"]),
+    ],
+)
+def test_bad_inputs(flags, words):
+    assert_refused(run_script("probe.py", *flags), *words)
+
+
+def test_nan_weights_are_named():
+    model = init.newborn("tiny_gpt2", 0)
+    model.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.nan
+    with pytest.raises(probe.UserError, match="NaN"):
+        probe.probe(model, 8, 4, 2)
+
+
+def test_memory_does_not_grow_with_the_number_of_sequences(tmp_path):
+    """Peak resident memory of ten times the sequences: within 5 %, in processes of their own."""
+    code = "import resource, sys, common, probe; sys.argv[0] = 'probe.py'; common.run(probe.main); "
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    peaks = []
+    for n in (300, 3000):
+        flags = ["--model", "tiny_gpt2", "--sequence-length", 32, "--num-sequences", n, "--out", tmp_path]
+        done = run_script("-c", code, *flags)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[1] < 1.05 * peaks[0], peaks
+
+
+def test_importing_does_nothing():
+    code = "import sys; sys.argv = ['x', '--bad']; import common, model, init, probe, torch; "
+    code += "assert torch.initial_seed() == torch.default_generator.initial_seed(); print('quiet')"
+    done = run_script("-c", code)
+    assert done.stdout == "quiet\n" and done.stderr == "" and (ROOT / "probe.py").exists()
