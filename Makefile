@@ -11,8 +11,9 @@ RUN := $(VENV)/bin/python
 
 probe: $(VENV)/installed
 	@$(RUN) probe.py --seed 42 43
-	@$(RUN) -m webbrowser -t "file://$(CURDIR)/results/probe.png" >/dev/null 2>&1 || true
-	@echo "figures: results/probe.png, results/probe_dimensions.png   numbers: results/probe.json"
+	@if [ "$$(uname)" = Darwin ]; then open results/probe.png; \
+	elif [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] && command -v xdg-open >/dev/null; then xdg-open results/probe.png; fi
+	@echo "figure: results/probe.png   numbers: results/probe.json"
 
 test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .

@@ -5,8 +5,8 @@
 
 Each row is one way of computing the last position's final state for random sequences: this project's model
 in bfloat16 and float32, and transformers' model of the same shape, without its head, in the same dtypes (it
-loads in float32 unless told otherwise). Every contestant first picks its best batch size; then all take turns,
-in alternating order, as do the matrix products that measure the device's peak. Medians over the rounds count.
+loads in float32 unless told otherwise). Every contestant first picks its best batch size; then all take
+turns, in alternating order, as do the matrix products that measure the device's peak. Medians count.
 GFLOP/s counts the products the answer needs, the same for all: what a contestant computes beyond is its loss.
 """
 

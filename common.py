@@ -19,6 +19,7 @@ import json
 import operator
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,11 +65,9 @@ def setting(default, help: str):
 class RunSettings:
     """What every experiment can be told: where to compute, how precisely, and where to write."""
 
-    device: typing.Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "where to compute: auto is cuda, then cpu"
-    )
+    device: typing.Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute; auto: cuda, then cpu")
     dtype: typing.Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "dtype of the blocks: auto is bfloat16 on CUDA and on CPUs that multiply it, else float32"
+        "auto", "dtype of the blocks; auto: bfloat16 on CUDA and on CPUs that multiply it, else float32"
     )
     out: str = setting("results", "folder that receives the JSON and PNG files")
 
@@ -92,64 +91,66 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(description=description, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("config", nargs="?", metavar="CONFIG.py", help="a file of lines NAME = VALUE")
-    flags, hints = {}, typing.get_type_hints(settings_class)
+    kinds, hints = {}, typing.get_type_hints(settings_class)
     for field in dataclasses.fields(settings_class):
         hint, default = hints[field.name], field.default
         if isinstance(hint, types.UnionType):  # X | None
             hint = typing.get_args(hint)[0]
         kind, options = typing.get_origin(hint) or hint, typing.get_args(hint)
-        item = options[0] if kind is tuple else kind
-        keywords = {
-            "type": item,
-            "metavar": "NAME" if item is str else "N",
-            "nargs": "+" if kind is tuple else None,
-        }
+        item = {tuple: options and options[0], typing.Literal: str}.get(kind, kind)
+        kinds[field.name] = kind, item, options
+        many = "+" if kind is tuple else None
+        keywords = {"type": item, "metavar": "NAME" if item is str else "N", "nargs": many}
         if kind is bool:
             keywords = {"action": argparse.BooleanOptionalAction}
         elif kind is typing.Literal:
             keywords = {"choices": options, "metavar": "|".join(options)}
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         help = field.metadata["help"] + ("" if default is None else f" (default: {shown})")
-        flags[field.name] = "--" + field.name.replace("_", "-")
         help = help.replace("%", "%%")  # argparse formats it
-        parser.add_argument(flags[field.name], default=argparse.SUPPRESS, help=help, **keywords)
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+        parser.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=help, **keywords)
     given, unknown = parser.parse_known_args(arguments)
     for word in unknown:
         if word.startswith("--"):
-            choose(word.split("=")[0], flags.values(), "flag")
+            choose(word.split("=")[0], [_flag(name) for name in kinds], "flag")
         raise UserError(f"unexpected argument '{word}' (see --help)")
-    if given.config is not None:
-        given = parser.parse_args(_config_arguments(given.config, flags) + arguments)
+    config = vars(given).pop("config")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
-    del values["config"]
-    return settings_class(**values)
+    return settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
 
 
-def _config_arguments(path: str, flags: dict[str, str]) -> list[str]:
-    """The lines of a config file as the flags they stand for."""
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _read_config(path: str, kinds: dict[str, tuple]) -> dict:
+    """The settings a config file assigns, checked by `kinds`: name -> (kind, type of an item, choices)."""
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(f"cannot read config file '{path}': {error}") from None
-    arguments = []
+    values = {}
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
-        if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
-            raise UserError(f"{path}:{node.lineno}: expected NAME = VALUE")
-        flag = flags[choose(node.targets[0].id, flags, f"setting in {path}:{node.lineno}:")]
+        place = f"{path}:{node.lineno}"
+        if not (
+            isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        ):
+            raise UserError(f"{place}: expected NAME = VALUE")
+        name = choose(node.targets[0].id, kinds, f"setting in {place}:")
+        kind, item, options = kinds[name]
         try:
             value = _evaluate(node.value)
         except (ValueError, TypeError, ArithmeticError):
-            raise UserError(f"{path}:{node.lineno}: expected a literal or arithmetic on literals") from None
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, tuple):
-            arguments += [flag, *map(str, value)]
-        else:
-            arguments.append(f"{flag}={value}")
-    return arguments
+            raise UserError(f"{place}: expected a literal or arithmetic on literals") from None
+        items = value if kind is tuple and isinstance(value, tuple) else (value,)
+        if not items or any(type(x) is not item and (item, type(x)) != (float, int) for x in items):
+            raise UserError(f"{place}: {name} expects {item.__name__}, not {value!r}")
+        if kind is typing.Literal:
+            choose(value, options, f"{name} in {place}:")
+        values[name] = items if kind is tuple else value
+    return values
 
 
 _ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
@@ -290,10 +291,14 @@ def atomic_path(path: Path):
 def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
     """What a result was made with; `started` is time.perf_counter() at the experiment's begin."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = None
     with contextlib.suppress(OSError):
-        commit = None
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+        commit = (
+            subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True)
+        commit = f"{commit}-dirty" if commit and changed.returncode else commit
     return {
         "torch": torch.__version__,
         "device": name,
@@ -314,16 +319,11 @@ def save_result(settings, experiment: str, paper: str, rows: list, claims: list,
     """Write <out>/<experiment>.json atomically; return its contents. `more`: environment, figures' data."""
     result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
     result |= {"rows": rows, "claims": claims, **more}
-    lines = []  # a line for each entry of a list: short to read, and to compare by git diff
-    for key, value in result.items():
-        items = [
-            json.dumps(item, allow_nan=False) for item in (value if isinstance(value, list) else [value])
-        ]
-        lines.append(
-            f'"{key}": ' + ("[\n  " + ",\n  ".join(items) + "\n ]" if isinstance(value, list) else items[0])
-        )
+    text = re.sub(
+        r"\[[-+.,e\d\s]+\]", lambda m: " ".join(m[0].split()), json.dumps(result, indent=1, allow_nan=False)
+    )
     with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
-        temporary.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+        temporary.write_text(text + "\n")  # indented, but a list of numbers stays on one line
     return result
 
 

@@ -14,7 +14,7 @@ token and how often (`top1_*`), how often the luckiest token of N uniform draws 
 import itertools
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -172,10 +172,9 @@ def findings(rows: list[dict]) -> list[dict]:
     return claims + [claim(text, None, f"{overlap} of {len(rows)} rows", 2 * overlap > len(rows))]
 
 
-def resolve(settings: Settings, cuda: bool) -> tuple[int, tuple[int, ...], dict[int, int]]:
-    """Number of sequences, lengths, and batch size for each length; UserError for what makes no sense."""
-    default = 10_000 if cuda else 1_000
-    num_sequences = default if settings.num_sequences is None else settings.num_sequences
+def resolve(settings: Settings, cuda: bool) -> Settings:
+    """The settings with the device's defaults filled in; UserError for what makes no sense."""
+    num_sequences = (10_000 if cuda else 1_000) if settings.num_sequences is None else settings.num_sequences
     lengths = settings.sequence_length or ((1024,) if cuda else (64,))
     context = min(PRESETS[name].context_length for name in settings.model)
     for T in lengths:
@@ -185,8 +184,9 @@ def resolve(settings: Settings, cuda: bool) -> tuple[int, tuple[int, ...], dict[
         raise UserError(f"--num-sequences {num_sequences}: expected at least 2, to compare their states")
     if settings.batch_size is not None and settings.batch_size < 1:
         raise UserError(f"--batch-size {settings.batch_size}: expected at least 1")
-    batch_tokens = 65_536 if cuda else 2_048  # on a CPU, what still fits the caches
-    return num_sequences, lengths, {T: settings.batch_size or max(1, batch_tokens // T) for T in lengths}
+    once = {"model": settings.model, "seed": settings.seed, "sequence_length": lengths}
+    once = {name: tuple(dict.fromkeys(values)) for name, values in once.items()}  # named twice, probed once
+    return replace(settings, num_sequences=num_sequences, **once)
 
 
 def run(settings: Settings) -> dict:
@@ -196,21 +196,25 @@ def run(settings: Settings) -> dict:
     common.choose(settings.init, SCHEMES, "init scheme")
     device, dtype = common.start(settings)
     started = time.perf_counter()
-    num_sequences, lengths, batch_size = resolve(settings, device.type == "cuda")
+    settings = resolve(settings, device.type == "cuda")
+    num_sequences = settings.num_sequences
+    batch_tokens = 65_536 if device.type == "cuda" else 2_048  # on a CPU, what still fits the caches
     peak = float(common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)))
     rows, details = [], []
     for name, seed in itertools.product(settings.model, settings.seed):
         model = newborn(name, seed, settings.embedding_seed, settings.init, device, dtype)
-        for T in lengths:
+        for T in settings.sequence_length:
             key = {"model": name, "seed": seed, "sequence_length": T}
             label, begun = f"{name} seed {seed} T={T}", time.perf_counter()
-            measured = probe(model, T, num_sequences, batch_size[T], settings.input_seed, label)
+            batch_size = settings.batch_size or max(1, batch_tokens // T)
+            measured = probe(model, T, num_sequences, batch_size, settings.input_seed, label)
             rate = num_sequences / (time.perf_counter() - begun)
             baseline = uniform_counts(num_sequences, model.config.vocab_size, RANKS)
             rows.append(key | preference_row(model, measured, baseline))
             counts = measured["token_counts"]
-            top = counts.argsort(descending=True, stable=True)[:1000].tolist()
-            detail = {"token_counts": [[token, int(counts[token])] for token in top if counts[token]]}
+            top = counts.argsort(descending=True, stable=True)[:1000]
+            top = top[counts[top] > 0]
+            detail = {"tokens": top.tolist(), "token_counts": counts[top].tolist()}
             detail["uniform_counts"] = baseline.tolist()
             detail["dimension_counts"] = measured["dimension_counts"].tolist()
             detail["uniform_max_dimension_count"] = uniform_counts(num_sequences, model.config.d_model, 1)[0]
@@ -237,7 +241,7 @@ def plot(result: dict, path: Path) -> None:
     grid = figure.subplots(3, len(columns), squeeze=False, sharey="row")
     for (row, detail), (ranks, tokens, dimensions) in zip(columns, grid.T):
         percent = 100 / row["num_sequences"]
-        numbers, counts = np.array(detail["token_counts"]).T
+        counts = np.array(detail["token_counts"])
         uniform = percent * np.array(detail["uniform_counts"])
         order = np.arange(1, RANKS + 1)
         ranks.bar(order[: len(counts)], percent * counts[:RANKS], color=BLUE, label="newborn model")
@@ -247,7 +251,7 @@ def plot(result: dict, path: Path) -> None:
         ranks.text(0.96, 0.72, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
         ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
         ranks.set_title(f"{row['model']}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
-        tokens.vlines(numbers, 0, percent * counts, color=BLUE, linewidth=1)
+        tokens.vlines(detail["tokens"], 0, percent * counts, color=BLUE, linewidth=1)
         tokens.axhline(uniform[0], linestyle="--", color=VERMILION, linewidth=1.2)
         tokens.set_xlabel("token number")
         share = percent * np.array(detail["dimension_counts"])

@@ -56,9 +56,10 @@ def test_config_file_then_flags(tmp_path):
     )
     given = parse(config, "--steps", 9)
     assert (given.steps, given.rate, given.seed, given.resume, given.limit) == (9, 0.125, (3, 4), True, -1)
-    config.write_text("resume = False\nkind = 'large'\nlength = [8]\nname = '--odd'")
+    config.write_text("resume = False\nkind = 'large'\nname = '--odd'\nrate = 2\nlength = [8]\nseed = 3, 4")
     given = parse("--resume", config)
     assert (given.kind, given.length, given.resume, given.name) == ("large", (8,), True, "--odd")
+    assert given.rate == 2 and parse(config, "--seed", 1).seed == (1,) and parse(config).seed == (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +90,24 @@ def test_bad_flags(arguments, words):
     "text, words",
     [
         ("stepz = 3", ["c.py:1", "stepz", "did you mean steps"]),
-        ("steps = 'three'", ["--steps", "three"]),
-        ("steps = 1e3", ["--steps", "1000.0"]),
+        ("steps = '3'", ["c.py:1", "steps", "int", "'3'"]),
+        ("steps = 1e3", ["c.py:1", "steps", "int", "1000.0"]),
         ("\nsteps = open('x')", ["c.py:2", "literal"]),
         ("steps = __import__('os').system('touch hacked')", ["c.py:1", "literal"]),
         ("steps = 1 / 0", ["c.py:1"]),
+        ("steps = True", ["c.py:1", "int", "True"]),
+        ("steps = rate = 3", ["c.py:1", "NAME = VALUE"]),
+        ("seed = ()", ["c.py:1", "seed"]),
+        ("seed = 1, 2.5", ["c.py:1", "seed", "int"]),
+        ("steps = 1, 2", ["c.py:1", "steps", "int"]),
+        ("limit = None", ["c.py:1", "limit", "int"]),
+        ("name = 5", ["c.py:1", "name", "str"]),
         ("steps = 'a' - 1", ["c.py:1"]),
         ("import os", ["c.py:1", "NAME = VALUE"]),
         ("for i in (): pass", ["c.py:1", "NAME = VALUE"]),
         ("steps = ", ["c.py", "invalid syntax"]),
-        ("kind = 'larg'", ["--kind", "larg"]),
-        ("resume = 3", ["resume"]),
+        ("kind = 'larg'", ["c.py:1", "larg", "did you mean large"]),
+        ("resume = 3", ["c.py:1", "resume", "bool"]),
     ],
 )
 def test_bad_config_files(tmp_path, text, words):

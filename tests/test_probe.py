@@ -177,8 +177,9 @@ def test_command_line(result):
     for claim in saved["claims"]:
         assert claim.keys() == {"claim", "paper", "measured", "holds"} and type(claim["holds"]) is bool
     for row, detail in zip(saved["rows"], saved["details"]):
-        assert detail["token_counts"][0] == [row["top1_token"], row["top1_count"]]
-        assert sum(count for _, count in detail["token_counts"]) == sum(detail["dimension_counts"]) == 90
+        assert (detail["tokens"][0], detail["token_counts"][0]) == (row["top1_token"], row["top1_count"])
+        assert sum(detail["token_counts"]) == sum(detail["dimension_counts"]) == 90
+        assert len(set(detail["tokens"])) == len(detail["token_counts"])
         assert detail["sequences_per_second"] > 0 and 0 < detail["mfu"] < 1
 
 
@@ -193,7 +194,8 @@ def test_two_ranks_give_the_rows_of_one_process(result, tmp_path):
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():  # sums in another order; threads may block a product otherwise
             assert theirs[key] == (pytest.approx(value, rel=1e-6) if type(value) is float else value), key
-    assert [d["token_counts"] for d in two["details"]] == [d["token_counts"] for d in saved["details"]]
+    for key in ("tokens", "token_counts", "dimension_counts"):
+        assert [d[key] for d in two["details"]] == [d[key] for d in saved["details"]]
 
 
 def test_more_ranks_than_batches(tmp_path):
