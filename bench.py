@@ -22,27 +22,21 @@ from common import claim, setting
 from init import newborn
 from model import PRESETS, ModelConfig, forward_flops
 
-COLUMNS = [
-    "model",
-    "sequence_length",
-    "implementation",
-    "dtype",
-    "batch_size",
-    "sequences_per_second",
-    "gflops",
-]
-COLUMNS += ["share_of_peak", "speedup"]
+COLUMNS = (
+    "model sequence_length implementation dtype batch_size sequences_per_second gflops share_of_peak speedup"
+)
+TOKENS = "2048, on CUDA 65536"
 
 
 @dataclass
 class Settings(common.RunSettings):
-    """What `bench.py` can be told; `--dtype` is ignored, as both are measured."""
+    """What `bench.py` can be told; `--dtype auto` times both."""
 
-    model: tuple[str, ...] = setting(("nano_gpt2", "nano_llama", "nano_qwen"), "presets to time")
+    model: tuple[str, ...] = setting(("nano_gpt2", "nano_llama", "nano_qwen"), "presets to time", PRESETS)
     sequence_length: tuple[int, ...] = setting((64, 512, 1024), "tokens in a sequence")
     rounds: int = setting(5, "measurements of each contestant; the median counts")
-    tokens: int = setting(
-        4096, "tokens in the largest batch tried; the others hold a half and a quarter of them"
+    tokens: int | None = setting(
+        None, "tokens in the largest batch tried, then a half and a quarter; " + TOKENS
     )
 
 
@@ -74,10 +68,10 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module | None:
     return transformers.LlamaModel(transformers.LlamaConfig(**shape)).eval()
 
 
-def contestants(name: str, device: torch.device) -> dict:
+def contestants(name: str, device: torch.device, dtypes: list[torch.dtype]) -> dict:
     """(implementation, dtype) -> a function from tokens (B, T) to last-position states (B, d)."""
     entries = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in dtypes:
         ours, theirs = newborn(name, 0, device=device, dtype=dtype), transformers_model(PRESETS[name])
         entries["bornbiased", dtype] = lambda tokens, ours=ours: ours.hidden(tokens, last_only=True)
         if theirs is not None:
@@ -94,10 +88,12 @@ def seconds(work, *arguments) -> float:
 
 
 @torch.inference_mode()
-def forward_rows(name: str, T: int, entries: dict, settings: Settings, device: torch.device) -> list[dict]:
+def forward_rows(
+    name: str, T: int, entries: dict, rounds: int, most: int, device: torch.device
+) -> list[dict]:
     """One row for each contestant at length T."""
     config, times = PRESETS[name], {entry: [] for entry in entries}
-    sizes = sorted({max(1, int(settings.tokens * factor) // T) for factor in (0.25, 0.5, 1)})
+    sizes = sorted({max(1, most // part // T) for part in (1, 2, 4)})
     tokens = torch.randint(config.vocab_size, (sizes[-1], T), device=device)
     best = {}
     for entry, work in entries.items():
@@ -106,7 +102,7 @@ def forward_rows(name: str, T: int, entries: dict, settings: Settings, device: t
             sizes, key=lambda n, work=work: min(seconds(work, tokens[:n]) for _ in range(2)) / n
         )
     peaks = {dtype: [] for _, dtype in entries}
-    for turn in range(settings.rounds):
+    for turn in range(rounds):
         for dtype in peaks:
             peaks[dtype].append(common.matmul_peak(device, dtype))
         for entry in list(entries)[:: 1 if turn % 2 else -1]:
@@ -116,7 +112,7 @@ def forward_rows(name: str, T: int, entries: dict, settings: Settings, device: t
     for (implementation, dtype), samples in times.items():
         rate = 1 / statistics.median(samples)
         flops, peak = rate * forward_flops(config, T, last_only=True), statistics.median(peaks[dtype])
-        ours = 1 / statistics.median(times["bornbiased", torch.bfloat16])
+        ours = 1 / statistics.median(times[next(iter(times))])  # the first contestant: our fastest dtype
         rows.append(
             {
                 "model": name,
@@ -128,7 +124,7 @@ def forward_rows(name: str, T: int, entries: dict, settings: Settings, device: t
                 "gflops": flops / 1e9,
                 "peak_gflops": peak / 1e9,
                 "share_of_peak": flops / peak,
-                "speedup": ours / rate,  # of our bfloat16 over this row
+                "speedup": ours / rate,  # of our fastest dtype over this row
             }
         )
     return rows
@@ -154,23 +150,22 @@ def verdicts(rows: list[dict]) -> list[dict]:
 def main() -> None:
     """Parse the command line, time everything, write bench.json and print the table."""
     settings = common.parse_settings(Settings, __doc__)
-    for name in settings.model:
-        common.choose(name, PRESETS, "model")
+    context = min(PRESETS[name].context_length for name in settings.model)
     for T in settings.sequence_length:
-        context = min(PRESETS[name].context_length for name in settings.model)
         if not 1 <= T <= context:
             raise common.UserError(f"--sequence-length {T}: expected 1 to {context}, the models' context")
-    if min(settings.rounds, settings.tokens) < 1:
+    if settings.rounds < 1 or (settings.tokens is not None and settings.tokens < 1):
         raise common.UserError("--rounds and --tokens: expected at least 1")
     device, dtype = common.start(settings)
+    dtypes = [torch.bfloat16, torch.float32] if settings.dtype == "auto" else [dtype]
+    tokens = settings.tokens or (65_536 if device.type == "cuda" else 2048)
     started, rows = time.perf_counter(), []
     for name in settings.model:
-        entries = contestants(name, device)
+        entries = contestants(name, device, dtypes)
         for T in tqdm(settings.sequence_length, desc=name, unit=" lengths", disable=None):
-            rows += forward_rows(name, T, entries, settings, device)
+            rows += forward_rows(name, T, entries, settings.rounds, tokens, device)
     environment = common.environment(device, dtype, started)
-    result = common.save_result(settings, "bench", "", rows, verdicts(rows), environment=environment)
-    common.print_result(result, COLUMNS)
+    common.report(settings, "bench", "", rows, verdicts(rows), COLUMNS, environment=environment)
 
 
 if __name__ == "__main__":

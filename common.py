@@ -14,18 +14,18 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import hashlib
 import json
+import math
 import operator
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import types
 import typing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def run(main) -> None:
     try:
         main()
     except UserError as error:
-        if rank() == 0:  # under torchrun every rank meets the same mistake
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -56,19 +56,17 @@ def run(main) -> None:
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def setting(default, help: str):
-    """A dataclass field with its help text; a default of None is chosen at run time, as the help will say."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def setting(default, help: str, choices=()):
+    """A dataclass field with its help and the words it allows; a default of None is chosen at run time."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
 
 
 @dataclasses.dataclass
 class RunSettings:
     """What every experiment can be told: where to compute, how precisely, and where to write."""
 
-    device: typing.Literal["auto", "cpu", "cuda"] = setting("auto", "where to compute; auto: cuda, then cpu")
-    dtype: typing.Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "dtype of the blocks; auto: bfloat16 on CUDA and on CPUs that multiply it, else float32"
-    )
+    device: str = setting("auto", "where to compute; auto: cuda, then cpu", ("auto", "cpu", "cuda"))
+    dtype: str = setting("auto", "of the blocks; auto: bfloat16 where fast", ("auto", "float32", "bfloat16"))
     out: str = setting("results", "folder that receives the JSON and PNG files")
 
 
@@ -91,70 +89,66 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(description=description, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("config", nargs="?", metavar="CONFIG.py", help="a file of lines NAME = VALUE")
-    kinds, hints = {}, typing.get_type_hints(settings_class)
+    kinds, flags, hints = {}, {}, typing.get_type_hints(settings_class)
     for field in dataclasses.fields(settings_class):
-        hint, default = hints[field.name], field.default
+        hint, default, choices = hints[field.name], field.default, field.metadata["choices"]
         if isinstance(hint, types.UnionType):  # X | None
             hint = typing.get_args(hint)[0]
-        kind, options = typing.get_origin(hint) or hint, typing.get_args(hint)
-        item = {tuple: options and options[0], typing.Literal: str}.get(kind, kind)
-        kinds[field.name] = kind, item, options
-        many = "+" if kind is tuple else None
-        keywords = {"type": item, "metavar": "NAME" if item is str else "N", "nargs": many}
-        if kind is bool:
+        many = typing.get_origin(hint) is tuple
+        item = typing.get_args(hint)[0] if many else hint
+        metavar = "|".join(choices) or ("NAME" if item is str else "N")
+        keywords = {"type": item, "metavar": metavar, "nargs": "+" if many else None}
+        if item is bool:
             keywords = {"action": argparse.BooleanOptionalAction}
-        elif kind is typing.Literal:
-            keywords = {"choices": options, "metavar": "|".join(options)}
-        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        shown = " ".join(map(str, default)) if many and default else default
         help = field.metadata["help"] + ("" if default is None else f" (default: {shown})")
         help = help.replace("%", "%%")  # argparse formats it
-        parser.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=help, **keywords)
+        kinds[field.name], flags[field.name] = (item, many), "--" + field.name.replace("_", "-")
+        parser.add_argument(flags[field.name], default=argparse.SUPPRESS, help=help, **keywords)
     given, unknown = parser.parse_known_args(arguments)
     for word in unknown:
         if word.startswith("--"):
-            choose(word.split("=")[0], [_flag(name) for name in kinds], "flag")
+            choose(word.split("=")[0], flags.values(), "flag")
         raise UserError(f"unexpected argument '{word}' (see --help)")
     config = vars(given).pop("config")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
-    return settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    settings = settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        for word in (value if isinstance(value, tuple) else (value,)) if field.metadata["choices"] else ():
+            choose(word, field.metadata["choices"], f"value for {flags[field.name]}:")
+    return settings
 
 
 def _read_config(path: str, kinds: dict[str, tuple]) -> dict:
-    """The settings a config file assigns, checked by `kinds`: name -> (kind, type of an item, choices)."""
+    """The settings a config file assigns, each of the (type, whether many) that `kinds` has for its name."""
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise UserError(f"cannot read config file '{path}': {error}") from None
     values = {}
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue  # a docstring
         place = f"{path}:{node.lineno}"
-        if not (
-            isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-        ):
+        if not isinstance(node, ast.Assign) or [type(target) for target in node.targets] != [ast.Name]:
             raise UserError(f"{place}: expected NAME = VALUE")
         name = choose(node.targets[0].id, kinds, f"setting in {place}:")
-        kind, item, options = kinds[name]
         try:
             value = _evaluate(node.value)
-        except (ValueError, TypeError, ArithmeticError):
+        except (ValueError, TypeError, ArithmeticError, RecursionError):
             raise UserError(f"{place}: expected a literal or arithmetic on literals") from None
-        items = value if kind is tuple and isinstance(value, tuple) else (value,)
+        item, many = kinds[name]
+        items = value if many and isinstance(value, tuple) else (value,)
         if not items or any(type(x) is not item and (item, type(x)) != (float, int) for x in items):
             raise UserError(f"{place}: {name} expects {item.__name__}, not {value!r}")
-        if kind is typing.Literal:
-            choose(value, options, f"{name} in {place}:")
-        values[name] = items if kind is tuple else value
+        values[name] = items if many else value
     return values
 
 
-_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.USub: operator.neg}
 _ARITHMETIC |= {ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
+_ARITHMETIC |= {ast.Pow: lambda base, exponent: base**exponent if exponent < 100 else math.inf}
 
 
 def _evaluate(node: ast.expr):
@@ -163,6 +157,8 @@ def _evaluate(node: ast.expr):
         return tuple(_evaluate(item) for item in node.elts)
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_evaluate(node.operand))
     return ast.literal_eval(node)
 
 
@@ -174,10 +170,12 @@ def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
     device = torch.device("cpu")
     if settings.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device.index >= torch.cuda.device_count():
+            raise UserError(f"more processes than GPUs: this machine has {torch.cuda.device_count()}")
         torch.cuda.set_device(device)
     elif settings.device == "cuda":
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
@@ -190,8 +188,8 @@ def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
 
 
 def rank() -> int:
-    """This process's number under torchrun; otherwise 0."""
-    return int(os.environ.get("RANK", 0))
+    """This process's number in the group; otherwise 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
@@ -225,15 +223,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 # ---- statistics --------------------------------------------------------------------------------------------
 
 
-def keyed_generator(*key) -> np.random.Generator:
-    """A random stream that is a function of `key` alone: Philox under the key's 128-bit hash.
-
-    (torch's CPU generator keeps 32 bits of its seed: hashed seeds would collide in a search of 100,000.)
-    """
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-
-
 class CosineStatistics:
     """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
 
@@ -247,18 +236,18 @@ class CosineStatistics:
         self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
 
     def update(self, states: Tensor) -> None:
-        """Add states (n, d), normalised without an epsilon; UserError if one is zero or not finite."""
+        """Add states (n, d), normalised without an epsilon."""
         unit = states.double() / states.double().norm(dim=1, keepdim=True)
-        if not unit.isfinite().all():
-            raise UserError("the model's states are zero or not finite: check its weights for NaN")
         self.count += len(unit)
         self.sum += unit.sum(dim=0)
         self.outer.addmm_(unit.T, unit)
 
     def reduce(self) -> None:
-        """Sum over the ranks, in place."""
+        """Sum over the ranks, in place; UserError, on all of them, if a state was zero or not finite."""
         for tensor in (self.count, self.sum, self.outer):
             sum_over_ranks(tensor)
+        if not self.sum.isfinite().all():
+            raise UserError("the model's states are zero or not finite: check its weights for NaN")
 
     def direction(self) -> Tensor:
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
@@ -290,18 +279,18 @@ def atomic_path(path: Path):
 
 def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
     """What a result was made with; `started` is time.perf_counter() at the experiment's begin."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = None
-    with contextlib.suppress(OSError):
-        commit = (
-            subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-        )
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"], capture_output=True)
-        commit = f"{commit}-dirty" if commit and changed.returncode else commit
+    name, commit = platform.machine(), None
+    with contextlib.suppress(OSError, StopIteration):  # /proc/cpuinfo, where there is one
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # git, where this is a checkout
+        git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
+        commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
     return {
         "torch": torch.__version__,
-        "device": name,
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
@@ -311,37 +300,45 @@ def environment(device: torch.device, dtype: torch.dtype, started: float) -> dic
 
 
 def claim(text: str, paper, measured, holds: bool) -> dict:
-    """One line of a result: a claim, the paper's number (None: lost), what was measured, whether it holds."""
+    """A line of a result: a claim, the paper's number (None: not known), what was measured, if it holds."""
     return {"claim": text, "paper": paper, "measured": measured, "holds": bool(holds)}
 
 
-def save_result(settings, experiment: str, paper: str, rows: list, claims: list, **more) -> dict:
-    """Write <out>/<experiment>.json atomically; return its contents. `more`: environment, figures' data."""
+def report(settings, experiment: str, paper: str, rows: list, claims: list, columns: str, **more) -> dict:
+    """Rank 0 writes <out>/<experiment>.json and prints the rows' `columns` and the claims; returns the JSON.
+
+    `more` are the envelope's other keys: environment, and what the figures need beyond the rows.
+    """
     result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
-    result |= {"rows": rows, "claims": claims, **more}
-    text = re.sub(
-        r"\[[-+.,e\d\s]+\]", lambda m: " ".join(m[0].split()), json.dumps(result, indent=1, allow_nan=False)
-    )
-    with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
-        temporary.write_text(text + "\n")  # indented, but a list of numbers stays on one line
+    result |= {"rows": rows, "claims": claims} | more
+    lines = []  # one for each key, and for each item of a list: readable, and made for git diff
+    for key, value in result.items():
+        items = [json.dumps(item, allow_nan=False) for item in (value if type(value) is list else [value])]
+        text = "[\n  " + ",\n  ".join(items) + "\n ]" if type(value) is list else items[0]
+        lines.append(f'"{key}": {text}')
+    if rank() == 0:
+        with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
+            temporary.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+        print_result(result, columns)
     return result
 
 
-def save_figure(figure, path: Path) -> None:
-    """Write a matplotlib figure as a PNG, atomically."""
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
-
-
-def print_result(result: dict, columns: list[str]) -> None:
+def print_result(result: dict, columns: str) -> None:
     """The rows' `columns` as an aligned table on stdout, then one line for each claim."""
-    rows = [
-        [f"{row[c]:.4g}" if type(row[c]) is float else str(row[c]) for c in columns] for row in result["rows"]
-    ]
-    widths = [max(map(len, column)) for column in zip(columns, *rows)]
-    for row in [columns, *rows]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    table = [columns.split()]
+    for row in result["rows"]:
+        table.append([f"{row[c]:.4g}" if type(row[c]) is float else str(row[c]) for c in table[0]])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
     for line in result["claims"]:
         paper = "" if line["paper"] is None else f", paper {line['paper']}"
         verdict = "holds" if line["holds"] else "does not hold"
         print(f"{verdict}: {line['claim']} (measured {line['measured']}{paper})")
+
+
+def save_figure(figure, path: Path) -> None:
+    """Rank 0 writes a matplotlib figure as a PNG, atomically."""
+    if rank() == 0:
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)

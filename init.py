@@ -9,11 +9,13 @@
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 
-A weight is a function of (seed, parameter name, shape) alone: every parameter draws from a stream of its own,
-on the CPU in float32, and is then moved and cast. So a seed gives the same bits on any device, for any number
-of processes and threads, and adding a layer or ablating a sublayer leaves all other weights as they are.
+A draw is a function of (seed, parameter name, shape) alone: every parameter has a stream of its own (numpy's
+Philox), drawn on the CPU in float32, then scaled, moved and cast. So with the pinned numpy a seed gives the
+same bits on any device, for any number of processes and threads, and adding a layer or ablating a sublayer
+leaves all other draws as they are (`gpt2` scales two of them by the number of layers).
 """
 
+import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,11 +23,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import keyed_generator
 from model import PRESETS, ModelConfig, Transformer
 
 SCHEMES = ("gpt2", "normal")
 STD = 0.02
+
+
+def keyed_generator(*key) -> np.random.Generator:
+    """A random stream that is a function of `key` alone: Philox under the key's 128-bit hash.
+
+    (torch's CPU generator keeps 32 bits of its seed: hashed seeds would collide in a search of 100,000.)
+    """
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def draw(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:

@@ -52,8 +52,8 @@ class ModelConfig:
     num_heads: int
     d_model: int
     d_ff: int
-    num_kv_heads: int = 0  # 0: num_heads; fewer: grouped-query attention
-    head_dim: int = 0  # 0: d_model / num_heads
+    num_kv_heads: int | None = None  # None: num_heads; fewer: grouped-query attention
+    head_dim: int | None = None  # None: d_model / num_heads
     norm: str = "rmsnorm"
     norm_epsilon: float = 1e-5
     mlp: str = "swiglu"
@@ -65,18 +65,24 @@ class ModelConfig:
     sublayers: str = "full"  # what a block consists of (BB 4.1)
     attn_calibration: str = "none"  # of the aggregated heads (BB 6.2)
 
+    @property
+    def kv_heads(self) -> int:
+        """G, the number of key-value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Dh, the width of one head."""
+        return self.head_dim or self.d_model // self.num_heads
+
     def __post_init__(self):
-        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
-        object.__setattr__(self, "head_dim", self.head_dim or self.d_model // self.num_heads)
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_kv_heads} key-value heads cannot serve {self.num_heads} heads evenly"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, as RoPE turns pairs, not {self.head_dim}")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} key-value heads cannot serve {self.num_heads} heads evenly")
+        if self.head_size % 2 or (self.head_dim is None and self.d_model % self.num_heads):
+            raise ValueError(f"heads of {self.d_model}/{self.num_heads}: RoPE needs an even, whole head_dim")
 
 
 GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # and RoPE in place of learned positions
@@ -93,27 +99,23 @@ PRESETS = {
 class RMSNorm(nn.Module):
     """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is at least float32."""
 
-    def __init__(self, width: int, epsilon: float):
+    def __init__(self, width: int, eps: float):
         super().__init__()
-        self.epsilon = epsilon
+        self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
-        return x * (norm.square() / x.shape[-1] + self.epsilon).rsqrt().to(x.dtype) * self.weight
+        return x * (norm.square() / x.shape[-1] + self.eps).rsqrt().to(x.dtype) * self.weight
 
 
-def build_norm(config: ModelConfig) -> nn.Module:
-    """The norm of the residual stream: LayerNorm or RMSNorm over d."""
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.d_model, eps=config.norm_epsilon)
-    return RMSNorm(config.d_model, config.norm_epsilon)
+NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each rotated pair, (Dh/2,) float32."""
-    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    frequency = config.rope_theta ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
@@ -155,10 +157,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        d, Dh, bias = config.d_model, config.head_dim, config.qkv_bias
+        d, Dh, bias = config.d_model, config.head_size, config.qkv_bias
         self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=bias)
-        self.k_proj = nn.Linear(d, config.num_kv_heads * Dh, bias=bias)
-        self.v_proj = nn.Linear(d, config.num_kv_heads * Dh, bias=bias)
+        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=bias)
+        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
@@ -168,9 +170,9 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         cos, sin = rope  # (T, 1, Dh/2) each
         queries = 1 if last_only else T
-        q = self.q_norm(self.q_proj(x[:, -queries:]).view(B, queries, -1, self.config.head_dim))
-        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.config.head_dim))
-        v = self.v_proj(x).view(B, T, -1, self.config.head_dim).transpose(1, 2)  # (B, G, T, Dh)
+        q = self.q_norm(self.q_proj(x[:, -queries:]).view(B, queries, -1, self.config.head_size))
+        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.config.head_size))
+        v = self.v_proj(x).view(B, T, -1, self.config.head_size).transpose(1, 2)  # (B, G, T, Dh)
         q = rotate(q, cos[-queries:], sin[-queries:]).transpose(1, 2)  # (B, H, queries, Dh)
         k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
         heads = self.calibrate(causal_attention(q, k, v), T)
@@ -187,7 +189,7 @@ class Attention(nn.Module):
         if kind == "headnorm":
             return self.head_norm(heads)
         position = torch.arange(T - heads.shape[2] + 1, T + 1, device=heads.device)
-        scale = position.sqrt() if kind == "amplify" else (position / self.config.context_length).sqrt()
+        scale = (position / (1 if kind == "amplify" else self.config.context_length)).sqrt()
         return heads * scale.to(heads.dtype)[:, None]
 
 
@@ -214,9 +216,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         has_attention, has_mlp = config.sublayers != "mlp", config.sublayers != "attention"
-        self.input_layernorm = build_norm(config) if has_attention else None
+        norm = partial(NORMS[config.norm], config.d_model, eps=config.norm_epsilon)
+        self.input_layernorm = norm() if has_attention else None
         self.self_attn = Attention(config) if has_attention else None
-        self.post_attention_layernorm = build_norm(config) if has_mlp else None
+        self.post_attention_layernorm = norm() if has_mlp else None
         self.mlp = MLP(config) if has_mlp else None
 
     def forward(self, x: Tensor, rope: tuple, last_only: bool, on_heads: Callable | None) -> Tensor:
@@ -236,9 +239,8 @@ class Transformer(nn.Module):
         self.config = config
         d, V = config.d_model, config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.model = nn.ModuleDict(
-            dict(embed_tokens=nn.Embedding(V, d), layers=layers, norm=build_norm(config))
-        )
+        norm = NORMS[config.norm](d, eps=config.norm_epsilon)
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(V, d), "layers": layers, "norm": norm})
         # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
 
@@ -275,7 +277,7 @@ class Transformer(nn.Module):
             x = block(x, rope, last_only and layer == self.config.num_layers, hook)
             if on_state is not None:
                 on_state(layer, x)
-        x = self.model.norm(x.float())
+        x = self.model.norm(x.to(self.model.norm.weight.dtype))
         return x[:, -1] if last_only else x
 
     def unembed(self, states: Tensor) -> Tensor:
@@ -294,11 +296,11 @@ def forward_flops(config: ModelConfig, T: int, last_only: bool = False) -> int:
     Masked attention is not counted, though kernels may compute it, nor are norms, activations and softmax.
     """
     attention, mlp = config.sublayers != "mlp", config.sublayers != "attention"
-    d, Dh, matrices = config.d_model, config.head_dim, 3 if config.mlp == "swiglu" else 2
+    d, Dh, matrices = config.d_model, config.head_size, 3 if config.mlp == "swiglu" else 2
     if last_only and not attention:
         T = 1
     query = attention * 4 * d * config.num_heads * Dh + mlp * 2 * matrices * d * config.d_ff
-    key_value = attention * 4 * d * config.num_kv_heads * Dh
+    key_value = attention * 4 * d * config.kv_heads * Dh
     pair = attention * 4 * config.num_heads * Dh  # a query with a key: its score, and the value it weighs
     full = (query + key_value) * T + pair * T * (T + 1) // 2
     last = query + (key_value + pair) * T

@@ -55,7 +55,26 @@ def test_transformers_model_has_the_same_shape(name):
     assert theirs.config._attn_implementation == "sdpa"
 
 
-def test_bad_inputs():
-    assert_refused(run_script("bench.py", "--model", "nano_lama"), "nano_lama", "nano_llama")
-    assert_refused(run_script("bench.py", "--sequence-length", "2000"), "2000", "1024")
-    assert_refused(run_script("bench.py", "--rounds", "0"), "at least 1")
+def test_bad_inputs(tmp_path):
+    for flags, words in (
+        (["--model", "nano_lama"], ["nano_lama", "nano_llama"]),
+        (["--sequence-length", "2000"], ["2000", "1024"]),
+        (["--rounds", "0"], ["at least 1"]),
+    ):
+        assert_refused(run_script("bench.py", *flags, "--out", tmp_path / "new"), *words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_verdicts_are_computed():
+    def row(model, T, implementation, dtype, share, speedup):
+        names = ("model", "sequence_length", "implementation", "dtype", "share_of_peak", "speedup")
+        return dict(zip(names, (model, T, implementation, dtype, share, speedup)))
+
+    rows = [
+        row("nano_gpt2", 64, "bornbiased", "float32", 0.91, 2),
+        row("m", 64, "bornbiased", "float32", 0.89, 2),
+    ]
+    rows += [row("nano_llama", 512, "transformers", "bfloat16", 0.5, 1.2)]
+    rows += [row("nano_llama", 512, "transformers", "float32", 0.5, 2.9)]
+    assert [c["holds"] for c in bench.verdicts(rows)] == [False, True, False]
+    assert bench.verdicts([]) == []

@@ -33,7 +33,7 @@ def reference(name: str):
         intermediate_size=c.d_ff,
         num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
+        num_key_value_heads=c.kv_heads,
         max_position_embeddings=c.context_length,
         rms_norm_eps=c.norm_epsilon,
         tie_word_embeddings=c.tie_embeddings,
@@ -51,7 +51,7 @@ def reference(name: str):
     if name == "qwen2":
         return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
     if name == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=c.head_dim))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=c.head_size))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
@@ -138,9 +138,9 @@ def test_calibration_by_brute_force(name, calibration, T):
         model.hidden(torch.randint(97, (1, T)), on_heads=lambda layer, *tensors: seen.append(tensors))
     assert len(seen) == config.num_layers
     for layer, (heads, q, k, v) in enumerate(seen):
-        assert heads.shape == q.shape == (1, 4, T, 8) and k.shape == v.shape == (1, config.num_kv_heads, T, 8)
+        assert heads.shape == q.shape == (1, 4, T, 8) and k.shape == v.shape == (1, config.kv_heads, T, 8)
         for head in range(4):
-            group = head * config.num_kv_heads // 4
+            group = head * config.kv_heads // 4
             for i in range(0, T, 7):  # position i + 1
                 weights = torch.softmax(k[0, group, : i + 1] @ q[0, head, i] / math.sqrt(8), dim=0)
                 expected = weights @ v[0, group, : i + 1]
@@ -208,31 +208,28 @@ def test_causality(kind):
 
 
 def test_gradients_are_right(kind):
-    """In-place arithmetic in rotation and gate must not corrupt the backward pass."""
+    """In-place arithmetic in rotation and gate must not corrupt the backward pass: finite differences."""
     model = random_model(KINDS[kind]).double()
     embeddings = torch.randn(1, 5, 32, dtype=torch.float64, requires_grad=True)
-
-    def loss(x):
-        return model.model.layers[0](x, rope_of(model, 5), False, None).square().sum()
-
-    assert torch.autograd.gradcheck(loss, embeddings)
-    loss(embeddings).backward()
-    weight = model.model.layers[0].mlp.up_proj.weight
-    nudge = torch.zeros_like(weight)
-    nudge[3, 4] = 1e-6
-    with torch.no_grad():
-        weight += nudge
-        above = loss(embeddings)
-        weight -= 2 * nudge
-        below = loss(embeddings)
-    assert weight.grad[3, 4].item() == pytest.approx(((above - below) / 2e-6).item(), rel=1e-5)
+    assert torch.autograd.gradcheck(lambda x: model.hidden(x), embeddings)
+    layer = model.model.layers[0]
+    for weight in (layer.mlp.up_proj.weight, layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
+        model.zero_grad()
+        model.hidden(embeddings)[..., 0].sum().backward()
+        gradient = weight.grad[3, 4].item()
+        with torch.no_grad():
+            weight[3, 4] += 1e-5
+            above = model.hidden(embeddings)[..., 0].sum()
+            weight[3, 4] -= 2e-5
+            below = model.hidden(embeddings)[..., 0].sum()
+            weight[3, 4] += 1e-5
+        assert gradient == pytest.approx(((above - below) / 2e-5).item(), rel=1e-5, abs=1e-9)
 
 
-def rope_of(model, T):
-    from model import rope_frequencies
-
-    angle = torch.outer(torch.arange(T), rope_frequencies(model.config)).double()
-    return angle.cos()[:, None], angle.sin()[:, None]
+def test_a_replaced_setting_rederives_the_heads():
+    config = replace(PRESETS["nano_gpt2"], num_heads=24)
+    assert (config.kv_heads, config.head_size) == (24, 32)
+    assert replace(PRESETS["nano_gpt2"], d_model=384).head_size == 32
 
 
 def test_bfloat16_blocks_keep_float32_ends(kind):
@@ -265,11 +262,12 @@ def test_too_long_a_sequence_is_refused():
         ({"attn_calibration": "x"}, "attn_calibration must be one of"),
         ({"num_kv_heads": 3}, "3 key-value heads"),
         ({"head_dim": 7}, "even"),
+        ({"num_heads": 3}, "even, whole"),
     ],
 )
 def test_impossible_configurations(wrong, message):
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**SMALL, **wrong)
+        ModelConfig(**SMALL | wrong)
 
 
 @pytest.mark.parametrize("last_only", [False, True])
@@ -278,7 +276,7 @@ def test_impossible_configurations(wrong, message):
 def test_flops_against_torchs_counter(name, sublayers, last_only):
     """torch counts what it runs: here attention as a full square, of which we count the causal part."""
     config = replace(KINDS[name], sublayers=sublayers)
-    T, width = 600, config.num_heads * config.head_dim  # above 512, so that attention is one call
+    T, width = 600, config.num_heads * config.head_size  # above 512, so that attention is one call
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         random_model(config).hidden(torch.zeros(1, T, dtype=torch.long), last_only=last_only)
     layers = 0 if sublayers == "mlp" else config.num_layers - last_only
@@ -292,4 +290,4 @@ def test_presets_are_the_papers():
         with torch.device("meta"):
             model = Transformer(PRESETS[name])
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
-    assert PRESETS["nano_llama"].head_dim == PRESETS["gpt2_1b"].head_dim == 64
+    assert PRESETS["nano_llama"].head_size == PRESETS["gpt2_1b"].head_size == 64

@@ -7,8 +7,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, ROOT, assert_refused, random_model, run_script
+from conftest import KINDS, assert_refused, random_model, run_script
 
+import common
 import init
 import probe
 from model import PRESETS
@@ -139,6 +140,13 @@ def test_a_newborn_prefers_and_an_attention_only_one_does_not():
     assert rows["full"]["log10_p"] < -2 < rows["attention"]["log10_p"]
 
 
+def test_figure_of_few_tokens(tmp_path):
+    """Two sequences, one token: fewer favourites than the figure has ranks."""
+    flags = ["--model", "tiny_gpt2", "--num-sequences", 2, "--sequence-length", 1, "--out", tmp_path]
+    probe.run(common.parse_settings(probe.Settings, "", list(map(str, flags))))
+    assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     """One run of the command line on a tiny model: its output, its JSON and the folder."""
@@ -222,8 +230,10 @@ def test_more_ranks_than_batches(tmp_path):
         (["nothing.py"], ["nothing.py"]),
     ],
 )
-def test_bad_inputs(flags, words):
-    assert_refused(run_script("probe.py", *flags), *words)
+def test_bad_inputs(flags, words, tmp_path):
+    out = [] if "--out" in flags else ["--out", tmp_path / "new"]
+    assert_refused(run_script("probe.py", *flags, *out), *words)
+    assert not (tmp_path / "new").exists()  # refused before anything was made
 
 
 def test_nan_weights_are_named():
@@ -233,21 +243,55 @@ def test_nan_weights_are_named():
         probe.probe(model, 8, 4, 2)
 
 
-def test_memory_does_not_grow_with_the_number_of_sequences(tmp_path):
-    """Peak resident memory of ten times the sequences: within 5 %, in processes of their own."""
-    code = "import resource, sys, common, probe; sys.argv[0] = 'probe.py'; common.run(probe.main); "
-    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    peaks = []
-    for n in (300, 3000):
-        flags = ["--model", "tiny_gpt2", "--sequence-length", 32, "--num-sequences", n, "--out", tmp_path]
-        done = run_script("-c", code, *flags)
-        assert done.returncode == 0, done.stderr
-        peaks.append(int(done.stdout.splitlines()[-1]))
+def test_memory_does_not_grow_with_the_number_of_sequences():
+    """Peak resident memory of 80 x the sequences: within 5 %; were states kept, it would grow by 80 MB."""
+    code = """
+import resource, init, model, probe
+config = model.ModelConfig(8, 4, 1, 8, 512, 8)
+probe.probe(init.newborn(config, 0), 2, {n}, 250)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
+    peaks = [int(run_script("-c", code.format(n=n)).stdout) for n in (500, 40_000)]
     assert peaks[1] < 1.05 * peaks[0], peaks
 
 
+def rows_of(**columns) -> list[dict]:
+    """Rows of a result from columns; what is not given is unremarkable."""
+    n = len(next(iter(columns.values())))
+    plain = {"model": "m", "seed": 1, "sequence_length": 64, "num_sequences": 10_000, "top1_token": 1}
+    plain |= {"ratio": 20.0, "log10_p": -9.0, "top1_frequency": 0.1, "direction_matches": True}
+    return [plain | {name: values[i] for name, values in columns.items()} for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "columns, verdicts",
+    [
+        ({"log10_p": [-9, -2.1]}, {"1.1": True}),
+        ({"log10_p": [-9, -1.9]}, {"1.1": False}),
+        ({"ratio": [1, 1, 11]}, {"1a": False}),
+        ({"ratio": [9, 11, 12]}, {"1a": True}),
+        ({"sequence_length": [256, 64], "top1_frequency": [0.2, 0.1]}, {"1.2": True}),
+        ({"sequence_length": [256, 64], "top1_frequency": [0.1, 0.2]}, {"1.2": False}),
+        ({"seed": [1, 2], "top1_token": [5, 6]}, {"1.3": True}),
+        ({"seed": [1, 2], "top1_token": [5, 5]}, {"1.3": False}),
+        ({"direction_matches": [True, True, False]}, {"2.2": True}),
+        ({"direction_matches": [True, False]}, {"2.2": False}),
+        ({"seed": [1]}, {"1.2": None, "1.3": None}),  # one row cannot tell
+    ],
+)
+def test_findings_are_computed(columns, verdicts):
+    claims = probe.findings(rows_of(**columns))
+    for name, expected in verdicts.items():
+        found = [c["holds"] for c in claims if f" {name})" in c["claim"]]
+        assert found == ([] if expected is None else [expected]), claims
+
+
+def test_the_papers_number_stands_only_beside_its_protocol():
+    assert "58.5 x" in [c["paper"] for c in probe.findings(rows_of(num_sequences=[10_000]))]
+    assert {c["paper"] for c in probe.findings(rows_of(num_sequences=[1_000]))} == {None}
+
+
 def test_importing_does_nothing():
-    code = "import sys; sys.argv = ['x', '--bad']; import common, model, init, probe, torch; "
-    code += "assert torch.initial_seed() == torch.default_generator.initial_seed(); print('quiet')"
+    code = "import sys, torch; sys.argv = ['x', '--bad']; before = torch.get_rng_state(); "
+    code += "import common, model, init, probe, bench; print(torch.equal(before, torch.get_rng_state()))"
     done = run_script("-c", code)
-    assert done.stdout == "quiet\n" and done.stderr == "" and (ROOT / "probe.py").exists()
+    assert done.stdout == "True\n" and done.stderr == ""
