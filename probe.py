@@ -156,19 +156,24 @@ def findings(rows: list[dict]) -> list[dict]:
     )
     measured = f"{min(ratios):.1f} to {max(ratios):.1f} x, median {np.median(ratios):.1f} x"
     claims.append(claim(text, "58.5 x" if n == 10_000 else None, measured, np.median(ratios) >= 10))
-    lengths = {}  # (model, seed) -> top-1 frequency by increasing length
-    tokens = {}  # (model, length) -> top-1 tokens over seeds
+    lengths, tokens = (
+        {},
+        {},
+    )  # (model, seed) -> {length: top-1 frequency}; (model, length) -> {seed: top-1 token}
     for row in sorted(rows, key=lambda row: row["sequence_length"]):
-        lengths.setdefault((row["model"], row["seed"]), []).append(row["top1_frequency"])
-        tokens.setdefault((row["model"], row["sequence_length"]), []).append(row["top1_token"])
-    if any(len(series) > 1 for series in lengths.values()):
-        rising = sum(series == sorted(series) for series in lengths.values())
+        name, seed, T = row["model"], row["seed"], row["sequence_length"]
+        lengths.setdefault((name, seed), {})[T] = row["top1_frequency"]
+        tokens.setdefault((name, T), {})[seed] = row["top1_token"]
+    series = [list(frequencies.values()) for frequencies in lengths.values() if len(frequencies) > 1]
+    if series:
+        rising = sum(frequencies == sorted(frequencies) for frequencies in series)
         text = "the preference grows with the sequence length (Finding 1.2)"
-        claims.append(claim(text, None, f"{rising} of {len(lengths)} models", rising == len(lengths)))
-    if any(len(series) > 1 for series in tokens.values()):
-        distinct = sum(len(set(series)) == len(series) for series in tokens.values())
+        claims.append(claim(text, None, f"{rising} of {len(series)} models", rising == len(series)))
+    groups = [list(favourites.values()) for favourites in tokens.values() if len(favourites) > 1]
+    if groups:
+        distinct = sum(len(set(favourites)) == len(favourites) for favourites in groups)
         text = "each seed has a favourite of its own (Finding 1.3)"
-        claims.append(claim(text, None, f"{distinct} of {len(tokens)} comparisons", distinct == len(tokens)))
+        claims.append(claim(text, None, f"{distinct} of {len(groups)} comparisons", distinct == len(groups)))
     overlap = sum(row["direction_matches"] for row in rows)
     text = "the contraction direction's token is the top token (Finding 2.2)"
     return claims + [claim(text, None, f"{overlap} of {len(rows)} rows", 2 * overlap > len(rows))]

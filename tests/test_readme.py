@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_script
 
 sys.path.insert(0, str(ROOT))
 
@@ -49,20 +49,23 @@ def results_table() -> list[str]:
         return f"Table 1: {row['model']}, seed {row['seed']}, T = {row['sequence_length']}", measured
 
     for row in read("probe.json")["rows"]:
-        add(cells(row)[0], "make probe", cells(row)[1], "lost")
+        add(cells(row)[0], "make probe", cells(row)[1], "n/a")
     flags = "--model nano_gpt2 nano_llama --seed 42 43 --sequence-length 64 256 --out results/lengths"
     for row in read("lengths/probe.json")["rows"]:
         if (row["model"], row["sequence_length"]) != ("nano_gpt2", 64):  # as above
-            add(cells(row)[0], f"python probe.py {flags}", cells(row)[1], "lost")
-    command = "python probe.py --seed {42..61} --out results/seeds"
+            add(cells(row)[0], f"python probe.py {flags}", cells(row)[1], "n/a")
+    row = read("ten_thousand/probe.json")["rows"][0]
+    command = "python probe.py --seed 42 --num-sequences 10000 --out results/ten_thousand"
+    add(cells(row)[0] + ", N = 10,000", command, cells(row)[1], "58.5 × (length n/a)")
+    command = "python probe.py --seed {42..51} --out results/seeds"
     seeds = read("seeds/probe.json")["rows"]
     ratios, cosines = [row["ratio"] for row in seeds], [row["mean_cosine"] for row in seeds]
     measured = f"{min(ratios):.1f} to {max(ratios):.1f} ×, median {statistics.median(ratios):.1f} ×"
-    add("Figure 1a: top token over uniform draws, seeds 42-61", command, measured, "58.5 × at N = 10,000")
+    add("Figure 1a: top token over uniform draws, seeds 42-51", command, measured, "–")
     measured = f"{min(cosines):.3f} to {max(cosines):.3f}, mean {statistics.mean(cosines):.3f}"
-    add("the same: mean cosine", command, measured, "lost")
+    add("the same: mean cosine", command, measured, "n/a")
     matches = f"{sum(row['direction_matches'] for row in seeds)} of {len(seeds)}"
-    add("Finding 2.2: the mean direction names the top token", command, matches, "lost; N = 2,000, T = 1,024")
+    add("Finding 2.2: the mean direction names the top token", command, matches, "n/a (N = 2,000, T = 1,024)")
     return lines
 
 
@@ -98,8 +101,32 @@ def test_every_file_and_flag_that_the_readme_names_exists():
         assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
 
 
+def test_the_fork_it_section_works(tmp_path):
+    """Its two lines, put where they say, give a new preset; its snippet runs as it stands."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    activation, preset = (line.split("  #")[0] for line in blocks[0].splitlines())
+    for path in ROOT.glob("*.py"):
+        (tmp_path / path.name).write_text(path.read_text())
+    source = (ROOT / "model.py").read_text()
+    source = re.sub(r"(\nACTIVATIONS = .*\n)", lambda m: m[1] + activation + "\n", source)
+    source = re.sub(r"(\nPRESETS = \{.*?\n\}\n)", lambda m: m[1] + preset + "\n", source, flags=re.DOTALL)
+    source = source.replace("from dataclasses import dataclass", "from dataclasses import dataclass, replace")
+    (tmp_path / "model.py").write_text(source)
+    flags = ["--model", "nano_relu2", "--num-sequences", 2, "--sequence-length", 2, "--out", tmp_path / "out"]
+    done = run_script(tmp_path / "probe.py", *flags)
+    assert done.returncode == 0 and "nano_relu2" in done.stdout, done.stderr
+    done = run_script("-c", blocks[1])
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 13, done.stderr
+
+
 def test_committed_results_were_made_by_committed_code():
-    for name in ("probe.json", "seeds/probe.json", "lengths/probe.json", "bench.json"):
+    for name in (
+        "probe.json",
+        "seeds/probe.json",
+        "lengths/probe.json",
+        "ten_thousand/probe.json",
+        "bench.json",
+    ):
         assert re.fullmatch(r"[0-9a-f]{40}", read(name)["environment"]["commit"]), name
 
 
