@@ -1,6 +1,6 @@
 """How fast is it, against the machine's limit and against transformers?
 
-    python bench.py                                       # about ten minutes on 2 cores
+    python bench.py                                       # about six minutes on 2 cores
     python bench.py --model nano_llama --sequence-length 512 --rounds 9
 
 Each row is one way of computing the last position's final state for random sequences: this project's model
@@ -34,7 +34,7 @@ class Settings(common.RunSettings):
 
     model: tuple[str, ...] = setting(("nano_gpt2", "nano_llama", "nano_qwen"), "presets to time", PRESETS)
     sequence_length: tuple[int, ...] = setting((64, 512, 1024), "tokens in a sequence")
-    rounds: int = setting(5, "measurements of each contestant; the median counts")
+    rounds: int = setting(3, "measurements of each contestant; the median counts")
     tokens: int | None = setting(
         None, "tokens in the largest batch tried, then a half and a quarter; " + TOKENS
     )
