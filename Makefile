@@ -36,8 +36,8 @@ $(VENV)/installed-dev: requirements.txt requirements-dev.txt | $(VENV)/ready
 	@touch $(VENV)/installed $@
 
 $(VENV)/ready:
-	@command -v $(PYTHON) >/dev/null || { echo "bornbiased needs Python 3.10 or newer: no '$(PYTHON)' found; try make PYTHON=/path/to/python3" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "bornbiased needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | cut -d" " -f2); try make PYTHON=python3.12" >&2; exit 2; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "this Python has no venv module: install it (Debian, Ubuntu: apt install python3-venv), then run make again" >&2; exit 2; }
-	@$(PYTHON) -m venv --clear $(VENV)
+	@command -v "$(PYTHON)" >/dev/null || { echo "bornbiased needs Python 3.10 or newer: no '$(PYTHON)' found; try make PYTHON=/path/to/python3" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "bornbiased needs Python 3.10 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1 | cut -d" " -f2); try make PYTHON=python3.12" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "this Python has no venv module: install it (Debian, Ubuntu: apt install python3-venv), then run make again" >&2; exit 2; }
+	@"$(PYTHON)" -m venv --clear $(VENV)
 	@touch $@

@@ -75,7 +75,7 @@ def choose(name: str, choices, what: str) -> str:
     if name not in choices:
         close = difflib.get_close_matches(name, list(choices), n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
-        raise UserError(f"unknown {what} '{name}': {hint}")
+        raise UserError(f"unknown {what} {name!r}: {hint}")
     return name
 
 
@@ -123,7 +123,7 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
 def _read_config(path: str, kinds: dict[str, tuple]) -> dict:
     """The settings a config file assigns, each of the (type, whether many) that `kinds` has for its name."""
     try:
-        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(path).read_text(encoding="utf-8-sig"), filename=path)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise UserError(f"cannot read config file '{path}': {error}") from None
     values = {}
@@ -180,8 +180,8 @@ def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
-    except OSError as error:
-        raise UserError(f"cannot write to --out {settings.out}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
     bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     dtype = "bfloat16" if device.type == "cuda" or bfloat16 else "float32"
     return device, getattr(torch, dtype if settings.dtype == "auto" else settings.dtype)

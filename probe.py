@@ -80,19 +80,19 @@ def probe(
     token_counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)
     dimension_counts = torch.zeros(config.d_model, dtype=torch.int64, device=device)
     cosines = CosineStatistics(config.d_model, device)
-    batches = [range(i, min(i + batch_size, num_sequences)) for i in range(0, num_sequences, batch_size)]
-    mine = [
-        batches[i] for i in common.shard(len(batches))
-    ]  # whole batches: the same arithmetic for any share
+    mine = common.shard(-(-num_sequences // batch_size))  # whole batches: the same arithmetic for any share
     quiet = None if common.rank() == 0 else True  # None: silent when stderr is no terminal
-    with tqdm(total=sum(map(len, mine)), desc=label, unit=" sequences", disable=quiet) as progress:
-        for indices in mine:
+    with tqdm(
+        total=min(len(mine) * batch_size, num_sequences), desc=label, unit=" sequences", disable=quiet
+    ) as bar:
+        for i in mine:
+            indices = range(i * batch_size, min((i + 1) * batch_size, num_sequences))
             tokens = random_tokens(input_seed, indices, T, config.vocab_size)
             states = model.hidden(tokens.to(device), last_only=True)  # (n, d)
             cosines.update(states)
             token_counts += model.unembed(states).argmax(dim=1).bincount(minlength=config.vocab_size)
             dimension_counts += states.argmax(dim=1).bincount(minlength=config.d_model)
-            progress.update(len(indices))
+            bar.update(len(indices))
     cosines.reduce()
     counts = common.sum_over_ranks(token_counts), common.sum_over_ranks(dimension_counts)
     return {"token_counts": counts[0].cpu(), "dimension_counts": counts[1].cpu(), "cosines": cosines}

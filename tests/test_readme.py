@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import re
-import statistics
 import subprocess
 import sys
 
@@ -50,22 +49,11 @@ def results_table() -> list[str]:
 
     for row in read("probe.json")["rows"]:
         add(cells(row)[0], "make probe", cells(row)[1], "n/a")
-    flags = "--model nano_gpt2 nano_llama --seed 42 43 --sequence-length 64 256 --out results/lengths"
-    for row in read("lengths/probe.json")["rows"]:
-        if (row["model"], row["sequence_length"]) != ("nano_gpt2", 64):  # as above
-            add(cells(row)[0], f"python probe.py {flags}", cells(row)[1], "n/a")
+    flags = "--seed 42 --num-sequences 10000 --out results/ten_thousand"
     row = read("ten_thousand/probe.json")["rows"][0]
-    command = "python probe.py --seed 42 --num-sequences 10000 --out results/ten_thousand"
-    add(cells(row)[0] + ", N = 10,000", command, cells(row)[1], "58.5 × (length n/a)")
-    command = "python probe.py --seed {42..49} --out results/seeds"
-    seeds = read("seeds/probe.json")["rows"]
-    ratios, cosines = [row["ratio"] for row in seeds], [row["mean_cosine"] for row in seeds]
-    measured = f"{min(ratios):.1f} to {max(ratios):.1f} ×, median {statistics.median(ratios):.1f} ×"
-    add("Figure 1a: top token over uniform draws, seeds 42-49", command, measured, "–")
-    measured = f"{min(cosines):.3f} to {max(cosines):.3f}, mean {statistics.mean(cosines):.3f}"
-    add("the same: mean cosine", command, measured, "n/a")
-    matches = f"{sum(row['direction_matches'] for row in seeds)} of {len(seeds)}"
-    add("Finding 2.2: the mean direction names the top token", command, matches, "n/a (N = 2,000, T = 1,024)")
+    add(cells(row)[0] + ", N = 10,000", f"python probe.py {flags}", cells(row)[1], "58.5 × (length n/a)")
+    row = read("nano_llama/probe.json")["rows"][0]
+    add(cells(row)[0], "python probe.py --model nano_llama --out results/nano_llama", cells(row)[1], "n/a")
     return lines
 
 
