@@ -1,6 +1,6 @@
 """How fast is it, against the machine's limit and against transformers?
 
-    python bench.py                                       # about six minutes on 2 cores
+    python bench.py                                       # about eight minutes on 2 cores
     python bench.py --model nano_llama --sequence-length 512 --rounds 9
 
 Each row is one way of computing the last position's final state for random sequences: this project's model
