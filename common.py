@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 
 class UserError(Exception):
@@ -115,9 +116,18 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     settings = settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        for word in (value if isinstance(value, tuple) else (value,)) if field.metadata["choices"] else ():
+        words = value if isinstance(value, tuple) else () if value is None else (value,)
+        for word in words if field.metadata["choices"] else ():
             choose(word, field.metadata["choices"], f"value for {flags[field.name]}:")
     return settings
+
+
+def subcommand(choices, default: str, what: str) -> tuple[str, list[str]]:
+    """The command line's first word, one of `choices` (`default` if it is a flag or a file), and the rest."""
+    words = sys.argv[1:]
+    if not words or words[0].startswith("-") or words[0].endswith(".py"):
+        return default, words
+    return choose(words[0], choices, what), words[1:]
 
 
 def _read_config(path: str, kinds: dict[str, tuple]) -> dict:
@@ -202,6 +212,11 @@ def shard(count: int) -> range:
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
+def progress(*iterable, **keywords) -> tqdm:
+    """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
+    return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
+
+
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """The element-wise sum of all ranks' tensors, in place; alone, the tensor as it is."""
     if dist.is_initialized():
@@ -218,47 +233,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
         torch.nn.functional.linear(a, b)[0, 0].item()  # reading a number waits for the device
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / sorted(seconds[1:])[4]
-
-
-# ---- statistics --------------------------------------------------------------------------------------------
-
-
-class CosineStatistics:
-    """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
-
-    For unit vectors u, the cosines of all ordered pairs i != j sum to |sum u|^2 - n, and their squares to
-    |sum u u^T|_F^2 - n.
-    """
-
-    def __init__(self, d: int, device: torch.device | str = "cpu"):
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
-        self.sum = torch.zeros(d, dtype=torch.float64, device=device)
-        self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
-
-    def update(self, states: Tensor) -> None:
-        """Add states (n, d), normalised without an epsilon."""
-        unit = states.double() / states.double().norm(dim=1, keepdim=True)
-        self.count += len(unit)
-        self.sum += unit.sum(dim=0)
-        self.outer.addmm_(unit.T, unit)
-
-    def reduce(self) -> None:
-        """Sum over the ranks, in place; UserError, on all of them, if a state was zero or not finite."""
-        for tensor in (self.count, self.sum, self.outer):
-            sum_over_ranks(tensor)
-        if not self.sum.isfinite().all():
-            raise UserError("the model's states are zero or not finite: check its weights for NaN")
-
-    def direction(self) -> Tensor:
-        """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
-        return self.sum / self.count
-
-    def mean_and_std(self) -> tuple[float, float]:
-        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2."""
-        n = self.count.item()
-        mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
-        mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
-        return mean, max(0.0, mean_square - mean**2) ** 0.5
 
 
 # ---- results -----------------------------------------------------------------------------------------------
@@ -324,9 +298,15 @@ def report(settings, experiment: str, paper: str, rows: list, claims: list, colu
 
 
 def print_result(result: dict, columns: str) -> None:
-    """The rows' `columns` as an aligned table on stdout, then one line for each claim."""
-    table = [columns.split()]
-    for row in result["rows"]:
+    """The rows' `columns` as an aligned table on stdout, then one line for each claim.
+
+    Of rows that follow a layer or a position, those at 0, powers of two and the last are shown.
+    """
+    table, rows = [columns.split()], result["rows"]
+    for along in ("layer", "position"):
+        last = max((row.get(along, 0) for row in rows), default=0)
+        rows = [row for row in rows if (i := row.get(along, 0)) & (i - 1) == 0 or i == last]
+    for row in rows:
         table.append([f"{row[c]:.4g}" if type(row[c]) is float else str(row[c]) for c in table[0]])
     widths = [max(map(len, column)) for column in zip(*table)]
     for line in table:
@@ -335,10 +315,3 @@ def print_result(result: dict, columns: str) -> None:
         paper = "" if line["paper"] is None else f", paper {line['paper']}"
         verdict = "holds" if line["holds"] else "does not hold"
         print(f"{verdict}: {line['claim']} (measured {line['measured']}{paper})")
-
-
-def save_figure(figure, path: Path) -> None:
-    """Rank 0 writes a matplotlib figure as a PNG, atomically."""
-    if rank() == 0:
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=120)

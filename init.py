@@ -9,6 +9,9 @@
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 
+Scheme `centered` (ours) is `gpt2` with one line more, and abolishes the bias: every row of an MLP down
+projection loses its mean, so that what all hidden units share cannot pass (`contraction.py cure`).
+
 A draw is a function of (seed, parameter name, shape) alone: every parameter has a stream of its own (numpy's
 Philox), drawn on the CPU in float32, then scaled, moved and cast. So with the pinned numpy a seed gives the
 same bits on any device, for any number of processes and threads, and adding a layer or ablating a sublayer
@@ -18,6 +21,7 @@ leaves all other draws as they are (`gpt2` scales two of them by the number of l
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from model import PRESETS, ModelConfig, Transformer
 
-SCHEMES = ("gpt2", "normal")
+SCHEMES = ("gpt2", "normal", "centered")
 STD = 0.02
 
 
@@ -44,6 +48,11 @@ def draw(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
 
 
+def residual_std(config: ModelConfig, scheme: str) -> float:
+    """Standard deviation of the attention output and MLP down projections."""
+    return STD if scheme == "normal" else STD / math.sqrt(2 * config.num_layers)
+
+
 def initialize(
     model: Transformer, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
 ) -> None:
@@ -55,7 +64,6 @@ def initialize(
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
     embedding_seed = seed if embedding_seed is None else embedding_seed
-    residual_std = STD / math.sqrt(2 * model.config.num_layers) if scheme == "gpt2" else STD
 
     def fill(name: str, weight: Tensor) -> None:
         if name.endswith("bias"):
@@ -65,8 +73,11 @@ def initialize(
         elif name.startswith(("model.embed_tokens", "lm_head")):
             weight.copy_(draw(embedding_seed, name, weight.shape, STD))
         else:
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else STD
-            weight.copy_(draw(seed, name, weight.shape, std))
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            drawn = draw(seed, name, weight.shape, residual_std(model.config, scheme) if residual else STD)
+            if scheme == "centered" and name.endswith("down_proj.weight"):
+                drawn -= drawn.mean(dim=1, keepdim=True)
+            weight.copy_(drawn)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
         list(pool.map(lambda item: fill(item[0], item[1].data), model.named_parameters()))
@@ -86,3 +97,12 @@ def newborn(
     built = built.cast_blocks(dtype).to_empty(device=device).eval()
     initialize(built, seed, embedding_seed, scheme)
     return built
+
+
+def variant(model: Transformer, **changes) -> Transformer:
+    """The same weights, bit for bit, under another configuration; ValueError if that needs others."""
+    with torch.device("meta"):
+        other = Transformer(replace(model.config, **changes))
+    if missing := other.load_state_dict(model.state_dict(), strict=False, assign=True).missing_keys:
+        raise ValueError(f"{changes} needs weights that the model does not have: {', '.join(missing)}")
+    return other.eval()

@@ -125,6 +125,12 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
+def rope_table(config: ModelConfig, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
+    angle = torch.outer(torch.arange(x.shape[1]), rope_frequencies(config)).to(x.device)  # radians
+    return angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     half = x.shape[-1] // 2
@@ -264,10 +270,8 @@ class Transformer(nn.Module):
         T = x.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
-        dtype = next(self.model.layers.parameters()).dtype
-        angle = torch.outer(torch.arange(T), rope_frequencies(self.config)).to(x.device)  # (T, Dh/2) radians
-        rope = angle.cos().to(dtype)[:, None], angle.sin().to(dtype)[:, None]
-        x = x.to(dtype)
+        x = x.to(next(self.model.layers.parameters()).dtype)
+        rope = rope_table(self.config, x)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # positions never meet
         if on_state is not None:

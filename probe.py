@@ -11,9 +11,7 @@ token and how often (`top1_*`), how often the luckiest token of N uniform draws 
 (`mean_cosine`), and which token their mean direction alone foretells (`direction_token`, BB Finding 2.2).
 """
 
-import functools
 import itertools
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +19,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from scipy.special import logsumexp
-from scipy.stats import binom
-from tqdm import tqdm
 
 import common
-from common import CosineStatistics, UserError, claim, setting
-from init import SCHEMES, keyed_generator, newborn
+import findings
+from common import UserError, setting
+from figures import BLUE, VERMILION, save_figure
+from init import SCHEMES, STD, keyed_generator, newborn
 from model import PRESETS, Transformer, forward_flops
+from stats import CosineStatistics, binomial_log10_p, uniform_counts
 
 COLUMNS = "model seed sequence_length num_sequences top1_token top1_count uniform_max_count ratio log10_p"
 COLUMNS += " direction_token mean_cosine"
 DEFAULTS = {"cpu": (1000, [64], 2048), "cuda": (10_000, [1024], 65_536)}  # sequences, lengths, batch's tokens
 RANKS = 20  # favourites drawn in Figure 1a
-BLUE, VERMILION = "#0072B2", "#D55E00"  # a colour-blind safe pair
 
 
 def _default(i: int) -> str:
@@ -55,71 +52,60 @@ class Settings(common.RunSettings):
     batch_size: int | None = setting(None, "sequences in a forward pass; by tokens, " + _default(2))
 
 
+def streams(kind: str, input_seed: int, indices: range):
+    """A generator for each sequence number, a function of (kind, input_seed, number) alone: counter based."""
+    key = keyed_generator(kind, input_seed).bit_generator.state["state"]["key"]
+    return (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, i])) for i in indices)
+
+
 def random_tokens(input_seed: int, indices: range, T: int, vocab_size: int) -> torch.Tensor:
     """Sequences number `indices`, (n, T) int64, i.i.d. uniform over the vocabulary.
 
-    Sequence i is a function of (input_seed, i) alone, counter based: the same in any batch and any process,
-    and a shorter one is the beginning of a longer one.
+    Sequence i is the same in any batch and any process, and a shorter one is the beginning of a longer one.
     """
-    key = keyed_generator("tokens", input_seed).bit_generator.state["state"]["key"]
-    streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, i])) for i in indices)
-    return torch.from_numpy(np.stack([stream.integers(vocab_size, size=T) for stream in streams]))
+    tokens = [stream.integers(vocab_size, size=T) for stream in streams("tokens", input_seed, indices)]
+    return torch.from_numpy(np.stack(tokens))
+
+
+def gaussian_vectors(input_seed: int, indices: range, T: int, d: int) -> torch.Tensor:
+    """The like of an embedded sequence without tokens, (n, T, d) float32 i.i.d. N(0, 0.02^2) (BB 4.1)."""
+    vectors = [s.standard_normal((T, d), np.float32) for s in streams("vectors", input_seed, indices)]
+    return torch.from_numpy(np.stack(vectors)).mul_(STD)
 
 
 @torch.inference_mode()
 def probe(
-    model: Transformer, T: int, num_sequences: int, batch_size: int, input_seed: int = 0, label: str = ""
+    model: Transformer, T: int, num_sequences: int, batch_size=None, input_seed=0, label="", gaussian=False
 ) -> dict:
-    """Feed random sequences to a model and keep what does not grow with their number.
+    """Feed random sequences, of tokens or `gaussian` vectors, and keep what does not grow with their number.
 
     Returns `token_counts` (V,) and `dimension_counts` (d,), how often each token has the largest logit and
-    each dimension the largest final state, and `cosines`, CosineStatistics of the final states.
+    each dimension the largest final state; `cosines`, CosineStatistics of the final states; and `layers`, of
+    the last position's stream before and after each block, for `gaussian` inputs (otherwise empty).
     Under torchrun each rank takes a share of the batches, and all return the sums.
     """
     config, device = model.config, model.model.norm.weight.device
+    batch_size = batch_size or max(1, DEFAULTS[device.type][2] // T)
     token_counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)
     dimension_counts = torch.zeros(config.d_model, dtype=torch.int64, device=device)
     cosines = CosineStatistics(config.d_model, device)
+    layers = [CosineStatistics(config.d_model, device) for _ in range(config.num_layers + 1) if gaussian]
+    draw, width = (gaussian_vectors, config.d_model) if gaussian else (random_tokens, config.vocab_size)
+    watch = (lambda layer, x: layers[layer].update(x[:, -1])) if gaussian else None
     mine = common.shard(-(-num_sequences // batch_size))  # whole batches: the same arithmetic for any share
-    quiet = None if common.rank() == 0 else True  # None: silent when stderr is no terminal
-    with tqdm(
-        total=min(len(mine) * batch_size, num_sequences), desc=label, unit=" sequences", disable=quiet
-    ) as bar:
+    total = min(len(mine) * batch_size, num_sequences)
+    with common.progress(total=total, desc=label, unit=" sequences") as bar:
         for i in mine:
             indices = range(i * batch_size, min((i + 1) * batch_size, num_sequences))
-            tokens = random_tokens(input_seed, indices, T, config.vocab_size)
-            states = model.hidden(tokens.to(device), last_only=True)  # (n, d)
+            inputs = draw(input_seed, indices, T, width).to(device)
+            states = model.hidden(inputs, last_only=True, on_state=watch)  # (n, d)
             cosines.update(states)
             token_counts += model.unembed(states).argmax(dim=1).bincount(minlength=config.vocab_size)
             dimension_counts += states.argmax(dim=1).bincount(minlength=config.d_model)
             bar.update(len(indices))
-    cosines.reduce()
     counts = common.sum_over_ranks(token_counts), common.sum_over_ranks(dimension_counts)
-    return {"token_counts": counts[0].cpu(), "dimension_counts": counts[1].cpu(), "cosines": cosines}
-
-
-@functools.cache
-def uniform_counts(n: int, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
-    """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
-
-    The first is the baseline of BB Figure 1a; for 1,000 draws of a token its standard error is below 1 %.
-    """
-    generator = keyed_generator("uniform", n, num_choices)
-    total = np.zeros(ranks)
-    for _ in range(repetitions):
-        _, counts = np.unique(generator.integers(num_choices, size=n), return_counts=True)
-        counts = np.sort(counts)[::-1][:ranks]
-        total[: len(counts)] += counts
-    return total / repetitions
-
-
-def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
-    """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices tokens (BB B.2).
-
-    Summed in logs, since p itself underflows (the paper prints 0.00).
-    """
-    log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
-    return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
+    result = {"token_counts": counts[0].cpu(), "dimension_counts": counts[1].cpu()}
+    return result | {"cosines": cosines.reduce(), "layers": [layer.reduce() for layer in layers]}
 
 
 def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> dict:
@@ -143,40 +129,6 @@ def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> 
         "mean_cosine": mean,
         "std_cosine": std,
     }
-
-
-def findings(rows: list[dict]) -> list[dict]:
-    """BB's findings on next-token preference, judged on these rows; one that needs more rows is left out."""
-    weakest = max(row["log10_p"] for row in rows)
-    text = "every newborn prefers a token beyond chance, log10 p < -2 (Finding 1.1)"
-    claims = [claim(text, None, f"weakest log10 p {weakest:.1f}", weakest < -2)]
-    ratios, n = [row["ratio"] for row in rows], rows[0]["num_sequences"]
-    text = (
-        f"the top token comes up 10 x as often as in uniform draws, in the median, at N = {n:,} (Figure 1a)"
-    )
-    measured = f"{min(ratios):.1f} to {max(ratios):.1f} x, median {np.median(ratios):.1f} x"
-    claims.append(claim(text, "58.5 x" if n == 10_000 else None, measured, np.median(ratios) >= 10))
-    lengths, tokens = (
-        {},
-        {},
-    )  # (model, seed) -> {length: top-1 frequency}; (model, length) -> {seed: top-1 token}
-    for row in sorted(rows, key=lambda row: row["sequence_length"]):
-        name, seed, T = row["model"], row["seed"], row["sequence_length"]
-        lengths.setdefault((name, seed), {})[T] = row["top1_frequency"]
-        tokens.setdefault((name, T), {})[seed] = row["top1_token"]
-    series = [list(frequencies.values()) for frequencies in lengths.values() if len(frequencies) > 1]
-    if series:
-        rising = sum(frequencies == sorted(frequencies) for frequencies in series)
-        text = "the preference grows with the sequence length (Finding 1.2)"
-        claims.append(claim(text, None, f"{rising} of {len(series)} models", rising == len(series)))
-    groups = [list(favourites.values()) for favourites in tokens.values() if len(favourites) > 1]
-    if groups:
-        distinct = sum(len(set(favourites)) == len(favourites) for favourites in groups)
-        text = "each seed has a favourite of its own (Finding 1.3)"
-        claims.append(claim(text, None, f"{distinct} of {len(groups)} comparisons", distinct == len(groups)))
-    overlap = sum(row["direction_matches"] for row in rows)
-    text = "the contraction direction's token is the top token (Finding 2.2)"
-    return claims + [claim(text, None, f"{overlap} of {len(rows)} rows", 2 * overlap > len(rows))]
 
 
 def check(settings: Settings) -> None:
@@ -228,7 +180,7 @@ def run(settings: Settings) -> dict:
             details.append(key | speed | figure_detail(measured, baseline))
     more = {"environment": common.environment(device, dtype, started), "details": details}
     paper = "BB Table 1, Figures 1a and 10"
-    result = common.report(settings, "probe", paper, rows, findings(rows), COLUMNS, **more)
+    result = common.report(settings, "probe", paper, rows, findings.probe(rows), COLUMNS, **more)
     plot(result, Path(settings.out) / "probe.png")
     return result
 
@@ -264,7 +216,7 @@ def plot(result: dict, path: Path) -> None:
     grid[0][0].legend(loc="upper right", fontsize=9, frameon=False)
     for axes, label in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
         axes.set_ylabel(f"{label},\n% of sequences")
-    common.save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -12,13 +12,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 
 import common
-from common import CosineStatistics, UserError, parse_settings, setting
+from common import UserError, parse_settings, setting
 
 
 @dataclass
@@ -159,45 +158,6 @@ def test_shards_partition_the_range(monkeypatch, count, world):
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-@pytest.mark.parametrize("n, d, shift", [(2, 5, 0.0), (40, 7, 0.0), (150, 16, 3.0), (30, 3, 100.0)])
-def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
-    states = torch.randn(n, d, generator=torch.Generator().manual_seed(n)) + shift
-    statistics = CosineStatistics(d)
-    for part in states.split(11):
-        statistics.update(part)
-    pairs = [
-        math.sumprod(a, b) / math.sqrt(math.sumprod(a, a) * math.sumprod(b, b))
-        if hasattr(math, "sumprod")
-        else np.dot(a, b) / math.sqrt(np.dot(a, a) * np.dot(b, b))
-        for a, b in itertools.combinations(states.double().tolist(), 2)
-    ]
-    mean, std = statistics.mean_and_std()
-    assert mean == pytest.approx(np.mean(pairs), abs=1e-12)
-    assert std == pytest.approx(np.std(pairs), abs=1e-6)  # the root of a difference: half the digits
-    unit = states.double() / states.double().norm(dim=1, keepdim=True)
-    torch.testing.assert_close(statistics.direction(), unit.mean(0))
-
-
-def test_cosine_statistics_in_closed_cases():
-    same, opposite, orthogonal = CosineStatistics(4), CosineStatistics(4), CosineStatistics(4)
-    same.update(torch.ones(50, 4) * torch.arange(1, 51)[:, None])
-    assert same.mean_and_std() == pytest.approx((1.0, 0.0), abs=1e-7)
-    opposite.update(
-        torch.tensor([[1e-30, 0, 0, 0], [-1e30, 0, 0, 0]])
-    )  # no epsilon: the scale does not matter
-    assert opposite.mean_and_std()[0] == pytest.approx(-1.0)
-    orthogonal.update(torch.eye(4))
-    assert orthogonal.mean_and_std() == pytest.approx((0.0, 0.0), abs=1e-12)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
-def test_cosine_statistics_refuse_states_without_direction(bad):
-    statistics = CosineStatistics(3)
-    statistics.update(torch.tensor([[1.0, 2.0, 3.0], [bad, bad, bad]]))
-    with pytest.raises(UserError, match="zero or not finite"):
-        statistics.reduce()
-
-
 def test_atomic_path_keeps_the_old_file_on_failure(tmp_path):
     path = tmp_path / "a.json"
     with common.atomic_path(path) as temporary:
@@ -301,3 +261,30 @@ def test_environment_names_the_commit_or_nothing():
     assert record["dtype"] == "bfloat16" and record["processes"] == 1 and record["torch"] == torch.__version__
     assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
     assert record["device"] and os.sep not in record["device"]
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ([], ("all", [])),
+        (["layers", "--seed", "3"], ("layers", ["--seed", "3"])),
+        (["--seed", "3"], ("all", ["--seed", "3"])),
+        (["quick.py", "--seed", "3"], ("all", ["quick.py", "--seed", "3"])),
+    ],
+)
+def test_subcommand(monkeypatch, words, expected):
+    monkeypatch.setattr(common.sys, "argv", ["script.py", *words])
+    assert common.subcommand(("layers", "all"), "all", "experiment") == expected
+
+
+def test_unknown_subcommand_names_the_closest(monkeypatch):
+    monkeypatch.setattr(common.sys, "argv", ["script.py", "layer"])
+    with pytest.raises(UserError, match="unknown experiment 'layer': did you mean layers"):
+        common.subcommand(("layers", "all"), "all", "experiment")
+
+
+def test_long_series_are_printed_at_powers_of_two_and_the_end(capsys):
+    rows = [{"layer": layer, "c": layer / 8} for layer in range(13)]
+    common.print_result({"rows": rows, "claims": []}, "layer c")
+    shown = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == [0, 1, 2, 4, 8, 12]

@@ -6,8 +6,8 @@ import re
 import pytest
 from conftest import ROOT
 
-ORDER = ["common", "model", "init", "checkpoint", "data", "probe", "theory", "contraction", "baselines"]
-ORDER += ["seedprint", "sinks", "train", "bench", "paper"]
+ORDER = ["common", "model", "init", "stats", "figures", "findings", "checkpoint", "data", "probe", "theory"]
+ORDER += ["contraction", "baselines", "seedprint", "sinks", "train", "bench", "paper"]
 FILES = sorted(ROOT.glob("*.py"))
 
 

@@ -186,3 +186,23 @@ def test_tied_head_stays_tied():
 def test_unknown_scheme():
     with pytest.raises(ValueError, match="gpt2, normal"):
         init.newborn("tiny_gpt2", 0, scheme="xavier")
+
+
+@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
+def test_centered_is_gpt2_but_for_the_means_of_down_rows(name):
+    plain, centered = (init.newborn(name, 6, scheme=scheme).state_dict() for scheme in ("gpt2", "centered"))
+    for key, weight in plain.items():
+        if key.endswith("down_proj.weight"):
+            expected = weight.double() - weight.double().mean(dim=1, keepdim=True)
+            torch.testing.assert_close(centered[key].double(), expected, rtol=0, atol=1e-9)
+            assert (
+                centered[key].double().sum(1).abs().max() < 1e-6
+            )  # float32 sums of a thousand terms of 0.006
+            assert centered[key].std().item() == pytest.approx(weight.std().item(), rel=0.01)
+        else:
+            assert torch.equal(weight, centered[key])
+
+
+def test_variant_cannot_ask_for_weights_that_are_not_there():
+    with pytest.raises(ValueError, match="down_proj"):
+        init.variant(init.variant(init.newborn("tiny_gpt2", 0), sublayers="attention"), sublayers="full")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,79 +9,16 @@ import torch
 from conftest import KINDS, assert_refused, random_model, run_script
 
 import common
+import findings
 import init
 import probe
+import stats
 from model import PRESETS
 
 CONTRACT = {
     "model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "top1_frequency",
     "uniform_max_count", "ratio", "log10_p", "direction_token", "direction_matches", "mean_cosine",
 }  # fmt: skip
-
-
-def exact_log10_p(count: int, n: int, V: int) -> float:
-    """log10 of V P[Binomial(n, 1/V) >= count] in integers; math.log10 takes integers of any size."""
-    tail = sum(math.comb(n, j) * (V - 1) ** (n - j) for j in range(count, n + 1))
-    return min(0.0, math.log10(tail * V) - n * math.log10(V))
-
-
-@pytest.mark.parametrize(
-    "count, n, V",
-    [
-        (1, 1, 2),
-        (1, 10, 5),
-        (3, 1000, 50257),
-        (33, 1000, 50257),
-        (1000, 1000, 50257),
-        (400, 2000, 97),
-        (7, 50, 3),
-    ]
-    + [(170, 2000, 151936), (2, 2, 32000), (500, 500, 4096)],
-)  # several below 1e-308, where p itself is 0
-def test_binomial_tail_against_exact_integers(count, n, V):
-    # log-gammas of about n log n, good to 1e-16 relative, bound the error
-    assert probe.binomial_log10_p(count, n, V) == pytest.approx(
-        exact_log10_p(count, n, V), rel=1e-9, abs=1e-9
-    )
-
-
-def test_binomial_tail_of_the_papers_size():
-    p = probe.binomial_log10_p(3000, 10_000, 50257)
-    assert -12_000 < p < -10_000 and math.isfinite(probe.binomial_log10_p(10_000, 10_000, 50257))
-
-
-def exact_expected_maximum(n: int, V: int) -> float:
-    """E[max count] of n uniform draws over V: sum over m of 1 - P[max <= m].
-
-    P[max <= m] = n!/V^n [x^n] (sum_{k<=m} x^k/k!)^V, the power by squaring in exact fractions.
-    """
-
-    def multiply(a, b):
-        product = [Fraction(0)] * (n + 1)
-        for i, x in enumerate(a):
-            for j, y in enumerate(b[: n + 1 - i]):
-                product[i + j] += x * y
-        return product
-
-    expected = Fraction(0)
-    for m in range(n):
-        base = [Fraction(1, math.factorial(k)) for k in range(m + 1)]
-        power, exponent = [Fraction(1)], V
-        while exponent:
-            power = multiply(power, base) if exponent & 1 else power
-            base, exponent = multiply(base, base), exponent >> 1
-        power += [Fraction(0)] * (n + 1 - len(power))
-        expected += 1 - power[n] * math.factorial(n) / Fraction(V) ** n
-    return float(expected)
-
-
-@pytest.mark.parametrize("n, V", [(1, 10), (2, 5), (12, 40), (25, 7), (30, 300)])
-def test_uniform_baseline_against_exact_fractions(n, V):
-    counts = probe.uniform_counts(n, V, 5, repetitions=4000)
-    # A count's standard deviation is below 1.2 here: five standard errors of 4,000 draws.
-    assert counts[0] == pytest.approx(exact_expected_maximum(n, V), abs=5 * 1.2 / math.sqrt(4000))
-    assert (np.diff(counts) <= 0).all() and counts.sum() <= n + 1e-9
-    assert probe.uniform_counts(n, V, n, repetitions=10).sum() == pytest.approx(n)
 
 
 def test_random_tokens_depend_on_seed_and_index_alone():
@@ -135,7 +71,7 @@ def test_a_newborn_prefers_and_an_attention_only_one_does_not():
     for sublayers in ("full", "attention"):
         model = init.newborn(replace(PRESETS["tiny_gpt2"], sublayers=sublayers), 42)
         measured = probe.probe(model, 64, 300, 32)
-        rows[sublayers] = probe.preference_row(model, measured, probe.uniform_counts(300, 4096, 1))
+        rows[sublayers] = probe.preference_row(model, measured, stats.uniform_counts(300, 4096, 1))
     assert rows["full"]["mean_cosine"] > 0.05 > 0.02 > abs(rows["attention"]["mean_cosine"])
     assert rows["full"]["log10_p"] < -2 < rows["attention"]["log10_p"]
 
@@ -239,8 +175,9 @@ def test_bad_inputs(flags, words, tmp_path):
 def test_nan_weights_are_named():
     model = init.newborn("tiny_gpt2", 0)
     model.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.nan
+    found = probe.probe(model, 8, 4, 2)
     with pytest.raises(probe.UserError, match="NaN"):
-        probe.probe(model, 8, 4, 2)
+        probe.preference_row(model, found, np.ones(1))
 
 
 def test_memory_does_not_grow_with_the_number_of_sequences():
@@ -279,15 +216,15 @@ def rows_of(**columns) -> list[dict]:
     ],
 )
 def test_findings_are_computed(columns, verdicts):
-    claims = probe.findings(rows_of(**columns))
+    claims = findings.probe(rows_of(**columns))
     for name, expected in verdicts.items():
         found = [c["holds"] for c in claims if f" {name})" in c["claim"]]
         assert found == ([] if expected is None else [expected]), claims
 
 
 def test_the_papers_number_stands_only_beside_its_protocol():
-    assert "58.5 x" in [c["paper"] for c in probe.findings(rows_of(num_sequences=[10_000]))]
-    assert {c["paper"] for c in probe.findings(rows_of(num_sequences=[1_000]))} == {None}
+    assert "58.5 x" in [c["paper"] for c in findings.probe(rows_of(num_sequences=[10_000]))]
+    assert {c["paper"] for c in findings.probe(rows_of(num_sequences=[1_000]))} == {None}
 
 
 def test_importing_does_nothing():

@@ -1,0 +1,90 @@
+"""How is a result drawn? What was measured in colour, theory dashed in black, from the rows of the JSON."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from common import atomic_path, rank
+
+BLUE, VERMILION = "#0072B2", "#D55E00"  # a colour-blind safe pair, and its palette (Okabe and Ito)
+COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
+COSINE = "mean cosine between sequences"
+# experiment: x, y and series of its figure, the theories and their legends, and `curves`' other arguments
+FIGURES = {
+    "layers": ("layer", "mean_cosine", "variant", {"theory": "kernel recursion"}, ("layer", COSINE),
+        dict(panel="sequence_length", band="std_cosine")),
+    "ablation": ("rank", "count", "variant", {"theory": "uniform draws"},
+        ("rank of the predicted token", "sequences that predict it"), dict(ticks=[1, 5, 10, 15, 20])),
+    "overlap": ("direction_count", "top1_count", "model", {"direction_count": "both are one token"},
+        ("count of the contraction direction's token", "count of the most frequent token"), dict(style="o")),
+    "mlp": ("layer", "mean_cosine", "stack", {"theory": "Proposition 2; kernel recursion"},
+        ("layer", COSINE), {}),
+    "engage": ("z", "y", "curve", {"half": "half the input: no asymmetry"},
+        ("pre-activation", "activation; share of the fullest bin"), dict(style="-")),
+    "amplify": ("sequence_length", "mean_cosine", "stack", {"theory": "Propositions 2 and 4"},
+        ("positions", COSINE), dict(log="x", ticks=[100, 128, 256, 512, 1024])),
+    "intra": ("layer", "mean_cosine", "stack",
+        {"exact_theory": "exact in T", "limit_theory": "Proposition 5: infinite T"},
+        ("layer", "mean cosine within a sequence"), dict(panel="sequence_length")),
+    "variance": ("position", "std", "model",
+        {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"},
+        ("position i", "std of aggregated values"), dict(style="-", log="xy")),
+    "predict": ("predicted", "measured", "model", {"predicted": "equal"},
+        ("unit direction predicted from the weights", "unit direction measured"), dict(style=".")),
+    "cure": ("mean_cosine", "top1_count", "init", {"uniform_max_count": "uniform draws"},
+        (COSINE, "count of the most frequent token"), dict(style="o")),
+    "width": ("d_model", "mean_cosine", "mlp", {"theory": "quadrature"}, ("width d", COSINE),
+        dict(panel="scaling", log="xy", ticks=[128, 256, 512, 1024])),
+}  # fmt: skip
+
+
+def draw(name: str, points: list[dict], path: Path) -> None:
+    """The figure of an experiment, as FIGURES has it."""
+    *arguments, more = FIGURES[name]
+    curves(points, path, *arguments, **more)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Rank 0 writes a matplotlib figure as a PNG, atomically."""
+    if rank() == 0:
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
+
+
+def curves(
+    points: list[dict], path: Path, x: str, y: str, series: str, theory: dict, labels: tuple[str, str],
+    panel: str = "", band: str = "", log: str = "", style: str = "o-", ticks=None,
+) -> None:  # fmt: skip
+    """`y` over `x`, a colour for each value of `series`, side by side for each value of `panel`.
+
+    `theory` maps the keys that hold theories to their legends; a point may have None. `band` is the key of a
+    half width to shade; `log` the axes in logarithms, "x", "y" or "xy"; `labels` those of x and y.
+    """
+    panels = list(dict.fromkeys(point[panel] for point in points)) if panel else [None]
+    names = list(dict.fromkeys(point[series] for point in points))
+    figure = Figure(figsize=(3.0 + 4.0 * len(panels), 3.8), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, value in zip(grid, panels):
+        for colour, name in zip(COLOURS, names):
+            line = [p for p in points if p[series] == name and (not panel or p[panel] == value)]
+            xs, ys = [p[x] for p in line], [p[y] for p in line]
+            axes.plot(xs, ys, style, color=colour, markersize=5, label=str(name).replace("_", " "))
+            if band:
+                half = [p[band] for p in line]
+                low, high = ([m + sign * h for m, h in zip(ys, half)] for sign in (-1, 1))
+                axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+            for dash, key in zip(DASHES, theory):
+                law = sorted((p[x], p[key]) for p in line if p.get(key) is not None)
+                axes.plot([x for x, _ in law], [y for _, y in law], "k" + dash, linewidth=1.3, zorder=3)
+        for dash, legend in zip(DASHES, theory.values()):
+            axes.plot([], [], "k" + dash, linewidth=1.3, label=legend)
+        axes.set(xlabel=labels[0], title=f"{panel} {value}".replace("_", " ") if panel else "")
+        axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
+        if ticks:
+            axes.set_xticks(ticks, ticks)
+            axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0].set_ylabel(labels[1])
+    figure.legend(*grid[-1].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    save_figure(figure, path)

@@ -1,0 +1,217 @@
+"""What do the papers claim, and does it hold? Every claim judged on the rows of its experiment.
+
+    >>> import json, findings
+    >>> findings.width(json.load(open("results/width.json"))["rows"])[0]["holds"]
+    True
+
+A function takes the rows of the experiment of its name and returns claims; `holds` is computed, a bound is
+part of the claim's text. A claim that the rows cannot decide is left out.
+"""
+
+import itertools
+
+import numpy as np
+
+from common import claim
+from stats import column, split, wilson
+
+
+def agreement(rows: list[dict], series: str, law: str, bounds: dict) -> list[dict]:
+    """For each value of `series` in `bounds`: is the theory in the key `law` as close as its bound?"""
+    claims = []
+    for value, bound in bounds.items():
+        part = [row for row in rows if row[series] == value and row[law] is not None]
+        far = np.abs(column(part, "mean_cosine") - column(part, law)).max()
+        text = f"{series} {value}: mean cosine within {bound} of its {law}".replace("_", " ")
+        claims.append(claim(text, None, f"{far:.4f}", far <= bound))
+    return claims
+
+
+def probe(rows: list[dict]) -> list[dict]:
+    """BB Findings 1.1 to 1.3 and 2.2, Figure 1a."""
+    ratios, p, n = column(rows, "ratio"), column(rows, "log10_p"), rows[0]["num_sequences"]
+    text = "every newborn prefers a token beyond chance, log10 p < -2 (Finding 1.1)"
+    claims = [claim(text, None, f"weakest log10 p {p.max():.1f}", p.max() < -2)]
+    text = "the top token comes up 10 x as often as in uniform draws, in the median"
+    measured = f"{ratios.min():.1f} to {ratios.max():.1f} x, median {np.median(ratios):.1f} x"
+    paper = "58.5 x" if n == 10_000 else None
+    claims.append(claim(f"{text}, at N = {n:,} (Figure 1a)", paper, measured, np.median(ratios) >= 10))
+    models = [part for part in split(rows, "model", "seed").values() if len(part) > 1]
+    if models:
+        ordered = [sorted(part, key=lambda row: row["sequence_length"]) for part in models]
+        rising = sum(bool((np.diff(column(part, "top1_frequency")) >= 0).all()) for part in ordered)
+        text = "the preference grows with the sequence length (Finding 1.2)"
+        claims.append(claim(text, None, f"{rising} of {len(models)} models", rising == len(models)))
+    seeds = [part for part in split(rows, "model", "sequence_length").values() if len(part) > 1]
+    if seeds:
+        distinct = sum(len({row["top1_token"] for row in part}) == len(part) for part in seeds)
+        text = "each seed has a favourite of its own (Finding 1.3)"
+        claims.append(claim(text, None, f"{distinct} of {len(seeds)} comparisons", distinct == len(seeds)))
+    hits, text = (
+        column(rows, "direction_matches"),
+        "the contraction direction's token is the top token (Finding 2.2)",
+    )
+    return [*claims, claim(text, None, f"{hits.sum()} of {len(rows)} rows", 2 * hits.sum() > len(rows))]
+
+
+def layers(rows: list[dict]) -> list[dict]:
+    """BB Finding 2.1, Figures 2 and 7, and the kernel recursion (ours)."""
+    claims = []
+    for (name, T), group in split(rows, "model", "sequence_length").items():
+        full, mlp, attention = (column(part, "mean_cosine") for part in split(group, "variant").values())
+        first, widening = min(full[1], mlp[1]) - abs(attention[1]), full[-1] - mlp[-1] - (full[2] - mlp[2])
+        for text, value, least in (
+            ("unrelated sequences contract: final cosine above 0.1 (Finding 2.1)", full[-1], 0.1),
+            ("at layer 1 attention only stays behind by 0.05 (Figure 7)", first, 0.05),
+            ("beyond layer 2 full leaves MLP only behind by 0.05 (Figure 7)", widening, 0.05),
+        ):
+            claims.append(claim(f"{name}, T = {T}: {text}", None, f"{value:.4f}", value > least))
+    return claims + agreement(rows, "variant", "theory", {"full": 0.06, "mlp": 0.03, "attention": 0.03})
+
+
+def ablation(rows: list[dict]) -> list[dict]:
+    """BB Figure 3 and Table 2."""
+    claims, parts = [], split(rows, "variant")
+    for kind, part in parts.items():
+        p, expected = column(part, "log10_p"), kind != "attention"
+        text = f"{kind}: {'prefers' if expected else 'does not prefer'} tokens, log10 p < -2 (Figure 3)"
+        claims.append(claim(text, None, f"log10 p {p.min():.1f} to {p.max():.1f}", all((p < -2) == expected)))
+    full, mlp, attention = (column(part, "mean_cosine") for part in parts.values())
+    measured = f"{full.mean():.4f}, {mlp.mean():.4f}, {attention.mean():.4f}"
+    holds = (full > mlp) & (mlp > np.abs(attention)) & (np.abs(attention) < 0.02)
+    text = "final cosine: full > MLP only > attention only, which is below 0.02 (Table 2)"
+    return [*claims, claim(text, None, measured, all(holds))]
+
+
+def overlap(rows: list[dict]) -> list[dict]:
+    """BB Finding 2.2, over all newborns and over those whose favourite is clear."""
+    top, second = column(rows, "top1_count"), column(rows, "runner_up_count")
+    hits, claims = column(rows, "direction_matches"), []
+    for which, chosen in (
+        ("", top > 0),
+        (", where it leads by two standard errors", top - second > 2 * (top + second) ** 0.5),
+    ):
+        if chosen.any():
+            k, n = int(hits[chosen].sum()), int(chosen.sum())
+            low, high = wilson(k, n)
+            measured = f"{k} of {n}: {k / n:.2f}, 95 % interval {low:.2f} to {high:.2f}"
+            text = (
+                f"the contraction direction's token is the top token for most newborns{which} (Finding 2.2)"
+            )
+            claims.append(claim(text, None, measured, low > 0.5))
+    return claims
+
+
+def mlp(rows: list[dict]) -> list[dict]:
+    """BB Figures 4 and 5, footnote 5, Proposition 2."""
+    stacks = {stack: column(part, "mean_cosine") for stack, part in split(rows, "stack").items()}
+    exact, floored, standard = (stacks[name] for name in ("mlp0_relu", "mlp0_relu_epsilon", "standard"))
+    text = "ReLU MLP0: the drop in deep layers is an epsilon under the norms, not the states (footnote 5)"
+    measured = (
+        f"without, no step below {np.diff(exact).min():.4f}; with, {floored.max():.2f} to {floored[-1]:.2f}"
+    )
+    holds = np.diff(exact).min() > -0.005 and floored[-1] < floored.max() / 2
+    bounds = {"mlp0_relu": 0.02, "mlp0_tanh": 0.01, "standard": 0.03, "standard_relu": 0.03}
+    return [
+        claim(text, None, measured, holds),
+        claim(
+            "MLP only contracts with every layer (Figure 4)",
+            None,
+            f"to {standard[-1]:.4f}",
+            all(np.diff(standard) > 0),
+        ),
+        *agreement(rows, "stack", "theory", bounds),
+    ]
+
+
+def engage(rows: list[dict]) -> list[dict]:
+    """BB Figure 6."""
+    normed, bare = (column(part, "mean_cosine").mean() for part in split(rows, "normed").values())
+    text = "LayerNorm engages the asymmetry: ten times the cosine of the bare input (Figure 6)"
+    law = agreement(rows, "normed", "theory", {True: 0.02, False: 0.01})
+    return [claim(text, None, f"{normed:.4f} and {bare:.5f}", normed > 10 * abs(bare)), *law]
+
+
+def amplify(rows: list[dict]) -> list[dict]:
+    """BB Table 3, Proposition 4."""
+    once, twice, averaged = (column(part, "mean_cosine") for part in split(rows, "stack").values())
+    measured = f"{once[0]:.3f}, {twice[0]:.3f}, {averaged[0]:.3f}"
+    text = "MLP0, MLP0 twice, MLP0 and Attn0: averaging contracts most, the last above 0.97 (Table 3)"
+    law = agreement(rows, "stack", "theory", {"mlp0": 0.02, "mlp0_mlp0": 0.02, "mlp0_attn0": 0.01})
+    return [claim(text, "0.31, 0.49, 0.98", measured, averaged.min() > max(0.97, twice.max())), *law]
+
+
+def intra(rows: list[dict]) -> list[dict]:
+    """BB Figure 8, Proposition 5."""
+    part = split(rows, "stack")["attn0"]
+    errors = np.abs(column(part, "mean_cosine") - column(part, "limit_theory"))
+    worst = part[errors.argmax()]
+    measured = f"{errors.max():.4f} at T = {worst['sequence_length']}, layer {worst['layer']}"
+    claims = [
+        claim("attn0: within 0.01 of Proposition 5 at these lengths", None, measured, errors.max() <= 0.01)
+    ]
+    lengths = [column(rows, "mean_cosine") for rows in split(part, "sequence_length").values()]
+    rising = all((np.diff(cosines) > 0).all() for cosines in lengths)
+    text = "the cosine grows with every layer (Figure 8)"
+    claims.append(claim(text, None, f"at {len(lengths)} lengths", rising))
+    if len(lengths) > 1:
+        shorter = all((a[:8] > b[:8]).all() for a, b in itertools.pairwise(lengths))
+        claims.append(claim("shorter sequences contract more (Figure 8)", None, "layers 1 to 8", shorter))
+    return claims + agreement(rows, "stack", "exact_theory", {"attn0": 0.01, "attention": 0.02})
+
+
+def variance(rows: list[dict]) -> list[dict]:
+    """BB Figure 9, Equation 2."""
+    claims, far = [], [row for row in rows if row["position"] >= 16]
+    for (name, part), law in itertools.product(split(far, "model").items(), ("uniform_theory", "theory")):
+        off = np.abs(column(part, "std") / column(part, law) - 1).max() if far else np.nan
+        text = (
+            f"{name}: std of aggregated values within 3 % of its {law.replace('_', ' ')} from position 16 on"
+        )
+        claims.append(claim(text, None, f"off by {100 * off:.1f} %", off <= 0.03))
+    return claims
+
+
+def predict(rows: list[dict]) -> list[dict]:
+    """Ours: the favourite tokens from the weights alone."""
+    cosines, seconds = column(rows, "direction_cosine"), column(rows, "seconds")
+    hits = column(rows, "predicted_token") == column(rows, "direction_token")
+    far = abs(np.mean(column(rows, "mean_cosine") - column(rows, "predicted_cosine")))
+    return [
+        claim(
+            "weights foretell the direction to a cosine of 0.985",
+            None,
+            f"at least {cosines.min():.4f}",
+            cosines.min() >= 0.985,
+        ),
+        claim(
+            "and its token for 7 newborns of 8", None, f"{hits.sum()} of {len(rows)}", hits.mean() >= 7 / 8
+        ),
+        claim("in less than a second each", None, f"at most {seconds.max():.2f} s", seconds.max() < 1),
+        claim("the kernel recursion foretells the mean cosine within 0.06", None, f"{far:.4f}", far <= 0.06),
+    ]
+
+
+def cure(rows: list[dict]) -> list[dict]:
+    """Ours: does the bias go when down projections cannot pass on what all hidden units share?"""
+    claims, inits = [], split(rows, "init")
+    for init, part in inits.items():
+        c, p = np.abs(column(part, "mean_cosine")), column(part, "log10_p")
+        measured = f"cosine {c.min():.4f} to {c.max():.4f}, log10 p {p.min():.1f} to {p.max():.1f}"
+        unbiased, expected = (c < 0.01) & (p > -2), init != "gpt2"
+        text = f"{init} is {'un' if expected else ''}biased: mean cosine below 0.01 and log10 p > -2, or not"
+        claims.append(claim(text, None, measured, all(unbiased == expected)))
+    change = np.abs(column(inits["centered"], "down_std") / column(inits["gpt2"], "down_std") - 1).max()
+    text = "centering changes the down projections' std by less than 1 %"
+    return [*claims, claim(text, None, f"{100 * change:.3f} %", change < 0.01)]
+
+
+def width(rows: list[dict]) -> list[dict]:
+    """Ours: GELU's contraction is a matter of pre-activations, SwiGLU's of finite width."""
+    claims = []
+    for (kind, std), part in split(rows, "mlp", "scaling").items():
+        d = np.log(column(part, "d_model"))
+        slope, law = (np.polyfit(d, np.log(column(part, key)), 1)[0] for key in ("mean_cosine", "theory"))
+        text = f"{kind}, weight std {std}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
+        claims.append(claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1))
+    return claims

@@ -1,0 +1,156 @@
+"""Is it more than chance? Streaming cosines over all pairs, and the odds of a count or a mean (BB B.2).
+
+    >>> import stats
+    >>> round(stats.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
+    -88.6
+
+Probabilities are logs throughout: p itself underflows (the paper prints 0.00).
+"""
+
+import functools
+import math
+
+import numpy as np
+import torch
+from scipy.special import betaln, hyp2f1, logsumexp
+from scipy.stats import binom, binomtest
+from torch import Tensor
+
+from common import UserError, sum_over_ranks
+from init import keyed_generator
+
+
+class CosineStatistics:
+    """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
+
+    For unit vectors u, the cosines of all ordered pairs i != j sum to |sum u|^2 - n, and their squares to
+    |sum u u^T|_F^2 - n.
+    """
+
+    def __init__(self, d: int, device: torch.device | str = "cpu"):
+        zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
+        self.count, self.sum, self.outer = zeros(()), zeros(d), zeros(d, d)
+        self.pairs = zeros(3)  # number, sum and sum of squares of disjoint pairs' cosines
+        self.single = zeros(0, d)  # the state still without a partner
+
+    def update(self, states: Tensor) -> None:
+        """Add states (n, d), normalised without an epsilon."""
+        unit = states.double() / states.double().norm(dim=1, keepdim=True)
+        self.count += len(unit)
+        self.sum += unit.sum(dim=0)
+        self.outer.addmm_(unit.T, unit)
+        unit = torch.cat((self.single, unit))
+        even = len(unit) // 2 * 2
+        cosine = (unit[0:even:2] * unit[1:even:2]).sum(dim=1)
+        self.pairs += torch.stack((self.count.new_tensor(even / 2), cosine.sum(), cosine.square().sum()))
+        self.single = unit[even:]
+
+    def reduce(self) -> "CosineStatistics":
+        """Sum over the ranks, in place."""
+        for tensor in (self.count, self.sum, self.outer, self.pairs):
+            sum_over_ranks(tensor)
+        return self
+
+    def direction(self) -> Tensor:
+        """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
+        return self.sum / self.count
+
+    def mean_and_std(self) -> tuple[float, float]:
+        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2.
+
+        UserError if a state was zero or not finite.
+        """
+        if not self.sum.isfinite().all():
+            raise UserError("the model's states are zero or not finite: check its weights for NaN")
+        n = self.count.item()
+        mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
+        mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
+        return mean, max(0.0, mean_square - mean**2) ** 0.5
+
+    def log10_p(self) -> float | None:
+        """One-sample t-test of the cosines of disjoint pairs, which are independent, against a mean of 0."""
+        n, total, squares = self.pairs.tolist()
+        if n < 2:
+            return None
+        variance = max((squares - total**2 / n) / (n - 1), 1e-30)
+        return student_log10_p(total / math.sqrt(n * variance), n - 1)
+
+
+def pairwise_cosine(states: Tensor, epsilon: float = 0.0) -> dict:
+    """Mean and standard deviation of the cosine over all pairs of states (n, d), their norms >= epsilon."""
+    statistics, n = CosineStatistics(states.shape[1], states.device), len(states)
+    statistics.update(states)
+    mean, std = statistics.mean_and_std()
+    if epsilon:
+        unit = states.double() / states.double().norm(dim=1, keepdim=True).clamp(min=epsilon)
+        mean = ((unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))).item()
+    return {"mean_cosine": mean, "std_cosine": std}
+
+
+def student_log10_p(t: float, dof: float) -> float:
+    """log10 of the two-sided p of Student's t, however small.
+
+    p is the incomplete beta function I_x(dof/2, 1/2) at x = dof/(dof + t^2), here by its hypergeometric
+    series, whose leading factor x^(dof/2) is what underflows.
+    """
+    a, x = dof / 2, dof / (dof + t * t)
+    if t == 0:
+        return 0.0
+    factor = a * math.log(x) + math.log(t * t / (dof + t * t)) / 2 - math.log(a) - betaln(a, 0.5)
+    return min(0.0, float(factor + math.log(hyp2f1(a + 0.5, 1, a + 1, x))) / math.log(10))
+
+
+def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
+    """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
+    log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
+    return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """95 % Wilson interval of a rate."""
+    interval = binomtest(successes, n).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+@functools.cache
+def uniform_counts(n: int, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
+    """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
+
+    The first is the baseline of BB Figure 1a; for 1,000 draws of a token its standard error is below 1 %.
+    """
+    generator = keyed_generator("uniform", n, num_choices)
+    total = np.zeros(ranks)
+    for _ in range(repetitions):
+        _, counts = np.unique(generator.integers(num_choices, size=n), return_counts=True)
+        counts = np.sort(counts)[::-1][:ranks]
+        total[: len(counts)] += counts
+    return total / repetitions
+
+
+MEASURED = ("mean_cosine", "std_cosine", "preactivation_std", "std")
+
+
+def over_seeds(samples: list[dict]) -> list[dict]:
+    """One row for samples that differ in MEASURED values only: their means, and `seed_std` of the first."""
+    rows, same = [], {}
+    for sample in samples:
+        same.setdefault(tuple((k, v) for k, v in sample.items() if k not in MEASURED), []).append(sample)
+    for key, group in same.items():
+        values = {k: column(group, k) for k in MEASURED if k in group[0]}
+        spread = float(next(iter(values.values())).std())
+        rows.append(dict(key) | {k: float(v.mean()) for k, v in values.items()} | {"seed_std": spread})
+    return rows
+
+
+def split(rows: list[dict], *keys: str) -> dict:
+    """The rows by their values of `keys`, in order of appearance; a single key's values are not in tuples."""
+    groups = {}
+    for row in rows:
+        values = tuple(row[key] for key in keys)
+        groups.setdefault(values if len(keys) > 1 else values[0], []).append(row)
+    return groups
+
+
+def column(rows: list[dict], key: str) -> np.ndarray:
+    """A column of the rows."""
+    return np.array([row[key] for row in rows])
