@@ -254,12 +254,12 @@ def cure(s: Settings, name: str, seed: int):
 def width(s: Settings, name: None, seed: int):
     """Ours: contraction of one MLP0 block over its width, for unit-variance inputs."""
     rows, tiny = [], ModelConfig(1, 1, num_layers=1, num_heads=1, d_model=2, d_ff=2, sublayers="mlp")
-    widths = itertools.product(("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), (128, 256, 512, 1024))
-    for kind, scaling, d in widths:
-        config, std = replace(tiny, d_model=d, d_ff=4 * d, mlp=kind), STD if scaling == "0.02" else d**-0.5
+    for kind, scale, d in itertools.product(("gelu", "swiglu"), (True, False), (128, 256, 512, 1024)):
+        config, std = replace(tiny, d_model=d, d_ff=4 * d, mlp=kind), d**-0.5 if scale else STD
         block = newborn(config, seed, scheme="normal", device=s.device).model.layers[0].mlp
         for weight in block.parameters():
             weight.mul_(std / STD)
+        scaling = f"weight std {'1/sqrt(d)' if scale else STD}"
         key = {"mlp": kind, "d_model": d, "weight_std": std, "scaling": scaling}
         key["theory"] = theory.one_block_cosine(kind, std * math.sqrt(d), d)
         rows.append(key | pairwise_cosine(block(s.vectors(1, d)[:, 0] / STD)))

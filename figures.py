@@ -32,8 +32,8 @@ FIGURES = {
         ("position i", "std of aggregated values"), dict(style="-", log="xy")),
     "predict": ("predicted", "measured", "model", {"predicted": "equal"},
         ("unit direction predicted from the weights", "unit direction measured"), dict(style=".")),
-    "cure": ("mean_cosine", "top1_count", "init", {"uniform_max_count": "uniform draws"},
-        (COSINE, "count of the most frequent token"), dict(style="o")),
+    "cure": ("seed", "mean_cosine", "init", {"predicted_cosine": "kernel recursion"}, ("seed", COSINE),
+        dict(style="o")),
     "width": ("d_model", "mean_cosine", "mlp", {"theory": "quadrature"}, ("width d", COSINE),
         dict(panel="scaling", log="xy", ticks=[128, 256, 512, 1024])),
 }  # fmt: skip
@@ -79,7 +79,8 @@ def curves(
                 axes.plot([x for x, _ in law], [y for _, y in law], "k" + dash, linewidth=1.3, zorder=3)
         for dash, legend in zip(DASHES, theory.values()):
             axes.plot([], [], "k" + dash, linewidth=1.3, label=legend)
-        axes.set(xlabel=labels[0], title=f"{panel} {value}".replace("_", " ") if panel else "")
+        title = value if type(value) is str else f"{panel} {value}"
+        axes.set(xlabel=labels[0], title=title.replace("_", " ") if panel else "")
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
         if ticks:
             axes.set_xticks(ticks, ticks)

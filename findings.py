@@ -47,10 +47,8 @@ def probe(rows: list[dict]) -> list[dict]:
         distinct = sum(len({row["top1_token"] for row in part}) == len(part) for part in seeds)
         text = "each seed has a favourite of its own (Finding 1.3)"
         claims.append(claim(text, None, f"{distinct} of {len(seeds)} comparisons", distinct == len(seeds)))
-    hits, text = (
-        column(rows, "direction_matches"),
-        "the contraction direction's token is the top token (Finding 2.2)",
-    )
+    hits = column(rows, "direction_matches")
+    text = "the contraction direction's token is the top token (Finding 2.2)"
     return [*claims, claim(text, None, f"{hits.sum()} of {len(rows)} rows", 2 * hits.sum() > len(rows))]
 
 
@@ -87,17 +85,13 @@ def overlap(rows: list[dict]) -> list[dict]:
     """BB Finding 2.2, over all newborns and over those whose favourite is clear."""
     top, second = column(rows, "top1_count"), column(rows, "runner_up_count")
     hits, claims = column(rows, "direction_matches"), []
-    for which, chosen in (
-        ("", top > 0),
-        (", where it leads by two standard errors", top - second > 2 * (top + second) ** 0.5),
-    ):
+    clear = top - second > 2 * (top + second) ** 0.5
+    for which, chosen in (("", top > 0), (", where it leads by two standard errors", clear)):
         if chosen.any():
             k, n = int(hits[chosen].sum()), int(chosen.sum())
             low, high = wilson(k, n)
             measured = f"{k} of {n}: {k / n:.2f}, 95 % interval {low:.2f} to {high:.2f}"
-            text = (
-                f"the contraction direction's token is the top token for most newborns{which} (Finding 2.2)"
-            )
+            text = f"most newborns' top token is the contraction direction's{which} (Finding 2.2)"
             claims.append(claim(text, None, measured, low > 0.5))
     return claims
 
@@ -107,21 +101,13 @@ def mlp(rows: list[dict]) -> list[dict]:
     stacks = {stack: column(part, "mean_cosine") for stack, part in split(rows, "stack").items()}
     exact, floored, standard = (stacks[name] for name in ("mlp0_relu", "mlp0_relu_epsilon", "standard"))
     text = "ReLU MLP0: the drop in deep layers is an epsilon under the norms, not the states (footnote 5)"
-    measured = (
-        f"without, no step below {np.diff(exact).min():.4f}; with, {floored.max():.2f} to {floored[-1]:.2f}"
-    )
-    holds = np.diff(exact).min() > -0.005 and floored[-1] < floored.max() / 2
+    steps, drop = np.diff(exact), f"{floored.max():.2f} to {floored[-1]:.2f}"
+    holds = steps.min() > -0.005 and floored[-1] < floored.max() / 2
+    claims = [claim(text, None, f"without, no step below {steps.min():.4f}; with, {drop}", holds)]
+    text, rising = "MLP only contracts with every layer (Figure 4)", all(np.diff(standard) > 0)
+    claims.append(claim(text, None, f"to {standard[-1]:.4f}", rising))
     bounds = {"mlp0_relu": 0.02, "mlp0_tanh": 0.01, "standard": 0.03, "standard_relu": 0.03}
-    return [
-        claim(text, None, measured, holds),
-        claim(
-            "MLP only contracts with every layer (Figure 4)",
-            None,
-            f"to {standard[-1]:.4f}",
-            all(np.diff(standard) > 0),
-        ),
-        *agreement(rows, "stack", "theory", bounds),
-    ]
+    return claims + agreement(rows, "stack", "theory", bounds)
 
 
 def engage(rows: list[dict]) -> list[dict]:
@@ -147,9 +133,8 @@ def intra(rows: list[dict]) -> list[dict]:
     errors = np.abs(column(part, "mean_cosine") - column(part, "limit_theory"))
     worst = part[errors.argmax()]
     measured = f"{errors.max():.4f} at T = {worst['sequence_length']}, layer {worst['layer']}"
-    claims = [
-        claim("attn0: within 0.01 of Proposition 5 at these lengths", None, measured, errors.max() <= 0.01)
-    ]
+    text = "attn0: within 0.01 of Proposition 5 at these lengths"
+    claims = [claim(text, None, measured, errors.max() <= 0.01)]
     lengths = [column(rows, "mean_cosine") for rows in split(part, "sequence_length").values()]
     rising = all((np.diff(cosines) > 0).all() for cosines in lengths)
     text = "the cosine grows with every layer (Figure 8)"
@@ -165,9 +150,8 @@ def variance(rows: list[dict]) -> list[dict]:
     claims, far = [], [row for row in rows if row["position"] >= 16]
     for (name, part), law in itertools.product(split(far, "model").items(), ("uniform_theory", "theory")):
         off = np.abs(column(part, "std") / column(part, law) - 1).max() if far else np.nan
-        text = (
-            f"{name}: std of aggregated values within 3 % of its {law.replace('_', ' ')} from position 16 on"
-        )
+        law = law.replace("_", " ")
+        text = f"{name}: std of aggregated values within 3 % of its {law} from position 16 on"
         claims.append(claim(text, None, f"off by {100 * off:.1f} %", off <= 0.03))
     return claims
 
@@ -177,19 +161,13 @@ def predict(rows: list[dict]) -> list[dict]:
     cosines, seconds = column(rows, "direction_cosine"), column(rows, "seconds")
     hits = column(rows, "predicted_token") == column(rows, "direction_token")
     far = abs(np.mean(column(rows, "mean_cosine") - column(rows, "predicted_cosine")))
-    return [
-        claim(
-            "weights foretell the direction to a cosine of 0.985",
-            None,
-            f"at least {cosines.min():.4f}",
-            cosines.min() >= 0.985,
-        ),
-        claim(
-            "and its token for 7 newborns of 8", None, f"{hits.sum()} of {len(rows)}", hits.mean() >= 7 / 8
-        ),
-        claim("in less than a second each", None, f"at most {seconds.max():.2f} s", seconds.max() < 1),
-        claim("the kernel recursion foretells the mean cosine within 0.06", None, f"{far:.4f}", far <= 0.06),
-    ]
+    judged = (
+        ("weights foretell the direction to 0.985", f"at least {cosines.min():.4f}", cosines.min() >= 0.985),
+        ("and its token for 7 newborns of 8", f"{hits.sum()} of {len(rows)}", hits.mean() >= 7 / 8),
+        ("in less than a second each", f"at most {seconds.max():.2f} s", seconds.max() < 1),
+        ("the kernel recursion foretells the mean cosine within 0.06", f"{far:.4f}", far <= 0.06),
+    )
+    return [claim(text, None, measured, holds) for text, measured, holds in judged]
 
 
 def cure(rows: list[dict]) -> list[dict]:
@@ -198,9 +176,13 @@ def cure(rows: list[dict]) -> list[dict]:
     for init, part in inits.items():
         c, p = np.abs(column(part, "mean_cosine")), column(part, "log10_p")
         measured = f"cosine {c.min():.4f} to {c.max():.4f}, log10 p {p.min():.1f} to {p.max():.1f}"
-        unbiased, expected = (c < 0.01) & (p > -2), init != "gpt2"
-        text = f"{init} is {'un' if expected else ''}biased: mean cosine below 0.01 and log10 p > -2, or not"
-        claims.append(claim(text, None, measured, all(unbiased == expected)))
+        if init == "gpt2":
+            text = "gpt2 is biased: every mean cosine above 0.1, some log10 p below -2"
+            holds = all(c > 0.1) and any(p < -2)
+        else:
+            text = f"{init} is unbiased: every mean cosine below 0.01, every log10 p above -2"
+            holds = all((c < 0.01) & (p > -2))
+        claims.append(claim(text, None, measured, holds))
     change = np.abs(column(inits["centered"], "down_std") / column(inits["gpt2"], "down_std") - 1).max()
     text = "centering changes the down projections' std by less than 1 %"
     return [*claims, claim(text, None, f"{100 * change:.3f} %", change < 0.01)]
@@ -209,9 +191,9 @@ def cure(rows: list[dict]) -> list[dict]:
 def width(rows: list[dict]) -> list[dict]:
     """Ours: GELU's contraction is a matter of pre-activations, SwiGLU's of finite width."""
     claims = []
-    for (kind, std), part in split(rows, "mlp", "scaling").items():
+    for (kind, scaling), part in split(rows, "mlp", "scaling").items():
         d = np.log(column(part, "d_model"))
         slope, law = (np.polyfit(d, np.log(column(part, key)), 1)[0] for key in ("mean_cosine", "theory"))
-        text = f"{kind}, weight std {std}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
+        text = f"{kind}, {scaling}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
         claims.append(claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1))
     return claims

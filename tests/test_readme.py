@@ -17,6 +17,9 @@ sys.path.insert(0, str(ROOT))
 
 import common
 import probe
+from contraction import EXPERIMENTS
+from contraction import Settings as ContractionSettings
+from stats import split
 
 
 def read(name: str) -> dict:
@@ -57,6 +60,42 @@ def results_table() -> list[str]:
     return lines
 
 
+def claims_table() -> str:
+    lines = ["| experiment | claim | measured | paper | |", "|---|---|---|---|---|"]
+    for name in EXPERIMENTS:
+        for claim in read(f"{name}.json")["claims"]:
+            verdict = "holds" if claim["holds"] else "**does not hold**"
+            paper = "n/a" if claim["paper"] is None else claim["paper"]
+            lines.append(f"| `{name}` | {claim['claim']} | {claim['measured']} | {paper} | {verdict} |")
+    return "\n".join(lines)
+
+
+def sentences() -> list[str]:
+    """The sentences of README's section on contraction that hold numbers."""
+    rows = read("predict.json")["rows"]
+    cosine = min(row["direction_cosine"] for row in rows)
+    hits = sum(row["predicted_token"] == row["direction_token"] for row in rows)
+    far = max(abs(row["mean_field_cosine"] - row["mean_cosine"]) for row in rows)
+    predict = (
+        f"for {len(rows)} seeds, in at most {max(row['seconds'] for row in rows):.1f} s each, the direction"
+    )
+    predict += (
+        f" comes out with a cosine of at least {cosine:.3f} with the\nmeasured one, the same favourite token"
+    )
+    predict += f" in {hits} of {len(rows)}, and each newborn's own mean cosine to within {far:.3f}."
+    inits = split(read("cure.json")["rows"], "init")
+    plain, centered = ([row["mean_cosine"] for row in inits[init]] for init in ("gpt2", "centered"))
+    cure = f"Over {len(plain)} seeds the mean cosine falls from {min(plain):.2f}–{max(plain):.2f} to at most"
+    cure += f" {max(map(abs, centered)):.4f}, and the\ntop token's count to what uniform draws give."
+    row = [row for row in read("nano_llama/layers.json")["rows"] if row["variant"] == "full"][-1]
+    llama = f"For `nano_llama` at {row['sequence_length']} positions we measure {row['mean_cosine']:.4f};"
+    llama += f" the kernel\nrecursion, with this term of order 1/d, says {row['theory']:.4f}."
+    all_of_them, clear = (claim["measured"] for claim in read("overlap_20/overlap.json")["claims"])
+    overlap = f"Over 20 seeds with 2,000 sequences each, it is for {all_of_them};\n"
+    overlap += f"where the favourite leads the runner-up by two standard errors, for {clear}."
+    return [predict, cure, llama, overlap]
+
+
 def bench_table() -> list[str]:
     rows = {
         (r["model"], r["sequence_length"], r["implementation"], r["dtype"]): r
@@ -76,7 +115,8 @@ def bench_table() -> list[str]:
 
 def test_every_table_is_what_the_results_say():
     readme = (ROOT / "README.md").read_text()
-    for block in (probe_output(), "\n".join(results_table()), "\n".join(bench_table())):
+    tables = [probe_output(), "\n".join(results_table()), "\n".join(bench_table()), claims_table()]
+    for block in tables + sentences():
         assert block in readme, f"README.md should hold:\n{block}"
 
 
@@ -84,9 +124,11 @@ def test_every_file_and_flag_that_the_readme_names_exists():
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"\]\(([\w./-]+)\)", readme):
         assert (ROOT / path).exists(), path
-    flags = {"--" + name.replace("_", "-") for name in probe.Settings.__dataclass_fields__}
-    for line in re.findall(r"python probe.py (.*?)(?:  |`|\n|#)", readme):
-        assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
+    for script, settings in (("probe", probe.Settings), ("contraction", ContractionSettings)):
+        flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
+        for line in re.findall(rf"{script}.py (.*?)(?:  |`|\n|#)", readme):
+            assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
+            assert script == "probe" or line.split()[0] in [*EXPERIMENTS, "all"], line
 
 
 def test_the_fork_it_section_works(tmp_path):
@@ -108,9 +150,10 @@ def test_the_fork_it_section_works(tmp_path):
 
 
 def test_committed_results_were_made_by_committed_code():
-    for name in ("probe.json", "ten_thousand/probe.json", "nano_llama/probe.json", "bench.json"):
-        assert re.fullmatch(r"[0-9a-f]{40}", read(name)["environment"]["commit"]), name
+    names = ["probe", "ten_thousand/probe", "nano_llama/probe", "bench", *EXPERIMENTS]
+    for name in [*names, "overlap_20/overlap", "nano_llama/layers", "nano_llama/cure"]:
+        assert re.fullmatch(r"[0-9a-f]{40}", read(f"{name}.json")["environment"]["commit"]), name
 
 
 if __name__ == "__main__":
-    print(probe_output(), *results_table(), *bench_table(), sep="\n")
+    print(probe_output(), *results_table(), *bench_table(), claims_table(), *sentences(), sep="\n")
