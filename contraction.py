@@ -218,7 +218,7 @@ def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: b
     row = preference_row(model, found, uniform_counts(s.num_sequences, model.config.vocab_size, RANKS))
     counts, direction = found["token_counts"], F.normalize(found["cosines"].direction().cpu(), dim=0)
     downs = torch.stack([block.mlp.down_proj.weight.float().square().mean() for block in model.model.layers])
-    law, _ = theory.kernel_recursion(model.config, T, "centered" if projected else init)
+    law, _ = theory.kernel_recursion(model.config, T, "projected" if projected else init)
     row |= {
         "direction_count": int(counts[row["direction_token"]]),
         "runner_up_count": int(counts.topk(2).values[1]),

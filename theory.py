@@ -159,12 +159,12 @@ def kernel_recursion(
     j within a sequence, and R_ij, between two. A norm scales by D_i = S_ii + epsilon; attention averages; the
     MLP applies its kernel; projections multiply by fan-in times weight variance. Inputs are N(0, 0.02^2).
     Two finite-width terms are kept, without which their effects would be zero: SwiGLU's k_0, and the variance
-    of the attention's logits, to first order. Scheme `centered` cannot pass k_0 on; `residual`: whether a
-    sublayer adds to its input.
+    of the attention's logits, to first order. Scheme `centered` does not pass k_0 on where it is a mean that
+    all hidden units share, as SwiGLU's is not; `projected` never. `residual`: does a sublayer add to its input?
     """
     d, residual_variance, steps, inter, intra = config.d_model, residual_std(config, scheme) ** 2, [], [], []
     kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
-    kernel[0] *= scheme != "centered"
+    kernel[0] *= not (scheme == "projected" or (scheme == "centered" and config.mlp != "swiglu"))
     logit_variance = math.expm1((d * STD**2) ** 2)
 
     def attend(S: Tensor) -> Tensor:
