@@ -160,7 +160,7 @@ def kernel_recursion(
     MLP applies its kernel; projections multiply by fan-in times weight variance. Inputs are N(0, 0.02^2).
     Two finite-width terms are kept, without which their effects would be zero: SwiGLU's k_0, and the variance
     of the attention's logits, to first order. Scheme `centered` does not pass k_0 on where it is a mean that
-    all hidden units share, as SwiGLU's is not; `projected` never. `residual`: does a sublayer add to its input?
+    all hidden units share, as SwiGLU's is not; `projected` never. `residual`: do sublayers add to an input?
     """
     d, residual_variance, steps, inter, intra = config.d_model, residual_std(config, scheme) ** 2, [], [], []
     kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)

@@ -192,7 +192,8 @@ def test_recursion_at_the_designs_reference_values():
     )  # its prototype left epsilon and logits out
     mlp_only = theory.kernel_recursion(replace(config, sublayers="mlp"), 64)[0]
     assert mlp_only[-1] == pytest.approx(0.238, abs=0.005) and mlp_only[1] == pytest.approx(0.099, abs=0.005)
-    assert max(theory.kernel_recursion(config, 64, scheme="centered")[0]) < 1e-12
+    for scheme in ("centered", "projected"):
+        assert max(theory.kernel_recursion(config, 64, scheme=scheme)[0]) < 1e-12
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
@@ -265,3 +266,16 @@ def test_projected_down_projections_pass_no_mean_output(name):
         assert weight.std().item() == pytest.approx(
             before.mlp.down_proj.weight.double().std().item(), rel=0.01
         )
+
+
+def test_centering_does_not_cure_swiglu():
+    """Its hidden units' means differ in sign, so a down row's sum says nothing about what passes."""
+    plain, centered, projected = (
+        theory.kernel_recursion(PRESETS["tiny_llama"], 8, scheme=scheme)[0][-1]
+        for scheme in ("gpt2", "centered", "projected")
+    )
+    assert centered == plain > 0 == projected
+    model = init.newborn("tiny_llama", 3)
+    zero = torch.zeros(256, dtype=torch.float64)
+    mean, *_ = theory.hidden_moments(model.model.layers[0].mlp, zero, zero + 1)
+    assert abs(mean.mean()) < 0.2 * mean.std()  # 704 units: the standard error is 0.04
