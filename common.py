@@ -14,11 +14,14 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import hashlib
+import itertools
 import json
 import math
 import operator
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -122,12 +125,16 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     return settings
 
 
+def leading_words() -> tuple[list[str], list[str]]:
+    """The command line's words before the first flag or config file, and the rest."""
+    words = list(itertools.takewhile(lambda w: not w.startswith("-") and not w.endswith(".py"), sys.argv[1:]))
+    return words, sys.argv[1 + len(words) :]
+
+
 def subcommand(choices, default: str, what: str) -> tuple[str, list[str]]:
     """The command line's first word, one of `choices` (`default` if it is a flag or a file), and the rest."""
-    words = sys.argv[1:]
-    if not words or words[0].startswith("-") or words[0].endswith(".py"):
-        return default, words
-    return choose(words[0], choices, what), words[1:]
+    words, rest = leading_words()
+    return (choose(words[0], choices, what), words[1:] + rest) if words else (default, rest)
 
 
 def _read_config(path: str, kinds: dict[str, tuple]) -> dict:
@@ -212,6 +219,12 @@ def shard(count: int) -> range:
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
+def barrier() -> None:
+    """Wait for the group's other processes."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def progress(*iterable, **keywords) -> tqdm:
     """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
@@ -249,6 +262,39 @@ def atomic_path(path: Path):
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path):
+    """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
+    new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in ("new", "old"))
+    try:
+        if old.exists() and not path.exists():
+            os.rename(old, path)  # we were killed between the two renames below
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        for file in new.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(path, old)
+        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """A file's SHA-256, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
@@ -307,7 +353,8 @@ def print_result(result: dict, columns: str) -> None:
         last = max((row.get(along, 0) for row in rows), default=0)
         rows = [row for row in rows if (i := row.get(along, 0)) & (i - 1) == 0 or i == last]
     for row in rows:
-        table.append([f"{row[c]:.4g}" if type(row[c]) is float else str(row[c]) for c in table[0]])
+        cells = [row.get(c, "") for c in table[0]]
+        table.append([f"{cell:.4g}" if type(cell) is float else str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*table)]
     for line in table:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))

@@ -2,12 +2,10 @@
 
     python contraction.py                        # all of them, about seven minutes on 2 cores
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
-    python contraction.py cure                   # ours: an initialisation without the bias
     torchrun --nproc-per-node 2 contraction.py overlap --seed {0..99} --num-sequences 2000
 
-The first word is an experiment, one of EXPERIMENTS below, or all. Alone, an experiment refuses a flag that it
-does not read. Inputs are Gaussian vectors with the embedding's standard deviation (BB 4.1); but `overlap`,
-`predict` and `cure` read random tokens. Laws come from theory.py, claims from findings.py.
+The first word is an experiment, one of EXPERIMENTS below, or all; alone, it refuses a flag that it does not
+read. Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `overlap`, `predict` and `cure`.
 """
 
 import functools
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 import common
 import findings
 import theory
+from checkpoint import config_of, models, obtain
 from common import UserError, setting
 from figures import draw
 from init import SCHEMES, STD, newborn, variant
@@ -36,20 +35,19 @@ from stats import over_seeds, pairwise_cosine, uniform_counts
 class Settings(common.RunSettings):
     """What `contraction.py` can be told; None: the experiment's own default."""
 
-    model: tuple[str, ...] | None = setting(None, "newborn models", PRESETS)
-    seed: tuple[int, ...] | None = setting(None, "seeds of the weights")
+    model: tuple[str, ...] | None = setting(None, "presets, PRESET@SEED, or checkpoint folders")
+    seed: tuple[int, ...] | None = setting(None, "seeds of the presets' weights")
     embedding_seed: int | None = setting(None, "seed of embedding and head (default: 0 for all seeds)")
     init: str | None = setting(None, "how the weights are drawn (default: gpt2)", SCHEMES)
     input_seed: int = setting(0, "seed of the random inputs")
     num_sequences: int | None = setting(None, "random sequences, or vectors, for each seed and length")
     sequence_length: tuple[int, ...] | None = setting(None, "positions in a sequence")
-    batch_size: int | None = setting(
-        None, "sequences in a forward pass; by positions, cpu: 2048, cuda: 65536"
-    )
+    batch_size: int | None = setting(None, "sequences in a forward pass (default: as probe.py's)")
 
-    def born(self, config: str | ModelConfig, seed: int, dtype: str = "float32") -> Transformer:
-        """A newborn model as these settings ask; in float32 wherever that is cheap."""
-        return newborn(config, seed, self.embedding_seed, self.init, self.device, getattr(torch, dtype))
+    def born(self, name: str, seed: int, dtype="float32", init: str | None = None) -> Transformer:
+        """A model as these settings ask; in float32 wherever that is cheap."""
+        init = init or self.init
+        return obtain(name, seed, self.embedding_seed, init, self.device, getattr(torch, dtype))
 
     def vectors(self, T: int, d: int) -> torch.Tensor:
         """The Gaussian inputs, (num_sequences, T, d)."""
@@ -57,8 +55,10 @@ class Settings(common.RunSettings):
 
 
 def bare(s: Settings, name: str, seed: int, **changes) -> Transformer:
-    """A newborn without vocabulary, in float32; its `block.mlp` alone is MLP0 (BB Definition 1)."""
-    return s.born(replace(PRESETS[name], vocab_size=1, **changes), seed)
+    """The model changed, a newborn without vocabulary; its `block.mlp` alone is MLP0 (BB Definition 1)."""
+    if name not in PRESETS:
+        return variant(s.born(name, seed), **changes)
+    return newborn(replace(PRESETS[name], vocab_size=1, **changes), seed, scheme=s.init, device=s.device)
 
 
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
@@ -90,8 +90,8 @@ def ablation(s: Settings, name: str, seed: int):
     for key, part, found in ablated(s, name, seed):
         key, counts = {"seed": seed} | key, found["token_counts"].sort(descending=True).values
         uniform = uniform_counts(s.num_sequences, part.config.vocab_size, RANKS).tolist()
-        row = key | preference_row(part, found, uniform)
-        rows.append(row | {"cosine_log10_p": found["cosines"].log10_p()})
+        significance = {"cosine_log10_p": found["cosines"].log10_p()}
+        rows.append(key | preference_row(part, found, uniform) | significance)
         for rank, (count, law) in enumerate(zip(counts.tolist(), uniform), start=1):
             points.append(key | {"rank": rank, "count": count, "theory": law})
     return rows, points
@@ -141,7 +141,7 @@ def engage(s: Settings, name: str, seed: int):
         points += [key | {"z": a, "y": b} for a, b in zip(z, density / density.max())]
     phi = ACTIVATIONS[config.mlp](torch.from_numpy(z)).tolist()
     points += [{"curve": f"activation ({config.mlp})", "z": a, "y": b, "half": a / 2} for a, b in zip(z, phi)]
-    return rows, points if seed == s.seed[0] else []
+    return rows, points if seed in (None, s.seed[0]) else []
 
 
 # ---- attention amplifies (BB 4.3, 4.4) ---------------------------------------------------------------------
@@ -208,7 +208,7 @@ def variance(s: Settings, name: str, seed: int):
 @functools.lru_cache(maxsize=64)  # `overlap` and `predict` share newborns
 def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: bool = False):
     """(row, points): a newborn on random tokens, beside what its weights alone foretell of it."""
-    model = newborn(name, seed, s.embedding_seed, init, s.device, getattr(torch, s.dtype))
+    model = s.born(name, seed, s.dtype, init)
     if projected:
         theory.project_out_mean_output(model)
     begun = time.perf_counter()
@@ -217,7 +217,7 @@ def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: b
     found = probe(model, T, s.num_sequences, s.batch_size, s.input_seed, f"{name} {init}, seed {seed}, T={T}")
     row = preference_row(model, found, uniform_counts(s.num_sequences, model.config.vocab_size, RANKS))
     counts, direction = found["token_counts"], F.normalize(found["cosines"].direction().cpu(), dim=0)
-    downs = torch.stack([block.mlp.down_proj.weight.float().square().mean() for block in model.model.layers])
+    downs = [block.mlp.down_proj.weight.float().square().mean().item() for block in model.model.layers]
     law, _ = theory.kernel_recursion(model.config, T, "projected" if projected else init)
     row |= {
         "direction_count": int(counts[row["direction_token"]]),
@@ -227,11 +227,12 @@ def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: b
         "mean_field_cosine": foreseen_cosine,
         "predicted_cosine": law[-1],
         "seconds": seconds,
-        "down_std": downs.mean().sqrt().item(),
+        "down_std": math.sqrt(sum(downs) / len(downs)),
     }
-    which, components = {"model": f"{name}, seed {seed}"}, zip(foreseen.tolist(), direction.tolist())
     key = {"model": name, "init": "projected" if projected else init, "seed": seed, "sequence_length": T}
-    return key | row, [which | {"predicted": a, "measured": b} for a, b in components]
+    which = {"model": name if seed is None else f"{name}, seed {seed}"}
+    points = [which | dict(predicted=a, measured=b) for a, b in zip(foreseen.tolist(), direction.tolist())]
+    return key | row, points
 
 
 def overlap(s: Settings, name: str, seed: int):
@@ -242,7 +243,7 @@ def overlap(s: Settings, name: str, seed: int):
 def predict(s: Settings, name: str, seed: int):
     """Ours: the favourite tokens and their direction from the weights alone, without a forward pass."""
     _, points = on_tokens(s, name, seed, s.sequence_length[0], s.init)
-    return overlap(s, name, seed)[0], points if seed == s.seed[0] else []
+    return overlap(s, name, seed)[0], points if seed in (None, s.seed[0]) else []
 
 
 def cure(s: Settings, name: str, seed: int):
@@ -302,14 +303,14 @@ def fill(name: str, given: Settings, strict: bool) -> Settings:
     """`given` with the experiment's defaults; `strict`: UserError for a flag that it does not read."""
     values, defaults = {}, EXPERIMENTS[name][2]
     for flag in fields(given):
-        value = getattr(given, flag.name)
-        if flag.default is None and flag.name not in defaults and value is not None:
-            if strict:
-                raise UserError(f"{name} does not read --{flag.name.replace('_', '-')}")
-            value = None
-        values[flag.name] = defaults.get(flag.name) if value is None else value
+        value, unread = getattr(given, flag.name), flag.default is None and flag.name not in defaults
+        if unread and strict and value is not None:
+            raise UserError(f"{name} does not read --{flag.name.replace('_', '-')}")
+        values[flag.name] = defaults.get(flag.name) if unread or value is None else value
     s = Settings(**values)
-    context = min(PRESETS[model].context_length for model in s.model or PRESETS)
+    context = min(config_of(model).context_length for model in s.model or PRESETS)
+    if name == "cure" and any(seed is None for _, seed in models(s.model, s.seed)):
+        raise UserError("cure compares how newborns are drawn: give --model a preset")
     for T in s.sequence_length or ():
         if not 1 <= T <= context:
             raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
@@ -324,8 +325,8 @@ def run(name: str, given: Settings, strict: bool = True) -> dict:
     (sample, paper, _), s = EXPERIMENTS[name], fill(name, given, strict)
     device, dtype = common.start(s)
     s, started = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch.")), time.perf_counter()
-    rows, points, newborns = [], [], list(itertools.product(s.model or (None,), s.seed))
-    for model, seed in common.progress(newborns, desc=name, unit=" newborns"):
+    rows, points, chosen = [], [], models(s.model, s.seed) if s.model else [(None, seed) for seed in s.seed]
+    for model, seed in common.progress(chosen, desc=name, unit=" models"):
         more_rows, more_points = sample(s, model, seed)
         rows, points = rows + more_rows, points + more_points
     rows = rows if "seed" in rows[0] else over_seeds(rows)
@@ -340,9 +341,8 @@ def main() -> None:
     """Parse the command line and run one experiment, or all."""
     name, arguments = common.subcommand([*EXPERIMENTS, "all"], "all", "experiment")
     given = common.parse_settings(Settings, __doc__, arguments)
-    names = EXPERIMENTS if name == "all" else [name]
     for work in (fill, run):  # every mistake is found before the first experiment starts
-        for one in names:
+        for one in EXPERIMENTS if name == "all" else [name]:
             work(one, given, strict=name != "all")
 
 

@@ -2,6 +2,7 @@
 
     python probe.py --seed 42 43                                # 1,000 sequences of 64 tokens for each seed
     python probe.py --model nano_llama --num-sequences 10000 --sequence-length 64 256 1024
+    python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
 Random sequences go in, the argmax of the last position's logits comes out. Were the newborn a blank slate, N
@@ -11,7 +12,6 @@ token and how often (`top1_*`), how often the luckiest token of N uniform draws 
 (`mean_cosine`), and which token their mean direction alone foretells (`direction_token`, BB Finding 2.2).
 """
 
-import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,11 @@ from matplotlib.figure import Figure
 
 import common
 import findings
+from checkpoint import config_of, models, obtain, token_text
 from common import UserError, setting
 from figures import BLUE, VERMILION, save_figure
-from init import SCHEMES, STD, keyed_generator, newborn
-from model import PRESETS, Transformer, forward_flops
+from init import SCHEMES, STD, keyed_generator
+from model import Transformer, forward_flops
 from stats import CosineStatistics, binomial_log10_p, uniform_counts
 
 COLUMNS = "model seed sequence_length num_sequences top1_token top1_count uniform_max_count ratio log10_p"
@@ -42,8 +43,8 @@ def _default(i: int) -> str:
 class Settings(common.RunSettings):
     """What `probe.py` can be told."""
 
-    model: tuple[str, ...] = setting(("nano_gpt2",), "newborn models to probe", PRESETS)
-    seed: tuple[int, ...] = setting((42,), "seeds of the blocks' weights")
+    model: tuple[str, ...] = setting(("nano_gpt2",), "presets, PRESET@SEED, or checkpoint folders")
+    seed: tuple[int, ...] = setting((42,), "seeds of the presets' weights")
     embedding_seed: int = setting(0, "seed of embedding and head, the same for all seeds (BB B.2)")
     init: str = setting("gpt2", "how the weights are drawn", SCHEMES)
     input_seed: int = setting(0, "seed of the random sequences")
@@ -133,7 +134,7 @@ def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> 
 
 def check(settings: Settings) -> None:
     """UserError for numbers that make no sense."""
-    context = min(PRESETS[name].context_length for name in settings.model)
+    context = min(config_of(spec).context_length for spec in settings.model)
     for T in settings.sequence_length or ():
         if not 1 <= T <= context:
             raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
@@ -165,8 +166,9 @@ def run(settings: Settings) -> dict:
     num_sequences, lengths = settings.num_sequences or num_sequences, settings.sequence_length or lengths
     peak = float(common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)))
     rows, details = [], []
-    for name, seed in itertools.product(settings.model, settings.seed):
-        model = newborn(name, seed, settings.embedding_seed, settings.init, device, dtype)
+    for name, seed in models(settings.model, settings.seed):
+        model = obtain(name, seed, settings.embedding_seed, settings.init, device, dtype)
+        text = token_text(name)
         for T in lengths:
             key = {"model": name, "seed": seed, "sequence_length": T}
             batch_size, begun = settings.batch_size or max(1, batch_tokens // T), time.perf_counter()
@@ -176,11 +178,14 @@ def run(settings: Settings) -> dict:
             speed = {"batch_size": batch_size, "sequences_per_second": rate}
             speed["mfu"] = rate * forward_flops(model.config, T, last_only=True) / peak
             baseline = uniform_counts(num_sequences, model.config.vocab_size, RANKS)
-            rows.append(key | preference_row(model, measured, baseline))
+            row = preference_row(model, measured, baseline)
+            named = {f"{k}_text": text(row[f"{k}_token"]) for k in ("top1", "direction") if text}
+            rows.append(key | row | named)
             details.append(key | speed | figure_detail(measured, baseline))
     more = {"environment": common.environment(device, dtype, started), "details": details}
     paper = "BB Table 1, Figures 1a and 10"
-    result = common.report(settings, "probe", paper, rows, findings.probe(rows), COLUMNS, **more)
+    columns = COLUMNS + " top1_text" * any("top1_text" in row for row in rows)
+    result = common.report(settings, "probe", paper, rows, findings.probe(rows), columns, **more)
     plot(result, Path(settings.out) / "probe.png")
     return result
 
@@ -205,7 +210,8 @@ def plot(result: dict, path: Path) -> None:
         text += f"{row['ratio']:.1f} x uniform, p = $10^{{{row['log10_p']:.0f}}}$"
         ranks.text(0.96, 0.72, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
         ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
-        ranks.set_title(f"{row['model']}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
+        of = row["model"] if row["seed"] is None else f"{row['model']}, seed {row['seed']}"
+        ranks.set_title(f"{of}, {row['sequence_length']} tokens", fontsize=10)
         tokens.vlines(detail["tokens"], 0, percent * counts, color=BLUE, linewidth=1)
         tokens.axhline(uniform[0], linestyle="--", color=VERMILION, linewidth=1.2)
         tokens.set_xlabel("token number")

@@ -1,0 +1,288 @@
+"""How do weights enter and leave: own runs, Hugging Face folders, seeds?
+
+    >>> import checkpoint
+    >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
+    >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
+    >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3: safetensors, or shards
+
+A folder holds `model.safetensors` (or shards and their index) and `config.json`. LLaMA's and Qwen's are as
+Hugging Face's, so `transformers` opens them; config.json of all else is our ModelConfig as it stands. Ours
+also have `checksums.json`, and `state.pt` to resume from. Nothing in a stranger's folder is ever executed.
+"""
+
+import json
+import re
+import shutil
+import typing
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import sentencepiece
+import torch
+
+import common
+from common import UserError, choose
+from init import newborn
+from model import PRESETS, Llama3Scaling, ModelConfig, Transformer
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": dict(qkv_bias=True),
+    "qwen3": dict(qk_norm=True, head_dim=128),
+}
+KEYS = {  # Hugging Face's name: ours
+    "vocab_size": "vocab_size", "hidden_size": "d_model", "intermediate_size": "d_ff", "head_dim": "head_dim",
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "rms_norm_eps": "norm_epsilon",
+    "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "context_length",
+    "tie_word_embeddings": "tie_embeddings",
+}  # fmt: skip
+SCALING = {  # the same for Llama 3's RoPE
+    "factor": "factor", "original_max_position_embeddings": "original_context_length",
+    "low_freq_factor": "low_frequency_factor", "high_freq_factor": "high_frequency_factor",
+}  # fmt: skip
+
+
+# ---- configurations ----------------------------------------------------------------------------------------
+
+
+def typed(kind: type, values: dict, place: Path):
+    """`kind(**values)`, a dataclass from a stranger's JSON; UserError for wrong types and strange numbers."""
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        expected = typing.get_args(hints.get(name)) or (hints.get(name),)
+        number = type(value) in (int, float)
+        if type(value) not in expected and not (float in expected and number):
+            raise UserError(f"{place}: {name} cannot be {value!r}")
+        if number and not 0 < value < 2**40:
+            raise UserError(f"{place}: {name} cannot be {value}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{place}: {str(error).removeprefix(f'{kind.__name__}.__init__() ')}") from None
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The architecture that a folder's config.json describes; UserError for one that is not ours."""
+    place = folder / "config.json"
+    try:
+        raw = json.loads(place.read_text("utf-8"))
+        kind = raw.pop("model_type")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"cannot read {place}: {type(error).__name__}: {error}") from None
+    if kind == "bornbiased":
+        if isinstance(raw.get("rope_scaling"), dict):
+            raw["rope_scaling"] = typed(Llama3Scaling, raw["rope_scaling"], place)
+        return typed(ModelConfig, raw, place)
+    if kind not in FAMILIES:
+        raise UserError(f"{place}: foreign architecture {kind!r}; expected {', '.join(FAMILIES)}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    windowed = raw.get("use_sliding_window", kind == "mistral") and raw.get("sliding_window")
+    for strange, what in (
+        (raw.get("hidden_act", "silu") != "silu", f"hidden_act {raw.get('hidden_act')!r}"),
+        (raw.get("attention_bias") or raw.get("mlp_bias"), "biases of its linear layers"),
+        (windowed, "sliding-window attention"),
+        (raw.get("quantization_config"), "quantised weights"),
+        (rope_type not in ("default", "llama3"), f"RoPE of type {rope_type!r}"),
+        (rope.get("partial_rotary_factor", 1) != 1, "RoPE on a part of the head"),
+    ):
+        if strange:
+            raise UserError(f"{place}: {what} is not supported; expected a plain {', '.join(FAMILIES)}")
+    values = {"norm_epsilon": 1e-6} | FAMILIES[kind]  # what they leave out
+    values |= {ours: raw[theirs] for theirs, ours in KEYS.items() if theirs in raw}
+    values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    if rope_type == "llama3":
+        given = {ours: rope[theirs] for theirs, ours in SCALING.items() if theirs in rope}
+        values["rope_scaling"] = typed(Llama3Scaling, given, place)
+    return typed(ModelConfig, values, place)
+
+
+def config_json(config: ModelConfig) -> dict:
+    """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
+    llama = (config.norm, config.mlp, config.sublayers, config.attn_calibration)
+    split = config.qkv_bias and (config.qk_norm or config.head_dim is not None)  # no Qwen2 has these
+    if llama != ("rmsnorm", "swiglu", "full", "none") or split:
+        return {"model_type": "bornbiased", **asdict(config)}
+    kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    values = asdict(config) | {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling := values["rope_scaling"]:
+        rope |= {"rope_type": "llama3"} | {theirs: scaling[ours] for theirs, ours in SCALING.items()}
+    common_keys = {"hidden_act": "silu", "attention_bias": False, "dtype": "float32", "rope_parameters": rope}
+    theirs = {theirs: values[ours] for theirs, ours in KEYS.items() if kind != "qwen2" or ours != "head_dim"}
+    return {"model_type": kind, "architectures": [f"{name}ForCausalLM"], **theirs, **common_keys}
+
+
+# ---- specs -------------------------------------------------------------------------------------------------
+
+
+def find(spec: str) -> tuple[str, int, int] | Path:
+    """(preset, seed, embedding seed) of PRESET@SEED, or the folder of any other spec, or a UserError."""
+    if match := re.fullmatch(r"([^/]+)@(\d+)(?::(\d+))?", spec):
+        preset, seed, embedding_seed = match.groups()
+        return choose(preset, PRESETS, "preset"), int(seed), int(embedding_seed or seed)
+    if not Path(spec).is_dir():
+        hint = "expected a checkpoint folder, a preset or PRESET@SEED"
+        raise UserError(f"no model '{spec}': {hint} with one of {', '.join(PRESETS)}")
+    own = (Path(spec) / "config.json").exists()
+    return Path(spec) if own else next(iter(steps(spec)[::-1]), Path(spec))
+
+
+def steps(run: str | Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first."""
+    return sorted(Path(run).glob("step_" + "[0-9]" * 7))
+
+
+def config_of(spec: str) -> ModelConfig:
+    """The architecture of a preset or spec, without its weights."""
+    found = PRESETS.get(spec) or find(spec)
+    if isinstance(found, Path):
+        return read_config(found)
+    return found if isinstance(found, ModelConfig) else PRESETS[found[0]]
+
+
+def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> Transformer:
+    """The model of a spec, in eval mode, its blocks in `dtype`; `scheme` is how a newborn is drawn."""
+    found = find(str(spec))
+    if not isinstance(found, Path):
+        return newborn(*found, scheme, device, dtype)
+    check(found, "config.json")
+    config, weights = read_config(found), Weights(found)
+    with torch.device("meta"):
+        if config.num_layers > len(weights.files):
+            raise UserError(
+                f"{found} has {len(weights.files)} tensors, too few for {config.num_layers} layers"
+            )
+        model = Transformer(config).cast_blocks(dtype)
+    weights.match(model)
+    model = model.to_empty(device=device).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.read(name))
+    return model
+
+
+def models(specs: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, int | None]]:
+    """(spec, seed) of every model: a preset with each of the seeds, PRESET@SEED with its own, else None."""
+    own = {spec: find(spec) for spec in specs if spec not in PRESETS}
+    alone = {spec: None if isinstance(found, Path) else found[1] for spec, found in own.items()}
+    return [(spec, seed) for spec in specs for seed in ([alone[spec]] if spec in own else seeds)]
+
+
+def obtain(
+    spec: str, seed: int | None, embedding_seed: int | None, scheme: str, device, dtype
+) -> Transformer:
+    """The newborn of a preset and seed, or the model of any other spec."""
+    if spec in PRESETS:
+        return newborn(spec, seed, embedding_seed, scheme, device, dtype)
+    return load(spec, device, dtype, scheme)
+
+
+def token_text(spec: str) -> Callable[[int], str] | None:
+    """What a token says, for a folder with a SentencePiece model; otherwise None."""
+    found = None if spec in PRESETS else find(spec)
+    if not isinstance(found, Path) or not (found / "tokenizer.model").is_file():
+        return None
+    try:
+        coder = sentencepiece.SentencePieceProcessor(model_proto=(found / "tokenizer.model").read_bytes())
+    except RuntimeError:
+        raise UserError(
+            f"{found / 'tokenizer.model'} is no SentencePiece model: remove or replace it"
+        ) from None
+    return lambda token: coder.id_to_piece(token) if token < coder.vocab_size() else ""
+
+
+class Weights:
+    """The tensors of a checkpoint folder, read one at a time; UserError where it is not whole."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.files, self.shapes = folder, {}, {}
+        index = folder / "model.safetensors.index.json"
+        names = {"model.safetensors"}
+        if index.exists():
+            try:
+                names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+                safe = all(Path(name).name == name and name.endswith(".safetensors") for name in names)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                safe = False
+            if not safe:
+                raise UserError(f"{index}: expected a weight_map to .safetensors files of this folder")
+        for name in sorted(names):
+            check(folder, name)
+            try:
+                with safetensors.safe_open(folder / name, "pt") as file:
+                    for key in file.keys():
+                        self.files[key], piece = folder / name, file.get_slice(key)
+                        self.shapes[key] = tuple(piece.get_shape())
+                        if piece.get_dtype() not in ("F32", "BF16", "F16"):
+                            raise UserError(f"{folder / name}: {key} is of type {piece.get_dtype()}")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise UserError(f"cannot read {folder / name}: {error}") from None
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in memory of its own."""
+        with safetensors.safe_open(self.files[name], "pt") as file:
+            return file.get_tensor(name).clone()
+
+    def match(self, model: Transformer) -> None:
+        """UserError unless the tensors are those of `model`, by name and shape."""
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        found = {
+            name: shape for name, shape in self.shapes.items() if not name.endswith("rotary_emb.inv_freq")
+        }
+        if model.lm_head is None and "lm_head.weight" in found:  # some tied folders store the table twice
+            if torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
+                del found["lm_head.weight"]
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                here, there = found.get(name, "missing"), expected.get(name, "no such tensor")
+                raise UserError(f"{self.folder}: {name} is {here}, but config.json asks for {there}")
+
+
+# ---- folders of our own ------------------------------------------------------------------------------------
+
+
+def check(folder: Path, name: str) -> None:
+    """UserError if a file's SHA-256 is not the one in checksums.json, where there is one."""
+    sums = folder / "checksums.json"
+    if not (folder / name).is_file():
+        raise UserError(f"no checkpoint in {folder}: {name} is missing")
+    try:
+        known = json.loads(sums.read_text()).get(name) if sums.exists() else None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"cannot read {sums}: {error}") from None
+    if known is not None and known != common.sha256(folder / name):
+        raise UserError(f"corrupt checkpoint: {folder / name} is not what checksums.json says")
+
+
+def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | None = None) -> None:
+    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
+    try:
+        with common.atomic_folder(folder) as new:
+            weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+            safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+            (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
+            if state is not None:
+                torch.save(state, new / "state.pt")
+            if tokenizer is not None:
+                shutil.copyfile(tokenizer, new / "tokenizer.model")
+            sums = {file.name: common.sha256(file) for file in sorted(new.iterdir())}
+            (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
+    except (RuntimeError, safetensors.SafetensorError) as error:  # how torch and safetensors say disk full
+        raise UserError(f"cannot write {folder}: {str(error).splitlines()[0]}") from None
+
+
+def load_state(folder: Path) -> dict:
+    """What state.pt holds: tensors and numbers, never code."""
+    check(folder, "state.pt")
+    try:
+        return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load fails in many ways
+        raise UserError(f"cannot read {folder / 'state.pt'}: {type(error).__name__}") from None
