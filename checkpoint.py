@@ -77,7 +77,7 @@ def read_config(folder: Path) -> ModelConfig:
         if isinstance(raw.get("rope_scaling"), dict):
             raw["rope_scaling"] = typed(Llama3Scaling, raw["rope_scaling"], place)
         return typed(ModelConfig, raw, place)
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{place}: foreign architecture {kind!r}; expected {', '.join(FAMILIES)}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(rope, dict):

@@ -246,7 +246,7 @@ def prepare(settings: Settings) -> Path:
                     bar.update(len(raw))
                     size += len(raw)
         if 0 in count.values():
-            raise UserError(f"of the documents, {count} by split: both need some, change --held-out")
+            raise UserError(f"no split may be empty, but documents are {count}: change --held-out")
         if tokenizer.model:
             (folder / "tokenizer.model").write_bytes(tokenizer.model)
         meta = dict(
