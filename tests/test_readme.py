@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT, run_script
 
@@ -90,6 +91,10 @@ def sentences() -> list[str]:
     row = [row for row in read("nano_llama/layers.json")["rows"] if row["variant"] == "full"][-1]
     llama = f"For `nano_llama` at {row['sequence_length']} positions we measure {row['mean_cosine']:.4f};"
     llama += f" the kernel\nrecursion, with this term of order 1/d, says {row['theory']:.4f}."
+    inits = split(read("nano_llama/cure.json")["rows"], "init")
+    plain, centered, projected = (np.mean([row["mean_cosine"] for row in part]) for part in inits.values())
+    llama += f" Centering does nothing for it ({plain:.4f} and\n{centered:.4f}, two seeds): its units' means"
+    llama += f" differ in sign. Projecting out the mean output leaves {projected:.4f}."
     all_of_them, clear = (claim["measured"] for claim in read("overlap_20/overlap.json")["claims"])
     overlap = f"Over 20 seeds with 2,000 sequences each, it is for {all_of_them};\n"
     overlap += f"where the favourite leads the runner-up by two standard errors, for {clear}."
@@ -128,7 +133,7 @@ def test_every_file_and_flag_that_the_readme_names_exists():
         flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
         for line in re.findall(rf"{script}.py (.*?)(?:  |`|\n|#)", readme):
             assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
-            assert script == "probe" or line.split()[0] in [*EXPERIMENTS, "all"], line
+            assert script == "probe" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
 
 
 def test_the_fork_it_section_works(tmp_path):
