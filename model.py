@@ -107,7 +107,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
-        return x * (norm.square() / x.shape[-1] + self.eps).rsqrt().to(x.dtype) * self.weight
+        return x * (norm.square() / x.shape[-1] + self.eps).rsqrt().to(x.dtype) * self.weight.to(x.dtype)
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
@@ -133,8 +133,9 @@ def rope_table(config: ModelConfig, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
-    half = x.shape[-1] // 2
-    turned = x * torch.cat((cos, cos), dim=-1)
+    half, turned = x.shape[-1] // 2, x * torch.cat((cos, cos), dim=-1)
+    if x.requires_grad:  # writing to slices in place would cost the backward pass dearly
+        return torch.addcmul(turned, x.roll(half, dims=-1), torch.cat((-sin, sin), dim=-1))
     turned[..., :half].addcmul_(x[..., half:], sin, value=-1)  # left cos - right sin
     turned[..., half:].addcmul_(x[..., :half], sin)  # right cos + left sin
     return turned
@@ -147,7 +148,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     queries, T = q.shape[2], k.shape[2]
     attend = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] < q.shape[1])
-    if q.is_cuda or queries == 1 or T > 512:
+    if q.is_cuda or queries == 1 or T > 512 or q.requires_grad:
         return attend(q, k, v, is_causal=queries > 1)
     # torch's CPU kernel skips masked keys in blocks of 512 only; two halves spare a quarter of the square.
     half = T // 2
@@ -270,7 +271,8 @@ class Transformer(nn.Module):
         T = x.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
-        x = x.to(next(self.model.layers.parameters()).dtype)
+        kind, dtype = x.device.type, next(self.model.layers.parameters()).dtype
+        x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype)
         rope = rope_table(self.config, x)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # positions never meet
