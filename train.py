@@ -20,12 +20,11 @@ import signal
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -106,42 +105,35 @@ def build(s: Settings, tokens: data.TokenData) -> Transformer:
     else:
         config = replace(PRESETS[s.model], attn_calibration=s.attn_calibration)
         model = newborn(config, s.seed, s.embedding_seed, s.init)
-    if tokens.vocab_size > model.config.vocab_size:
-        sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise UserError(f"{tokens.folder} has {sizes}: prepare it with another --tokenizer")
-    if s.sequence_length > model.config.context_length:
-        raise UserError(
-            f"--sequence-length {s.sequence_length}: the context is {model.config.context_length}"
-        )
+    V, context = model.config.vocab_size, model.config.context_length
+    if tokens.vocab_size > V:
+        raise UserError(f"{tokens.folder} has {tokens.vocab_size} tokens, the model {V}: change --tokenizer")
+    if s.sequence_length > context:
+        raise UserError(f"--sequence-length {s.sequence_length}: the model's context is {context}")
     return model
 
 
 def check(s: Settings) -> None:
-    """UserError for numbers that make no sense, or a run folder that is already, or otherwise, in use."""
-    numbers = (
-        "sequence_length global_batch_size micro_batch_size max_iters log_every eval_every eval_sequences"
-    )
-    for name in f"{numbers} save_every learning_rate grad_clip".split():
+    """UserError for numbers that make no sense, or a run folder that holds another run."""
+    positive = "sequence_length global_batch_size micro_batch_size max_iters log_every eval_every save_every"
+    for name in f"{positive} eval_sequences learning_rate grad_clip".split():
         if not 0 < getattr(s, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected a number above 0")
     if s.global_batch_size < common.world_size():
-        raise UserError(
-            f"--global-batch-size {s.global_batch_size} is too small for {common.world_size()} ranks"
-        )
+        raise UserError(f"--global-batch-size {s.global_batch_size}: less than one for each process")
     run, known = Path(s.out), Path(s.out) / "settings.json"
-    if not s.resume and checkpoint.steps(run):
+    if checkpoint.steps(run) and not s.resume:
         raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    if s.resume and known.exists():
-        try:
-            before, now = json.loads(known.read_text()), json.loads(json.dumps(asdict(s)))
-            changed = [key for key in now if key not in FREE.split() and before.get(key) != now[key]]
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"cannot read {known}: {error}") from None
-        if changed:
-            was, flag = before.get(changed[0]), changed[0].replace("_", "-")
-            raise UserError(
-                f"{run} was begun with --{flag} {was}, not {now[changed[0]]}: use the same to resume"
-            )
+    if not known.exists():
+        return
+    try:
+        before, now = json.loads(known.read_text()), json.loads(json.dumps(asdict(s)))
+        changed = [key for key in now if key not in FREE.split() and before.get(key) != now[key]]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"cannot read {known}: {error}") from None
+    if changed and s.resume:
+        was, flag = before.get(changed[0]), changed[0].replace("_", "-")
+        raise UserError(f"{run} was begun with --{flag} {was}, not {now[changed[0]]}: resume with the same")
 
 
 def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> int:
@@ -155,9 +147,9 @@ def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> 
             optimizer.load_state_dict(state["optimizer"])
             return state["step"]
         except (UserError, RuntimeError, ValueError, KeyError, TypeError) as problem:
-            error = problem
+            error = str(problem).splitlines()[0]
             if common.rank() == 0:
-                print(f"skipping {folder}: {problem}")
+                print(f"skipping {folder}: {error}")
     if folders:
         raise UserError(f"no checkpoint in {run} can be resumed: {error}")
     return 0
@@ -173,26 +165,44 @@ def prune(run: Path, keep: str) -> None:
             shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old.tmp")))
 
 
+def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: torch.device, dtype) -> Tensor:
+    """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
+    with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
+        logits = model(inputs.to(device)).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
+
+
+def accumulate(model, tokens: data.TokenData, s: Settings, step: int, device: torch.device, dtype) -> Tensor:
+    """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
+    mine, total, G = common.shard(s.global_batch_size), torch.zeros((), device=device), s.global_batch_size
+    for start in range(mine.start, mine.stop, s.micro_batch_size):
+        end = min(start + s.micro_batch_size, mine.stop)
+        window = tokens.batch(s.data_seed, range(step * G + start, step * G + end), s.sequence_length)
+        wait = end < mine.stop and isinstance(model, DistributedDataParallel)
+        with model.no_sync() if wait else contextlib.nullcontext():
+            loss = loss_sum(model, *window, device, dtype) / (G * s.sequence_length)
+            (loss * common.world_size()).backward()  # DistributedDataParallel takes the ranks' mean
+        total += loss.detach()
+    return total
+
+
 @torch.no_grad()
-def evaluate(model: Transformer, tokens: data.TokenData, s: Settings, autocast) -> float:
+def evaluate(model: Transformer, tokens: data.TokenData, s: Settings, device: torch.device, dtype) -> float:
     """Mean loss, in nats a token, over fixed held-out windows, shared among the ranks."""
-    numbers, device = tokens.held_out(s.eval_sequences, s.sequence_length), model.model.norm.weight.device
+    numbers = tokens.held_out(s.eval_sequences, s.sequence_length)
     mine, total = common.shard(len(numbers)), torch.zeros((), dtype=torch.float64, device=device)
     for start in range(mine.start, mine.stop, s.micro_batch_size):
         part = numbers[start : min(start + s.micro_batch_size, mine.stop)]
-        inputs, targets = (x.to(device) for x in tokens.windows("val", part, s.sequence_length))
-        with autocast():
-            total += F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten(), reduction="sum")
+        total += loss_sum(model, *tokens.windows("val", part, s.sequence_length), device, dtype)
     return (common.sum_over_ranks(total) / (len(numbers) * s.sequence_length)).item()
 
 
 @torch.no_grad()
 def generate(model: Transformer, tokenizer: data.Tokenizer, length: int, step: int) -> str:
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
-    device, text = model.model.norm.weight.device, [tokenizer.bos]
-    draws = keyed_generator("sample", step).random(length)
-    for u in draws:
-        window = torch.tensor([text[-model.config.context_length :]], device=device)
+    text = [tokenizer.bos]
+    for u in keyed_generator("sample", step).random(length):
+        window = torch.tensor([text[-model.config.context_length :]], device=model.model.norm.weight.device)
         logits = model.unembed(model.hidden(window, last_only=True))[0, : tokenizer.vocab_size]
         cumulative = (logits.double().cpu() / 0.8).softmax(0).cumsum(0)
         text.append(min(int(torch.searchsorted(cumulative, u)), tokenizer.vocab_size - 1))
@@ -233,85 +243,76 @@ def train(s: Settings) -> Path:
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     device, dtype = common.start(s)
     check(s)
-    run, tokens, world, master = Path(s.out), open_data(s), common.world_size(), common.rank() == 0
-    tokenizer, metrics = tokens.load_tokenizer(), run / "metrics.jsonl"
-    raw = build(s, tokens).to(device).train()
+    run, tokens, master, T = Path(s.out), open_data(s), common.rank() == 0, s.sequence_length
+    raw, tokenizer, metrics = (
+        build(s, tokens).to(device).train(),
+        tokens.load_tokenizer(),
+        run / "metrics.jsonl",
+    )
     matrices, rest = ([p for p in raw.parameters() if (p.ndim > 1) is big] for big in (True, False))
     groups = [dict(params=matrices, weight_decay=s.weight_decay), dict(params=rest, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, lr=s.learning_rate, betas=(0.9, 0.95), fused=True)
-    step = restore(run, raw, optimizer) if s.resume else 0
-    resumed, G, T = step > 0 or bool(checkpoint.steps(run)), s.global_batch_size, s.sequence_length
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    step, resumed = (restore(run, raw, optimizer), bool(checkpoint.steps(run))) if s.resume else (0, False)
     model = torch.compile(raw) if s.compile and device.type == "cuda" else raw
-    model = DistributedDataParallel(model) if world > 1 else model
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype is torch.bfloat16)
+    model = DistributedDataParallel(model) if common.world_size() > 1 else model
     peak = common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)).item()
-    flops = 3 * (
-        forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size
-    )  # a token's
+    token_flops = 3 * (forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size)
     if master:
-        with common.atomic_path(run / "settings.json") as new:
-            new.write_text(json.dumps(asdict(s), indent=1) + "\n")
-        with common.atomic_path(metrics) as new:
-            new.write_text(kept_lines(metrics, step) if resumed else "")
-    row, seconds = None if resumed else {"step": 0}, []
+        for path, text in (
+            (run / "settings.json", json.dumps(asdict(s), indent=1) + "\n"),
+            (metrics, kept_lines(metrics, step) if resumed else ""),
+        ):
+            with common.atomic_path(path) as new:
+                new.write_text(text)
+    row, seconds, stop = None if resumed else {"step": 0}, [], False
     with listening() as signals, metrics.open("a", buffering=1) if master else io.StringIO() as log:
         while True:
-            done = step >= s.max_iters or (row or {}).pop("stop", False)
-            if row is not None:
-                if step % s.eval_every == 0 or step == s.max_iters:
-                    row["val_loss"] = evaluate(raw, tokens, s, autocast)
-                    if master:
-                        text = generate(raw, tokenizer, 48, step)
-                        print(f"step {step}: held-out loss {row['val_loss']:.4f}, perplexity ", end="")
-                        print(f"{math.exp(row['val_loss']):.1f}; a sample: {text!r}", flush=True)
+            if row is not None and (step % s.eval_every == 0 or step == s.max_iters):
+                row["val_loss"] = evaluate(raw, tokens, s, device, dtype)
+                if master:
+                    print(f"step {step}: held-out loss {row['val_loss']:.4f}, perplexity ", end="")
+                    print(
+                        f"{math.exp(row['val_loss']):.1f}, {generate(raw, tokenizer, 48, step)!r}", flush=True
+                    )
+            done, power = stop or step >= s.max_iters, s.keep == "powers" and step & (step - 1) == 0
+            if row is not None and master:
                 log.write(json.dumps(row) + "\n")
-                if done or step % s.save_every == 0 or (s.keep == "powers" and step & (step - 1) == 0):
-                    if master:
-                        state = {"step": step, "optimizer": optimizer.state_dict()}
-                        checkpoint.save(run / f"step_{step:07}", raw, state, tokens.tokenizer_file)
-                        prune(run, s.keep)
-                        plot(run)
-                    common.barrier()
+                if done or power or step % s.save_every == 0:
+                    state = {"step": step, "optimizer": optimizer.state_dict()}
+                    checkpoint.save(run / f"step_{step:07}", raw, state, tokens.tokenizer_file)
+                    prune(run, s.keep)
+                if "val_loss" in row or done:
+                    plot(run)
             if done:
                 return run
-            begun, mine, sums = time.perf_counter(), common.shard(G), torch.zeros(2, device=device)
-            for start in range(mine.start, mine.stop, s.micro_batch_size):
-                end = min(start + s.micro_batch_size, mine.stop)
-                inputs, targets = tokens.batch(s.data_seed, range(step * G + start, step * G + end), T)
-                with contextlib.nullcontext() if end == mine.stop or world == 1 else model.no_sync():
-                    with autocast():
-                        logits = model(inputs.to(device)).float().flatten(0, 1)
-                        loss = F.cross_entropy(logits, targets.to(device).flatten(), reduction="sum") / (
-                            G * T
-                        )
-                    (loss * world).backward()  # ranks' gradients are averaged
-                sums[0] += loss.detach()
-            sums[1] = len(signals)
+            begun = time.perf_counter()
+            sums = torch.stack(
+                [accumulate(model, tokens, s, step, device, dtype), torch.zeros((), device=device)]
+            )
+            sums[1] += len(signals)
             loss, stop = common.sum_over_ranks(sums).tolist()
             norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip).item()
-            if not math.isfinite(loss) or not math.isfinite(norm):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
                 kept = checkpoint.steps(run)[-1]
                 raise UserError(
-                    f"step {step}: loss {loss}, gradient {norm}; {kept} is kept: lower --learning-rate"
+                    f"step {step}: loss {loss}, gradient {norm}; {kept} is good: lower --learning-rate"
                 )
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, s)
             optimizer.step()
             optimizer.zero_grad()
-            step += 1
+            row, step = dict(step=step + 1, loss=loss, lr=learning_rate(step, s), grad_norm=norm), step + 1
             seconds.append(time.perf_counter() - begun)
-            rate = G * T / seconds[-1]
-            row = dict(
-                step=step, loss=loss, lr=learning_rate(step - 1, s), grad_norm=norm, tokens_per_second=rate
-            )
-            row |= dict(mfu=rate * flops / peak, stop=stop > 0)
+            rate = s.global_batch_size * T / seconds[-1]
+            row |= dict(tokens_per_second=rate, mfu=rate * token_flops / peak)
             if master and step % s.log_every == 0:
-                mean, left = (
-                    np.mean(seconds),
-                    timedelta(seconds=round((s.max_iters - step) * np.mean(seconds))),
+                mean = sum(seconds) / len(seconds)
+                rate, left = (
+                    s.global_batch_size * T / mean,
+                    timedelta(seconds=round((s.max_iters - step) * mean)),
                 )
-                print(f"step {step}/{s.max_iters}  loss {loss:.4f}  {G * T / mean:,.0f} tokens/s  ", end="")
-                print(f"MFU {100 * G * T / mean * flops / peak:.1f} %  {left} left", flush=True)
+                print(f"step {step}/{s.max_iters}  loss {loss:.4f}  {rate:,.0f} tokens/s", end="  ")
+                print(f"MFU {100 * rate * token_flops / peak:.1f} %  {left} left", flush=True)
                 seconds = []
 
 
