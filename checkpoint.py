@@ -14,13 +14,11 @@ import json
 import re
 import shutil
 import typing
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import safetensors
 import safetensors.torch
-import sentencepiece
 import torch
 
 import common
@@ -155,12 +153,13 @@ def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> 
         return newborn(*found, scheme, device, dtype)
     check(found, "config.json")
     config, weights = read_config(found), Weights(found)
-    with torch.device("meta"):
-        if config.num_layers > len(weights.files):
-            raise UserError(
-                f"{found} has {len(weights.files)} tensors, too few for {config.num_layers} layers"
-            )
-        model = Transformer(config).cast_blocks(dtype)
+    if config.num_layers > len(weights.files):  # building them might take all memory
+        raise UserError(f"{found}: {len(weights.files)} tensors are too few for {config.num_layers} layers")
+    try:
+        with torch.device("meta"):
+            model = Transformer(config).cast_blocks(dtype)
+    except RuntimeError:
+        raise UserError(f"{found / 'config.json'}: no memory could hold these sizes") from None
     weights.match(model)
     model = model.to_empty(device=device).eval()
     with torch.no_grad():
@@ -183,20 +182,6 @@ def obtain(
     if spec in PRESETS:
         return newborn(spec, seed, embedding_seed, scheme, device, dtype)
     return load(spec, device, dtype, scheme)
-
-
-def token_text(spec: str) -> Callable[[int], str] | None:
-    """What a token says, for a folder with a SentencePiece model; otherwise None."""
-    found = None if spec in PRESETS else find(spec)
-    if not isinstance(found, Path) or not (found / "tokenizer.model").is_file():
-        return None
-    try:
-        coder = sentencepiece.SentencePieceProcessor(model_proto=(found / "tokenizer.model").read_bytes())
-    except RuntimeError:
-        raise UserError(
-            f"{found / 'tokenizer.model'} is no SentencePiece model: remove or replace it"
-        ) from None
-    return lambda token: coder.id_to_piece(token) if token < coder.vocab_size() else ""
 
 
 class Weights:
@@ -250,7 +235,7 @@ class Weights:
 
 
 def check(folder: Path, name: str) -> None:
-    """UserError if a file's SHA-256 is not the one in checksums.json, where there is one."""
+    """UserError if a file is missing, or its SHA-256 not the one in checksums.json, where there is one."""
     sums = folder / "checksums.json"
     if not (folder / name).is_file():
         raise UserError(f"no checkpoint in {folder}: {name} is missing")

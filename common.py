@@ -105,8 +105,7 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
         if item is bool:
             keywords = {"action": argparse.BooleanOptionalAction}
         shown = " ".join(map(str, default)) if many and default else default
-        help = field.metadata["help"] + ("" if default is None else f" (default: {shown})")
-        help = help.replace("%", "%%")  # argparse formats it
+        help = field.metadata["help"].replace("%", "%%") + ("" if default is None else f" (default: {shown})")
         kinds[field.name], flags[field.name] = (item, many), "--" + field.name.replace("_", "-")
         parser.add_argument(flags[field.name], default=argparse.SUPPRESS, help=help, **keywords)
     given, unknown = parser.parse_known_args(arguments)
@@ -219,12 +218,6 @@ def shard(count: int) -> range:
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
-def barrier() -> None:
-    """Wait for the group's other processes."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def progress(*iterable, **keywords) -> tqdm:
     """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
@@ -307,16 +300,12 @@ def environment(device: torch.device, dtype: torch.dtype, started: float) -> dic
         git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
         commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
-    return {
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "processes": world_size(),
-        "commit": commit,
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
+    seconds, dtype = round(time.perf_counter() - started, 2), str(dtype).removeprefix("torch.")
+    made = dict(torch=torch.__version__, numpy=np.__version__, device=name, dtype=dtype)
+    return made | dict(
+        threads=torch.get_num_threads(), processes=world_size(), commit=commit, seconds=seconds
+    )
 
 
 def claim(text: str, paper, measured, holds: bool) -> dict:
@@ -344,10 +333,7 @@ def report(settings, experiment: str, paper: str, rows: list, claims: list, colu
 
 
 def print_result(result: dict, columns: str) -> None:
-    """The rows' `columns` as an aligned table on stdout, then one line for each claim.
-
-    Of rows that follow a layer or a position, those at 0, powers of two and the last are shown.
-    """
+    """Rows (of those along layers or positions 0, powers of two and the last) and claims, on stdout."""
     table, rows = [columns.split()], result["rows"]
     for along in ("layer", "position"):
         last = max((row.get(along, 0) for row in rows), default=0)

@@ -13,28 +13,25 @@ held out. The folder appears when all of it is written.
 """
 
 import ast
-import functools
 import glob
 import gzip
 import hashlib
-import io
 import json
-import random
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 import torch
 from torch import Tensor
 
 import common
 from common import UserError, setting
 from init import keyed_generator
+from tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "val")
 CHUNK = 2**20  # characters encoded in one call
@@ -133,81 +130,6 @@ def docstrings(file: Path) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-# ---- tokens ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """Text to token numbers and back, whatever the library."""
-
-    name: str
-    vocab_size: int
-    bos: int
-    encode: Callable[[list[str]], list[list[int]]]
-    decode: Callable[[list[int]], str]
-    model: bytes | None = None  # the SentencePiece file
-
-
-def load_tokenizer(name: str, texts: Iterator[str] = ()) -> Tokenizer:
-    """bytes, tiktoken:gpt2, a SentencePiece file, or bpe:N trained on `texts`; UserError for all else."""
-    threads = torch.get_num_threads()
-    if name == "bytes":
-        encode = functools.partial(map, lambda text: np.frombuffer(text.encode(), np.uint8))
-        decode = lambda tokens: bytes(t for t in tokens if t < 256).decode(errors="replace")  # noqa: E731
-        return Tokenizer(name, 257, 256, encode, decode)
-    if name.startswith("tiktoken:"):
-        try:
-            import tiktoken
-
-            coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
-        except ValueError as error:
-            raise UserError(f"tokenizer {name}: {str(error).splitlines()[0]}") from None
-        except Exception as error:  # its download raises whatever the network library does
-            hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to the folder of its cache"
-            raise UserError(f"no {name} here ({type(error).__name__}): {hint}, or use bpe:N") from None
-        encode = functools.partial(coder.encode_ordinary_batch, num_threads=threads)
-        return Tokenizer(name, coder.n_vocab, coder.eot_token, encode, coder.decode)
-    if name.startswith("bpe:"):
-        model = train_bpe(name, texts)
-    elif Path(name).is_file():
-        model = Path(name).read_bytes()
-    else:
-        raise UserError(f"no tokenizer '{name}': expected bpe:N, a .model file, tiktoken:gpt2 or bytes")
-    try:
-        coder = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError:
-        raise UserError(f"{name} is no SentencePiece model") from None
-    bos = coder.bos_id() if coder.bos_id() >= 0 else coder.eos_id()
-    if bos < 0:
-        raise UserError(f"{name} has neither BOS nor EOS to mark where documents begin")
-    encode = functools.partial(coder.encode, num_threads=threads)
-    return Tokenizer(name, coder.vocab_size(), bos, encode, coder.decode, model)
-
-
-BPE = dict(model_type="bpe", byte_fallback=True, split_digits=True, minloglevel=2)
-BPE |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
-BPE |= dict(allow_whitespace_only_pieces=True)  # decoding gives back every byte
-
-
-def train_bpe(name: str, texts: Iterator[str], sample: int = 400_000) -> bytes:
-    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
-    model, size, lines, generator = io.BytesIO(), name.removeprefix("bpe:"), [], random.Random(0)
-    if not size.isdecimal():
-        raise UserError(f"tokenizer '{name}': expected bpe:N, N the number of tokens")
-    for i, line in enumerate(line for text in texts for line in text.splitlines() if line.strip()):
-        if i < sample:
-            lines.append(line)
-        elif (j := generator.randrange(i + 1)) < sample:  # a reservoir; SentencePiece's own is not repeatable
-            lines[j] = line
-    inputs = dict(sentence_iterator=iter(lines), vocab_size=int(size), num_threads=torch.get_num_threads())
-    try:
-        sentencepiece.SentencePieceTrainer.train(**BPE, **inputs, model_writer=model)
-    except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1].split("] ")[-1]
-        raise UserError(f"cannot train {name} on this source: {reason}") from None
-    return model.getvalue()
-
-
 # ---- from text to shards -----------------------------------------------------------------------------------
 
 
@@ -249,11 +171,9 @@ def prepare(settings: Settings) -> Path:
             raise UserError(f"no split may be empty, but documents are {count}: change --held-out")
         if tokenizer.model:
             (folder / "tokenizer.model").write_bytes(tokenizer.model)
-        meta = dict(
-            source=settings.source, source_sha256=fingerprint.hexdigest(), bytes=size, documents=count
-        )
-        meta |= dict(tokenizer="tokenizer.model" if tokenizer.model else tokenizer.name, dtype=dtype.name)
-        meta |= dict(vocab_size=tokenizer.vocab_size, bos=tokenizer.bos)
+        meta = dict(source=settings.source, source_sha256=fingerprint.hexdigest(), bytes=size)
+        meta |= dict(documents=count, tokenizer="tokenizer.model" if tokenizer.model else tokenizer.name)
+        meta |= dict(vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, dtype=dtype.name)
         meta["shards"] = [shard for writer in writers.values() for shard in writer.close()]
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return out

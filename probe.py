@@ -22,12 +22,13 @@ from matplotlib.figure import Figure
 
 import common
 import findings
-from checkpoint import config_of, models, obtain, token_text
+from checkpoint import config_of, find, models, obtain
 from common import UserError, setting
 from figures import BLUE, VERMILION, save_figure
 from init import SCHEMES, STD, keyed_generator
 from model import Transformer, forward_flops
 from stats import CosineStatistics, binomial_log10_p, uniform_counts
+from tokenizer import token_text
 
 COLUMNS = "model seed sequence_length num_sequences top1_token top1_count uniform_max_count ratio log10_p"
 COLUMNS += " direction_token mean_cosine"
@@ -168,7 +169,7 @@ def run(settings: Settings) -> dict:
     rows, details = [], []
     for name, seed in models(settings.model, settings.seed):
         model = obtain(name, seed, settings.embedding_seed, settings.init, device, dtype)
-        text = token_text(name)
+        text = token_text(find(name)) if seed is None else None
         for T in lengths:
             key = {"model": name, "seed": seed, "sequence_length": T}
             batch_size, begun = settings.batch_size or max(1, batch_tokens // T), time.perf_counter()

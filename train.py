@@ -34,6 +34,7 @@ from common import UserError, setting
 from figures import curves
 from init import SCHEMES, keyed_generator, newborn
 from model import CHOICES, PRESETS, Transformer, forward_flops
+from tokenizer import Tokenizer
 
 
 @dataclass
@@ -82,14 +83,14 @@ def learning_rate(step: int, s: Settings) -> float:
     return s.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def open_data(s: Settings) -> data.TokenData:
+def open_data(s: Settings, device: torch.device) -> data.TokenData:
     """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
     wanted = data.Settings(source=s.source, tokenizer=s.tokenizer)
     folder = Path(s.data) if s.data else data.default_folder(wanted)
     if s.data is None and not folder.exists() and common.rank() == 0:
         print(f"preparing {folder}, once")
         data.prepare(wanted)
-    common.barrier()
+    common.sum_over_ranks(torch.zeros((), device=device))  # the others wait for it
     tokens = data.TokenData(folder)
     for split in data.SPLITS:
         tokens.num_windows(split, s.sequence_length)  # a UserError if there is none
@@ -198,7 +199,7 @@ def evaluate(model: Transformer, tokens: data.TokenData, s: Settings, device: to
 
 
 @torch.no_grad()
-def generate(model: Transformer, tokenizer: data.Tokenizer, length: int, step: int) -> str:
+def generate(model: Transformer, tokenizer: Tokenizer, length: int, step: int) -> str:
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
     text = [tokenizer.bos]
     for u in keyed_generator("sample", step).random(length):
@@ -243,7 +244,7 @@ def train(s: Settings) -> Path:
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     device, dtype = common.start(s)
     check(s)
-    run, tokens, master, T = Path(s.out), open_data(s), common.rank() == 0, s.sequence_length
+    run, tokens, master, T = Path(s.out), open_data(s, device), common.rank() == 0, s.sequence_length
     raw, tokenizer, metrics = (
         build(s, tokens).to(device).train(),
         tokens.load_tokenizer(),
