@@ -1,30 +1,37 @@
 """How fast is it, against the machine's limit and against transformers?
 
-    python bench.py                                       # about eight minutes on 2 cores
-    python bench.py --model nano_llama --sequence-length 512 --rounds 9
+    python bench.py                                       # all of it: about a quarter of an hour on 2 cores
+    python bench.py forward --model nano_llama --sequence-length 512 --rounds 9
+    python bench.py training                              # the loop of train.py; files: data and checkpoints
 
-Each row is one way of computing the last position's final state for random sequences: this project's model
-in bfloat16 and float32, and transformers' model of the same shape, without its head, in the same dtypes (it
-loads in float32 unless told otherwise). Every contestant first picks its best batch size; then all take
-turns, in alternating order, as do the matrix products that measure the device's peak. Medians count.
+In `forward`, each row is one way of computing the last position's final state for random sequences: this
+project's model in bfloat16 and float32, and transformers' model of the same shape, without its head, in the same
+dtypes (it loads in float32 unless told otherwise). Every contestant first picks its best batch size; then all
+take turns, in alternating order, as do the matrix products that measure the device's peak. Medians count.
 GFLOP/s counts the products the answer needs, the same for all: what a contestant computes beyond is its loss.
+In `training`, both models go through train.py's forward and backward pass, in bfloat16, clipping and AdamW.
 """
 
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import common
+import data
 from common import claim, setting
 from init import newborn
 from model import PRESETS, ModelConfig, forward_flops
+from train import loss_sum
 
-COLUMNS = (
-    "model sequence_length implementation dtype batch_size sequences_per_second gflops share_of_peak speedup"
-)
+COLUMNS = "model sequence_length implementation dtype batch_size sequences_per_second gflops share_of_peak"
+COLUMNS += " speedup"
+TRAINED = {"tiny_llama": (32, 256), "nano_llama": (4, 512)}  # batch size, sequence length; on CUDA 32 x 2048
 TOKENS = "2048, on CUDA 65536"
 
 
@@ -35,13 +42,12 @@ class Settings(common.RunSettings):
     model: tuple[str, ...] = setting(("nano_gpt2", "nano_llama", "nano_qwen"), "presets to time", PRESETS)
     sequence_length: tuple[int, ...] = setting((64, 512, 1024), "tokens in a sequence")
     rounds: int = setting(3, "measurements of each contestant; the median counts")
-    tokens: int | None = setting(
-        None, "tokens in the largest batch tried, then a half and a quarter; " + TOKENS
-    )
+    tokens: int | None = setting(None, "tokens in the largest batch tried of three; " + TOKENS)
+    megabytes: int = setting(30, "of text to tokenize in `files`")
 
 
-def transformers_model(config: ModelConfig) -> torch.nn.Module | None:
-    """transformers' headless model of a preset's shape, random weights, SDPA; None if it is not installed.
+def transformers_model(config: ModelConfig, head: bool = False) -> torch.nn.Module | None:
+    """transformers' model of a preset's shape, random weights, SDPA; None if it is not installed.
 
     For the GPT-2 style it is GPT-NeoX without parallel residual: the one there with RoPE, LayerNorm and GELU.
     """
@@ -65,7 +71,8 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module | None:
         return transformers.GPTNeoXModel(transformers.GPTNeoXConfig(**shape)).eval()
     if config.qkv_bias:
         return transformers.Qwen2Model(transformers.Qwen2Config(**shape)).eval()
-    return transformers.LlamaModel(transformers.LlamaConfig(**shape)).eval()
+    kind = transformers.LlamaForCausalLM if head else transformers.LlamaModel
+    return kind(transformers.LlamaConfig(**shape)).eval()
 
 
 def contestants(name: str, device: torch.device, dtypes: list[torch.dtype]) -> dict:
@@ -130,6 +137,64 @@ def forward_rows(
     return rows
 
 
+def training_rows(name: str, rounds: int, device: torch.device) -> list[dict]:
+    """Training steps of ours and of transformers' model, taking turns, in bfloat16 with float32 weights."""
+    config, (B, T) = PRESETS[name], (32, 2048) if device.type == "cuda" else TRAINED[name]
+    ours, theirs = newborn(name, 0, device=device).train(), transformers_model(config, head=True)
+    entries = {"bornbiased": (ours, ours)}
+    if theirs is not None:
+        theirs = theirs.to(device).train()
+        entries["transformers"] = (theirs, lambda tokens: theirs(tokens, use_cache=False).logits)
+    window = torch.randint(config.vocab_size, (B, T + 1), device=device)
+
+    def step(model, logits, optimizer) -> torch.Tensor:
+        loss = loss_sum(logits, window[:, :-1], window[:, 1:], device, torch.bfloat16) / (B * T)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    optimizers = {
+        key: torch.optim.AdamW(model.parameters(), fused=True) for key, (model, _) in entries.items()
+    }
+    times, peaks = {key: [] for key in entries}, []
+    for turn in tqdm(range(rounds + 1), desc=f"training {name}", unit=" rounds", disable=None):
+        peaks.append(common.matmul_peak(device, torch.bfloat16))
+        for key in list(entries)[:: 1 if turn % 2 else -1]:
+            times[key].append(seconds(step, *entries[key], optimizers[key]))
+    rows, flops = [], 3 * (forward_flops(config, T) + 2 * T * config.d_model * config.vocab_size)
+    ours = statistics.median(times["bornbiased"][1:])  # the first step of each allocates
+    for key, samples in times.items():
+        took, row = statistics.median(samples[1:]), dict(model=name, batch_size=B, sequence_length=T)
+        row |= dict(implementation=key, tokens_per_second=B * T / took)
+        rows.append(row | dict(mfu=B * flops / took / statistics.median(peaks), speedup=took / ours))
+    return rows
+
+
+def file_rows(megabytes: int, device: torch.device) -> list[dict]:
+    """MB/s of tokenizing this Python's source, and seconds to save and load nano_llama's weights."""
+    rows, sources, model = [], iter(data.sources(("python",))), newborn("nano_llama", 0, device=device)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (Path(folder) / "text.txt").open("w", errors="replace") as text,
+    ):
+        while text.tell() < megabytes * 10**6 and (source := next(sources, None)):
+            text.writelines(data.documents(source, "", False))
+        text.flush()
+        for name in ("bpe:4096", f"{folder}/0/tokenizer.model", "bytes"):
+            out, begun = f"{folder}/{len(rows)}", time.perf_counter()
+            data.prepare(data.Settings(source=(text.name,), tokenizer=name, held_out=0.1, out=out))
+            took = time.perf_counter() - begun
+            work = "train bpe:4096 and tokenize" if not rows else f"tokenize, {Path(name).stem}"
+            rows.append(dict(work=work, seconds=took, megabytes_per_second=text.tell() / took / 1e6))
+        for work, act in (("save", checkpoint.save), ("load", lambda path, _: checkpoint.load(str(path)))):
+            begun = time.perf_counter()
+            act(Path(folder) / "model", model)
+            rows.append(dict(work=f"{work} nano_llama", seconds=time.perf_counter() - begun))
+    return rows
+
+
 def verdicts(rows: list[dict]) -> list[dict]:
     """The project's speed targets, judged on the rows that speak of them."""
     found = {(r["model"], r["sequence_length"], r["implementation"], r["dtype"]): r for r in rows}
@@ -147,25 +212,62 @@ def verdicts(rows: list[dict]) -> list[dict]:
     return claims
 
 
-def main() -> None:
-    """Parse the command line, time everything, write bench.json and print the table."""
-    settings = common.parse_settings(Settings, __doc__)
+def training_verdicts(rows: list[dict]) -> list[dict]:
+    """Targets of the training loop: a quarter of the peak, and faster than transformers."""
+    claims = []
+    for row in rows:
+        if row["implementation"] == "transformers":
+            text, ratio = f"{row['model']}: at least 1.1 x transformers in the same loop", row["speedup"]
+            claims.append(claim(text, None, round(ratio, 3), ratio >= 1.1))
+        else:
+            text = f"{row['model']}: at least 0.25 of the matmul peak"
+            claims.append(claim(text, None, round(row["mfu"], 3), row["mfu"] >= 0.25))
+    return claims
+
+
+def file_verdicts(rows: list[dict]) -> list[dict]:
+    """The target of data preparation."""
+    rate = next(row["megabytes_per_second"] for row in rows if row["work"] == "tokenize, tokenizer")
+    return [claim("at least 3 MB/s with a BPE of 4,096 tokens", None, round(rate, 2), rate >= 3)]
+
+
+def check(settings: Settings) -> None:
+    """UserError for numbers that make no sense."""
     context = min(PRESETS[name].context_length for name in settings.model)
     for T in settings.sequence_length:
         if not 1 <= T <= context:
             raise common.UserError(f"--sequence-length {T}: expected 1 to {context}, the models' context")
-    if settings.rounds < 1 or (settings.tokens is not None and settings.tokens < 1):
-        raise common.UserError("--rounds and --tokens: expected at least 1")
+    if min(settings.rounds, settings.megabytes, settings.tokens or 1) < 1 or settings.tokens == 0:
+        raise common.UserError("--rounds, --tokens and --megabytes: expected at least 1")
+
+
+def main() -> None:
+    """Parse the command line, time what was asked for, write JSON and print the tables."""
+    chosen, arguments = common.subcommand(("forward", "training", "files", "all"), "all", "benchmark")
+    settings = common.parse_settings(Settings, __doc__, arguments)
+    check(settings)
     device, dtype = common.start(settings)
-    dtypes = [torch.bfloat16, torch.float32] if settings.dtype == "auto" else [dtype]
-    tokens = settings.tokens or (65_536 if device.type == "cuda" else 2048)
-    started, rows = time.perf_counter(), []
-    for name in settings.model:
-        entries = contestants(name, device, dtypes)
-        for T in tqdm(settings.sequence_length, desc=name, unit=" lengths", disable=None):
-            rows += forward_rows(name, T, entries, settings.rounds, tokens, device)
-    environment = common.environment(device, dtype, started)
-    common.report(settings, "bench", "", rows, verdicts(rows), COLUMNS, environment=environment)
+
+    def report(name: str, rows: list[dict], claims: list[dict], columns: str, started: float) -> None:
+        environment = common.environment(device, dtype, started)
+        common.report(settings, name, "", rows, claims, columns, environment=environment)
+
+    if chosen in ("forward", "all"):
+        dtypes = [torch.bfloat16, torch.float32] if settings.dtype == "auto" else [dtype]
+        tokens = settings.tokens or (65_536 if device.type == "cuda" else 2048)
+        started, rows = time.perf_counter(), []
+        for name in settings.model:
+            entries = contestants(name, device, dtypes)
+            for T in tqdm(settings.sequence_length, desc=name, unit=" lengths", disable=None):
+                rows += forward_rows(name, T, entries, settings.rounds, tokens, device)
+        report("bench", rows, verdicts(rows), COLUMNS, started)
+    if chosen in ("training", "all"):
+        started = time.perf_counter()
+        rows = [row for name in TRAINED for row in training_rows(name, settings.rounds, device)]
+        report("bench_training", rows, training_verdicts(rows), " ".join(rows[0]), started)
+    if chosen in ("files", "all"):
+        started, rows = time.perf_counter(), file_rows(settings.megabytes, device)
+        report("bench_files", rows, file_verdicts(rows), "work seconds megabytes_per_second", started)
 
 
 if __name__ == "__main__":

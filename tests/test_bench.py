@@ -7,6 +7,7 @@ import torch
 from conftest import assert_refused, run_script
 
 import bench
+import init
 from model import PRESETS, forward_flops
 
 
@@ -23,7 +24,7 @@ def test_bench_on_a_tiny_model(tmp_path):
         "--out",
         tmp_path,
     ]
-    done = run_script("bench.py", *flags)
+    done = run_script("bench.py", "forward", *flags)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     contestants = {(row["implementation"], row["dtype"]) for row in rows}
@@ -61,7 +62,7 @@ def test_bad_inputs(tmp_path):
         (["--sequence-length", "2000"], ["2000", "1024"]),
         (["--rounds", "0"], ["at least 1"]),
     ):
-        assert_refused(run_script("bench.py", *flags, "--out", tmp_path / "new"), *words)
+        assert_refused(run_script("bench.py", "forward", *flags, "--out", tmp_path / "new"), *words)
     assert not (tmp_path / "new").exists()
 
 
@@ -78,3 +79,34 @@ def test_verdicts_are_computed():
     rows += [row("nano_llama", 512, "transformers", "float32", 0.5, 2.9)]
     assert [c["holds"] for c in bench.verdicts(rows)] == [False, True, False]
     assert bench.verdicts([]) == []
+
+
+def test_training_and_files_at_a_size_for_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "TRAINED", {"tiny_llama": (2, 16)})
+    monkeypatch.setattr(bench.common, "matmul_peak", lambda device, dtype: 1e11)
+    rows = bench.training_rows("tiny_llama", 2, torch.device("cpu"))
+    assert [row["implementation"] for row in rows] == ["bornbiased", "transformers"]
+    config = PRESETS["tiny_llama"]
+    flops = 3 * (forward_flops(config, 16) / 16 + 2 * config.d_model * config.vocab_size)
+    for row in rows:
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 1e11)
+        assert row["speedup"] == pytest.approx(rows[0]["tokens_per_second"] / row["tokens_per_second"])
+    assert [
+        c["holds"] for c in bench.training_verdicts([rows[0] | {"mfu": 0.2}, rows[1] | {"speedup": 1.2}])
+    ] == [
+        False,
+        True,
+    ]
+    monkeypatch.setattr(bench, "newborn", lambda name, seed, device: init.newborn("tiny_llama", seed))
+    files = bench.file_rows(1, torch.device("cpu"))
+    assert [row["work"] for row in files][1:] == [
+        "tokenize, tokenizer",
+        "tokenize, bytes",
+        "save nano_llama",
+        "load nano_llama",
+    ]
+    assert all(row["seconds"] > 0 for row in files)
+    assert (
+        bench.file_verdicts([{"work": "tokenize, tokenizer", "megabytes_per_second": 2.9}])[0]["holds"]
+        is False
+    )
