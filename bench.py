@@ -5,9 +5,9 @@
     python bench.py training                              # the loop of train.py; files: data and checkpoints
 
 In `forward`, each row is one way of computing the last position's final state for random sequences: this
-project's model in bfloat16 and float32, and transformers' model of the same shape, without its head, in the same
-dtypes (it loads in float32 unless told otherwise). Every contestant first picks its best batch size; then all
-take turns, in alternating order, as do the matrix products that measure the device's peak. Medians count.
+project's model in bfloat16 and float32, and transformers' model of the same shape, without its head, in the
+same dtypes (it loads in float32 unless told otherwise). Each contestant first picks its best batch size; then
+all take turns, in alternating order, as do the matrix products that measure the device's peak. Medians count.
 GFLOP/s counts the products the answer needs, the same for all: what a contestant computes beyond is its loss.
 In `training`, both models go through train.py's forward and backward pass, in bfloat16, clipping and AdamW.
 """

@@ -18,17 +18,23 @@ sys.path.insert(0, str(ROOT))
 
 import common
 import probe
+import train
 from contraction import EXPERIMENTS
 from contraction import Settings as ContractionSettings
 from stats import split
 
 
-def read(name: str) -> dict:
+def staged(name: str) -> str:
     """A result as git has it staged: `make probe` may have written another machine's over it."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout, so no telling which results are ours")
     command = ["git", "-C", str(ROOT), "show", f":results/{name}"]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read(name: str) -> dict:
+    """A staged JSON."""
+    return json.loads(staged(name))
 
 
 def probe_output() -> str:
@@ -98,7 +104,29 @@ def sentences() -> list[str]:
     all_of_them, clear = (claim["measured"] for claim in read("overlap_20/overlap.json")["claims"])
     overlap = f"Over 20 seeds with 2,000 sequences each, it is for {all_of_them};\n"
     overlap += f"where the favourite leads the runner-up by two standard errors, for {clear}."
-    return [predict, cure, llama, overlap]
+    last = json.loads(staged("laptop/metrics.jsonl").splitlines()[-1])
+    laptop = "`configs/laptop.py` goes from ln 4096 = 8.3 nats a token"
+    laptop += f" to {last['val_loss']:.2f} on\nheld-out text in {last['step']} steps (training: {last['loss']:.2f})."
+    files = {row["work"]: row for row in read("bench_files.json")["rows"]}
+    speed = (
+        f"Text is tokenized at {files['tokenize, tokenizer']['megabytes_per_second']:.1f} MB/s with a BPE of"
+    )
+    speed += f" 4,096; `nano_llama`\nis saved in {files['save nano_llama']['seconds']:.1f} s and loaded in"
+    speed += f" {files['load nano_llama']['seconds']:.1f} s, checksums included (`python bench.py files`)."
+    return [predict, cure, llama, overlap, laptop, speed]
+
+
+def training_table() -> str:
+    lines = [
+        "| model | batch | ours: tokens/s | share of the matmul peak | × transformers |",
+        "|---|---|---|---|---|",
+    ]
+    rows = split(read("bench_training.json")["rows"], "model")
+    for model, (ours, theirs) in rows.items():
+        batch = f"{ours['batch_size']} × {ours['sequence_length']}"
+        line = f"| {model} | {batch} | {ours['tokens_per_second']:,.0f} | {ours['mfu']:.2f} "
+        lines.append(line + f"| {theirs['speedup']:.2f} |")
+    return "\n".join(lines)
 
 
 def bench_table() -> list[str]:
@@ -120,7 +148,8 @@ def bench_table() -> list[str]:
 
 def test_every_table_is_what_the_results_say():
     readme = (ROOT / "README.md").read_text()
-    tables = [probe_output(), "\n".join(results_table()), "\n".join(bench_table()), claims_table()]
+    tables = [probe_output(), "\n".join(results_table()), "\n".join(bench_table())]
+    tables += [claims_table(), training_table()]
     for block in tables + sentences():
         assert block in readme, f"README.md should hold:\n{block}"
 
@@ -129,11 +158,12 @@ def test_every_file_and_flag_that_the_readme_names_exists():
     readme = (ROOT / "README.md").read_text()
     for path in re.findall(r"\]\(([\w./-]+)\)", readme):
         assert (ROOT / path).exists(), path
-    for script, settings in (("probe", probe.Settings), ("contraction", ContractionSettings)):
+    described = {"probe": probe.Settings, "contraction": ContractionSettings, "train": train.Settings}
+    for script, settings in described.items():
         flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
         for line in re.findall(rf"{script}.py (.*?)(?:  |`|\n|#)", readme):
             assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
-            assert script == "probe" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
+            assert script != "contraction" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
 
 
 def test_the_fork_it_section_works(tmp_path):
@@ -155,10 +185,19 @@ def test_the_fork_it_section_works(tmp_path):
 
 
 def test_committed_results_were_made_by_committed_code():
-    names = ["probe", "ten_thousand/probe", "nano_llama/probe", "bench", *EXPERIMENTS]
+    names = ["probe", "ten_thousand/probe", "nano_llama/probe", *EXPERIMENTS]
+    names += ["bench", "bench_training", "bench_files"]
     for name in [*names, "overlap_20/overlap", "nano_llama/layers", "nano_llama/cure"]:
         assert re.fullmatch(r"[0-9a-f]{40}", read(f"{name}.json")["environment"]["commit"]), name
 
 
 if __name__ == "__main__":
-    print(probe_output(), *results_table(), *bench_table(), claims_table(), *sentences(), sep="\n")
+    print(
+        probe_output(),
+        *results_table(),
+        *bench_table(),
+        claims_table(),
+        training_table(),
+        *sentences(),
+        sep="\n",
+    )
