@@ -106,7 +106,8 @@ def sentences() -> list[str]:
     overlap += f"where the favourite leads the runner-up by two standard errors, for {clear}."
     last = json.loads(staged("laptop/metrics.jsonl").splitlines()[-1])
     laptop = "`configs/laptop.py` goes from ln 4096 = 8.3 nats a token"
-    laptop += f" to {last['val_loss']:.2f} on\nheld-out text in {last['step']} steps (training: {last['loss']:.2f})."
+    laptop += f" to {last['val_loss']:.2f} on\nheld-out text in {last['step']} steps"
+    laptop += f" (training: {last['loss']:.2f})."
     files = {row["work"]: row for row in read("bench_files.json")["rows"]}
     speed = (
         f"Text is tokenized at {files['tokenize, tokenizer']['megabytes_per_second']:.1f} MB/s with a BPE of"
