@@ -77,7 +77,7 @@ def sentence_piece(name: str, model: bytes) -> sentencepiece.SentencePieceProces
 
 BPE = dict(model_type="bpe", byte_fallback=True, split_digits=True, minloglevel=2)
 BPE |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
-BPE |= dict(allow_whitespace_only_pieces=True)  # decoding gives back every byte
+BPE |= dict(allow_whitespace_only_pieces=False)  # a run of spaces is a token for each, as in GPT-2
 
 
 def train_bpe(name: str, texts: Iterator[str], sample: int = 400_000) -> bytes:
