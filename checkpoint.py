@@ -11,6 +11,7 @@ also have `checksums.json`, and `state.pt` to resume from. Nothing in a stranger
 """
 
 import json
+import os
 import re
 import shutil
 import typing
@@ -77,18 +78,20 @@ def read_config(folder: Path) -> ModelConfig:
         return typed(ModelConfig, raw, place)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{place}: foreign architecture {kind!r}; expected {', '.join(FAMILIES)}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    windowed = raw.get("use_sliding_window", kind == "mistral") and raw.get("sliding_window")
+    window = raw.get("sliding_window", 4096 if kind == "mistral" else None)  # their default
+    windowed = raw.get("use_sliding_window", kind == "mistral") and window
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1))
     for strange, what in (
         (raw.get("hidden_act", "silu") != "silu", f"hidden_act {raw.get('hidden_act')!r}"),
         (raw.get("attention_bias") or raw.get("mlp_bias"), "biases of its linear layers"),
         (windowed, "sliding-window attention"),
         (raw.get("quantization_config"), "quantised weights"),
         (rope_type not in ("default", "llama3"), f"RoPE of type {rope_type!r}"),
-        (rope.get("partial_rotary_factor", 1) != 1, "RoPE on a part of the head"),
+        (partial != 1, "RoPE on a part of the head"),
     ):
         if strange:
             raise UserError(f"{place}: {what} is not supported; expected a plain {', '.join(FAMILIES)}")
@@ -126,10 +129,10 @@ def find(spec: str) -> tuple[str, int, int] | Path:
     if match := re.fullmatch(r"([^/]+)@(\d+)(?::(\d+))?", spec):
         preset, seed, embedding_seed = match.groups()
         return choose(preset, PRESETS, "preset"), int(seed), int(embedding_seed or seed)
-    if not Path(spec).is_dir():
+    if not os.path.isdir(spec):
         hint = "expected a checkpoint folder, a preset or PRESET@SEED"
         raise UserError(f"no model '{spec}': {hint} with one of {', '.join(PRESETS)}")
-    own = (Path(spec) / "config.json").exists()
+    own = os.path.exists(Path(spec) / "config.json")
     return Path(spec) if own else next(iter(steps(spec)[::-1]), Path(spec))
 
 
@@ -158,7 +161,7 @@ def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> 
     try:
         with torch.device("meta"):
             model = Transformer(config).cast_blocks(dtype)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(f"{found / 'config.json'}: no memory could hold these sizes") from None
     weights.match(model)
     model = model.to_empty(device=device).eval()
@@ -191,7 +194,7 @@ class Weights:
         self.folder, self.files, self.shapes = folder, {}, {}
         index = folder / "model.safetensors.index.json"
         names = {"model.safetensors"}
-        if index.exists():
+        if os.path.exists(index):
             try:
                 names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
                 safe = all(Path(name).name == name and name.endswith(".safetensors") for name in names)
@@ -237,7 +240,7 @@ class Weights:
 def check(folder: Path, name: str) -> None:
     """UserError if a file is missing, or its SHA-256 not the one in checksums.json, where there is one."""
     sums = folder / "checksums.json"
-    if not (folder / name).is_file():
+    if not os.path.isfile(folder / name):
         raise UserError(f"no checkpoint in {folder}: {name} is missing")
     try:
         known = json.loads(sums.read_text()).get(name) if sums.exists() else None

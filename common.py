@@ -6,7 +6,6 @@ A script describes its settings once, in a dataclass; flags, config files and `-
 
 where quick.py holds lines like `num_sequences = 4 * 128  # a first look`: literals and arithmetic, parsed but
 never executed. Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
-A user's mistake is a `UserError`: one line on stderr, exit status 2.
 """
 
 import argparse
@@ -28,6 +27,7 @@ import tempfile
 import time
 import types
 import typing
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +48,8 @@ def run(main) -> None:
         main()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))  # may quote strangers
+            print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(1)
@@ -96,8 +97,7 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     kinds, flags, hints = {}, {}, typing.get_type_hints(settings_class)
     for field in dataclasses.fields(settings_class):
         hint, default, choices = hints[field.name], field.default, field.metadata["choices"]
-        if isinstance(hint, types.UnionType):  # X | None
-            hint = typing.get_args(hint)[0]
+        hint = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # X | None
         many = typing.get_origin(hint) is tuple
         item = typing.get_args(hint)[0] if many else hint
         metavar = "|".join(choices) or ("NAME" if item is str else "N")
@@ -192,7 +192,7 @@ def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
     elif settings.device == "cuda":
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
     if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=1))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
@@ -260,11 +260,13 @@ def atomic_path(path: Path):
 @contextlib.contextmanager
 def atomic_folder(path: Path):
     """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
-    new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in ("new", "old"))
+    new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in (f"{os.getpid()}.new", "old"))
     try:
+        for stale in path.parent.glob(f".{path.name}.*.new.tmp"):
+            if not os.path.exists(f"/proc/{stale.name.split('.')[-3]}"):  # of a process that was killed
+                shutil.rmtree(stale, ignore_errors=True)
         if old.exists() and not path.exists():
             os.rename(old, path)  # we were killed between the two renames below
-        shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         yield new
         for file in new.iterdir():
@@ -314,10 +316,7 @@ def claim(text: str, paper, measured, holds: bool) -> dict:
 
 
 def report(settings, experiment: str, paper: str, rows: list, claims: list, columns: str, **more) -> dict:
-    """Rank 0 writes <out>/<experiment>.json and prints the rows' `columns` and the claims; returns the JSON.
-
-    `more` are the envelope's other keys: environment, and what the figures need beyond the rows.
-    """
+    """Rank 0 writes <out>/<experiment>.json, `more` its further keys, and prints; returns the JSON."""
     result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
     result |= {"rows": rows, "claims": claims} | more
     lines = []  # one for each key, and for each item of a list: readable, and made for git diff

@@ -17,6 +17,7 @@ import glob
 import gzip
 import hashlib
 import json
+import os
 import re
 import sysconfig
 import warnings
@@ -56,6 +57,8 @@ class Settings(common.RunSettings):
 def sources(names: tuple[str, ...]) -> list[str | Path]:
     """What to read, in order: hf: names as they are, all else as sorted files; UserError if there is none."""
     found = []
+    if "docstrings" in names and len(names) > 1:
+        raise UserError("docstrings cannot be mixed with other sources: prepare them apart")
     for name in names:
         if name in ("python", "python+site", "docstrings"):
             paths = sysconfig.get_paths()
@@ -68,7 +71,7 @@ def sources(names: tuple[str, ...]) -> list[str | Path]:
         else:
             files = sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]
             for file in files:
-                if not file.is_file():
+                if not os.path.isfile(file):
                     raise UserError(f"no text in '{name}': expected a file, a glob, hf:NAME, or python")
                 if not file.name.endswith((".txt", ".jsonl", ".jsonl.gz")):
                     raise UserError(f"cannot read {file}: expected .txt, .jsonl or .jsonl.gz")
@@ -114,7 +117,8 @@ def _hub_rows(name: str) -> Iterator[dict]:
     try:
         yield from datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True)
     except Exception as error:  # of many kinds: no network, no such set, a broken file
-        raise UserError(f"cannot read {name}: {str(error).splitlines()[0]}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot read {name}: {reason}") from None
 
 
 def docstrings(file: Path) -> str:
@@ -134,9 +138,10 @@ def docstrings(file: Path) -> str:
 
 
 def default_folder(settings) -> Path:
-    """Where a data set goes that was given no place: data/SOURCE-TOKENIZER."""
-    name = "-".join(("+".join(settings.source), settings.tokenizer))
-    return Path("data") / re.sub(r"[^\w.+-]+", "_", name).strip("_.")
+    """Where a data set goes that was given no place: data/SOURCE-TOKENIZER, or a name by its hash."""
+    name = "-".join((*settings.source, settings.tokenizer)).replace(":", "_")
+    digest = hashlib.sha256(repr((settings.source, settings.tokenizer)).encode()).hexdigest()[:12]
+    return Path("data") / (name if re.fullmatch(r"[\w+-]{1,60}", name) else f"set_{digest}")
 
 
 def prepare(settings: Settings) -> Path:
@@ -229,6 +234,7 @@ class TokenData:
         try:
             meta = json.loads((self.folder / "meta.json").read_text())
             self.vocab_size, self.tokenizer, dtype = meta["vocab_size"], meta["tokenizer"], meta["dtype"]
+            self.fingerprint = hashlib.sha256(json.dumps(meta["shards"]).encode()).hexdigest()
             for shard in common.progress(meta["shards"], desc=f"checking {folder}", leave=False):
                 path = self.folder / Path(shard["file"]).name
                 if common.sha256(path) != shard["sha256"]:

@@ -164,7 +164,9 @@ def run(settings: Settings) -> dict:
     check(settings)
     device, dtype = common.start(settings)
     started, (num_sequences, lengths, batch_tokens) = time.perf_counter(), DEFAULTS[device.type]
-    num_sequences, lengths = settings.num_sequences or num_sequences, settings.sequence_length or lengths
+    context = min(config_of(spec).context_length for spec in settings.model)
+    num_sequences = settings.num_sequences or num_sequences
+    lengths = settings.sequence_length or [min(T, context) for T in lengths]
     peak = float(common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)))
     rows, details = [], []
     for name, seed in models(settings.model, settings.seed):

@@ -90,7 +90,7 @@ def amplifier(c: float, T: int) -> float:
 
 def average(S: Tensor) -> Tensor:
     """M S M^T for a covariance S (T, T) of positions, M_ij = 1/i for j <= i: uniform causal averaging."""
-    i = torch.arange(1, len(S) + 1, dtype=S.dtype)
+    i = torch.arange(1, len(S) + 1, dtype=S.dtype, device=S.device)
     return S.cumsum(0).cumsum(1) / torch.outer(i, i)
 
 
@@ -191,7 +191,7 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor) -> tuple[Tensor, Tenso
 
     For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
     """
-    z, weight = gaussian_grid(61)
+    z, weight = (t.to(noise.device) for t in gaussian_grid(61))
     up = mlp.up_proj.weight.double()
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
     s = (gate.square() @ noise).sqrt()
@@ -217,7 +217,7 @@ def mean_field(model: Transformer, T: int) -> tuple[Tensor, float]:
     """
     config, embedding = model.config, model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
-    K = torch.eye(T, dtype=torch.float64) * embedding.var().double()
+    K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
 
     def normed(norm) -> tuple[Tensor, Tensor, Tensor]:
         """The normed mean, the gains' squares (d,), and K before the gains; all positions like the last."""
@@ -243,14 +243,14 @@ def mean_field(model: Transformer, T: int) -> tuple[Tensor, float]:
             K = K + (power @ slope) * k / k.diag().outer(k.diag()).sqrt()
             K.diagonal().add_(power @ (variance - slope))
     m, gains, k = normed(model.model.norm)
-    return m / m.norm(), (m.square().sum() / (m.square().sum() + gains.sum() * k[-1, -1])).item()
+    return (m / m.norm()).cpu(), (m.square().sum() / (m.square().sum() + gains.sum() * k[-1, -1])).item()
 
 
 @torch.inference_mode()
 def project_out_mean_output(model: Transformer) -> None:
     """Make every down projection blind to its hidden units' mean output for unit-variance noise, in place."""
     for block in model.model.layers:
-        zero = torch.zeros(model.config.d_model, dtype=torch.float64)
+        zero = torch.zeros_like(block.post_attention_layernorm.weight, dtype=torch.float64)
         expected, *_ = hidden_moments(block.mlp, zero, zero + 1)
         u, down = expected / expected.norm(), block.mlp.down_proj.weight
         down.copy_(down.double() - torch.outer(down.double() @ u, u))

@@ -10,6 +10,7 @@ SentencePiece, tiktoken and bytes behind one interface. What is trained here kee
 
 import functools
 import io
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def load_tokenizer(name: str, texts: Iterator[str] = ()) -> Tokenizer:
         return Tokenizer(name, coder.n_vocab, coder.eot_token, encode, coder.decode)
     if name.startswith("bpe:"):
         model = train_bpe(name, texts)
-    elif Path(name).is_file():
+    elif os.path.isfile(name):
         model = Path(name).read_bytes()
     else:
         raise UserError(f"no tokenizer '{name}': expected bpe:N, a .model file, tiktoken:gpt2 or bytes")
@@ -93,7 +94,7 @@ def train_bpe(name: str, texts: Iterator[str], sample: int = 400_000) -> bytes:
     inputs = dict(sentence_iterator=iter(lines), vocab_size=int(size), num_threads=torch.get_num_threads())
     try:
         sentencepiece.SentencePieceTrainer.train(**BPE, **inputs, model_writer=model)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError, OverflowError) as error:
         reason = str(error).strip().splitlines()[-1].split("] ")[-1]
         raise UserError(f"cannot train {name} on this source: {reason}") from None
     return model.getvalue()

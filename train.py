@@ -8,13 +8,14 @@
 A run folder holds `settings.json`, `metrics.jsonl` (a line for each step), `loss.png`, and a checkpoint for
 birth, for the steps that --keep names, and for the newest two saved. Batches are a function of (data seed,
 step), the same for any number of ranks and micro-batches, and resuming needs no random state: on a CPU a run
-that was killed ends with the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0.
+that was killed ends with the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0;
+under torchrun the processes do, but torchrun itself reports the signal, and kills what takes over 30 seconds.
 """
 
 import contextlib
-import io
 import json
 import math
+import os
 import shutil
 import signal
 import time
@@ -99,7 +100,10 @@ def open_data(s: Settings, device: torch.device) -> data.TokenData:
 
 def build(s: Settings, tokens: data.TokenData) -> Transformer:
     """The model at birth, float32 on the CPU, after checking that it fits data and settings."""
-    if s.init_from:
+    begun = checkpoint.steps(s.out) if s.resume else []
+    if s.init_from and begun:  # its parent may be gone
+        model = newborn(checkpoint.read_config(begun[0]), s.seed)
+    elif s.init_from:
         model = checkpoint.load(s.init_from, scheme=s.init)
         if s.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {s.init_from} has the calibration {model.config.attn_calibration}")
@@ -125,30 +129,34 @@ def check(s: Settings) -> None:
     run, known = Path(s.out), Path(s.out) / "settings.json"
     if checkpoint.steps(run) and not s.resume:
         raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    if not known.exists():
-        return
-    try:
-        before, now = json.loads(known.read_text()), json.loads(json.dumps(asdict(s)))
-        changed = [key for key in now if key not in FREE.split() and before.get(key) != now[key]]
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"cannot read {known}: {error}") from None
-    if changed and s.resume:
-        was, flag = before.get(changed[0]), changed[0].replace("_", "-")
-        raise UserError(f"{run} was begun with --{flag} {was}, not {now[changed[0]]}: resume with the same")
+    if s.resume and known.exists():
+        try:
+            before, now = json.loads(known.read_text()), json.loads(json.dumps(asdict(s)))
+            changed = [key for key in now if key not in FREE.split() and before.get(key) != now[key]]
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"cannot read {known}: {error}") from None
+        if changed:
+            flag, was = changed[0].replace("_", "-"), before.get(changed[0])
+            raise UserError(f"{run} was begun with --{flag} {was}: resume with the same")
 
 
-def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer) -> int:
-    """Fill both from the newest checkpoint that is whole; its step, 0 if there is none yet."""
+def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fingerprint: str) -> int:
+    """Fill both from the newest checkpoint that is whole; its step, 0 if there is none yet.
+
+    UserError if all are damaged, or if `fingerprint` says that the data set is another one now.
+    """
     folders, error = checkpoint.steps(run)[::-1], None
     for folder in folders:
         try:
             state = checkpoint.load_state(folder)
+            if state["data"] != fingerprint:
+                raise UserError("the data set is another one than it was begun with")
             weights = checkpoint.load(str(folder)).state_dict()
             model.load_state_dict(weights)
             optimizer.load_state_dict(state["optimizer"])
             return state["step"]
-        except (UserError, RuntimeError, ValueError, KeyError, TypeError) as problem:
-            error = str(problem).splitlines()[0]
+        except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
+            error = (str(problem) or type(problem).__name__).splitlines()[0]
             if common.rank() == 0:
                 print(f"skipping {folder}: {error}")
     if folders:
@@ -210,6 +218,25 @@ def generate(model: Transformer, tokenizer: Tokenizer, length: int, step: int) -
     return tokenizer.decode(text[1:])
 
 
+def append(path: Path, row: dict) -> None:
+    """One more line of JSON."""
+    try:
+        with path.open("a") as log:
+            log.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def diverged(run: Path, step: int, what: str) -> UserError:
+    """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
+    bad = run / f"step_{step:07}"
+    if bad.exists() and step and common.rank() == 0:
+        os.replace(bad, run / f"diverged_{step:07}")
+    good = [folder for folder in checkpoint.steps(run) if folder != bad or not step]
+    hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate" if good else "other weights"
+    return UserError(f"step {step}: {what}; try {hint}")
+
+
 def plot(run: Path) -> None:
     """loss.png from metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -243,43 +270,43 @@ def listening():
 def train(s: Settings) -> Path:
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     device, dtype = common.start(s)
+    s = replace(s, dtype=str(dtype).removeprefix("torch."))
     check(s)
     run, tokens, master, T = Path(s.out), open_data(s, device), common.rank() == 0, s.sequence_length
-    raw, tokenizer, metrics = (
-        build(s, tokens).to(device).train(),
-        tokens.load_tokenizer(),
-        run / "metrics.jsonl",
-    )
+    raw, tokenizer = build(s, tokens).to(device).train(), tokens.load_tokenizer()
     matrices, rest = ([p for p in raw.parameters() if (p.ndim > 1) is big] for big in (True, False))
     groups = [dict(params=matrices, weight_decay=s.weight_decay), dict(params=rest, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    step, resumed = (restore(run, raw, optimizer), bool(checkpoint.steps(run))) if s.resume else (0, False)
+    step = restore(run, raw, optimizer, tokens.fingerprint) if s.resume else 0
+    resumed = s.resume and bool(checkpoint.steps(run))
     model = torch.compile(raw) if s.compile and device.type == "cuda" else raw
     model = DistributedDataParallel(model) if common.world_size() > 1 else model
     peak = common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)).item()
     token_flops = 3 * (forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size)
-    if master:
-        for path, text in (
-            (run / "settings.json", json.dumps(asdict(s), indent=1) + "\n"),
-            (metrics, kept_lines(metrics, step) if resumed else ""),
-        ):
-            with common.atomic_path(path) as new:
-                new.write_text(text)
+    metrics = run / "metrics.jsonl"
+    texts = {
+        run / "settings.json": json.dumps(asdict(s), indent=1) + "\n",
+        metrics: kept_lines(metrics, step),
+    }
+    for path in texts if master else ():
+        with common.atomic_path(path) as new:
+            new.write_text(texts[path] if resumed or path != metrics else "")
     row, seconds, stop = None if resumed else {"step": 0}, [], False
-    with listening() as signals, metrics.open("a", buffering=1) if master else io.StringIO() as log:
+    with listening() as signals:
         while True:
             if row is not None and (step % s.eval_every == 0 or step == s.max_iters):
-                row["val_loss"] = evaluate(raw, tokens, s, device, dtype)
+                row["val_loss"] = held_out = evaluate(raw, tokens, s, device, dtype)
+                if not math.isfinite(held_out):
+                    raise diverged(run, step, f"held-out loss {held_out}")
                 if master:
-                    print(f"step {step}: held-out loss {row['val_loss']:.4f}, perplexity ", end="")
-                    print(
-                        f"{math.exp(row['val_loss']):.1f}, {generate(raw, tokenizer, 48, step)!r}", flush=True
-                    )
+                    print(f"step {step}: held-out loss {held_out:.4f}, perplexity ", end="")
+                    text = generate(raw, tokenizer, 48, step)
+                    print(f"{math.exp(min(held_out, 700)):.1f}, {text!r}", flush=True)
             done, power = stop or step >= s.max_iters, s.keep == "powers" and step & (step - 1) == 0
             if row is not None and master:
-                log.write(json.dumps(row) + "\n")
+                append(metrics, row)
                 if done or power or step % s.save_every == 0:
-                    state = {"step": step, "optimizer": optimizer.state_dict()}
+                    state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
                     checkpoint.save(run / f"step_{step:07}", raw, state, tokens.tokenizer_file)
                     prune(run, s.keep)
                 if "val_loss" in row or done:
@@ -287,17 +314,12 @@ def train(s: Settings) -> Path:
             if done:
                 return run
             begun = time.perf_counter()
-            sums = torch.stack(
-                [accumulate(model, tokens, s, step, device, dtype), torch.zeros((), device=device)]
-            )
-            sums[1] += len(signals)
-            loss, stop = common.sum_over_ranks(sums).tolist()
+            share = accumulate(model, tokens, s, step, device, dtype)
+            heard = torch.full_like(share, len(signals))
+            loss, stop = common.sum_over_ranks(torch.stack([share, heard])).tolist()
             norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip).item()
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                kept = checkpoint.steps(run)[-1]
-                raise UserError(
-                    f"step {step}: loss {loss}, gradient {norm}; {kept} is good: lower --learning-rate"
-                )
+                raise diverged(run, step, f"loss {loss}, gradient norm {norm}")
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, s)
             optimizer.step()
@@ -308,11 +330,9 @@ def train(s: Settings) -> Path:
             row |= dict(tokens_per_second=rate, mfu=rate * token_flops / peak)
             if master and step % s.log_every == 0:
                 mean = sum(seconds) / len(seconds)
-                rate, left = (
-                    s.global_batch_size * T / mean,
-                    timedelta(seconds=round((s.max_iters - step) * mean)),
-                )
+                rate, left = s.global_batch_size * T / mean, round((s.max_iters - step) * mean)
                 print(f"step {step}/{s.max_iters}  loss {loss:.4f}  {rate:,.0f} tokens/s", end="  ")
+                left = timedelta(seconds=left)
                 print(f"MFU {100 * rate * token_flops / peak:.1f} %  {left} left", flush=True)
                 seconds = []
 

@@ -27,7 +27,7 @@ FILES = ["model.safetensors", "config.json", "state.pt", "checksums.json"]
 def damage(folder: Path, draw: random.Random, other: Path) -> str:
     """Damage one file of `folder`, `other` being a checkpoint to swap with; says what was done."""
     kind = draw.choice(["header", "bytes", "truncate", "grow", "remove", "swap", "config", "empty", "index"])
-    name = draw.choice(FILES[:2] if kind in ("bytes", "truncate", "grow", "empty", "remove") else FILES)
+    name = draw.choice(FILES[:3] if kind in ("bytes", "truncate", "grow", "empty", "remove") else FILES)
     path = folder / name
     stranger = (
         kind != "bytes" and draw.random() < 0.5
@@ -82,6 +82,8 @@ def trial(source: Path, other: Path, seed: int) -> tuple[str, str]:
         done = damage(copy, draw, other)
         try:
             model = checkpoint.load(str(copy))
+            state = checkpoint.load_state(copy)
+            assert "without" in done or state["step"] == 1, f"{done}: another state"
         except UserError as error:
             assert "\n" not in str(error) and str(copy) in str(error), f"{done}: {error}"
             return done, f"refused: {str(error).replace(str(copy), 'FOLDER')}"

@@ -100,7 +100,11 @@ def test_what_hugging_face_leaves_out(tmp_path):
 
 def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama_mqa_tied"])
-    edit_config(folder, model_type="mistral", sliding_window=None)
+    edit_config(folder, model_type="mistral")
+    with pytest.raises(UserError, match="sliding-window"):  # transformers' default is a window of 4,096
+        checkpoint.load(folder)
+    config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"sliding_window": None}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     weights = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
     head = weights["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(weights | {"lm_head.weight": head}, tmp_path / "a" / "model.safetensors")
@@ -123,6 +127,10 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "missing"),
         ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "part of the head"),
+        ({"num_attention_heads": 2**39, "head_dim": 2**39}, "config.json"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"num_hidden_layers": 4}, "model.layers.3"),
         ({"num_hidden_layers": 2}, "model.layers.2"),
@@ -145,10 +153,10 @@ def test_hostile_index_and_integer_weights(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama"])
     outside = tmp_path / "outside.safetensors"
     shutil.copyfile(tmp_path / "a" / "model.safetensors", outside)
-    for name in ("../outside.safetensors", str(outside), "model.bin", 7):
+    for name in ("../outside.safetensors", str(outside), "model.bin", 7, "a" * 300 + ".safetensors"):
         index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
         (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(UserError, match="weight_map"):
+        with pytest.raises(UserError, match="weight_map|missing"):
             checkpoint.load(folder)
     (tmp_path / "a" / "model.safetensors.index.json").unlink()
     (tmp_path / "a" / "checksums.json").unlink()

@@ -218,6 +218,8 @@ def test_bad_inputs(corpus, tmp_path):
         ([small, "--tokenizer", "bytes"], "--held-out"),
         ([corpus, "--tokenizer", "bpe:10"], "bpe:10"),
         ([corpus, "--tokenizer", "bpe:x"], "bpe:N"),
+        ([corpus, "--tokenizer", "bpe:5000000000"], "cannot train"),
+        (["docstrings", "python"], "mixed"),
         ([corpus, "--tokenizer", ROOT / "README.md"], "no SentencePiece model"),
         ([corpus, "--tokenizer", "nothing"], "no tokenizer"),
         ([corpus, "--tokenizer", "tiktoken:gpt9"], "tiktoken"),
@@ -252,7 +254,7 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     big.write_text(corpus.read_text() * 200)
     command = [sys.executable, "data.py", str(big), "--tokenizer", "bytes", "--out", str(tmp_path / "set")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not (tmp_path / ".set.new.tmp").exists():
+    while not list(tmp_path.glob(".set.*.new.tmp")):
         assert process.poll() is None
     process.kill()
     process.wait()
@@ -260,7 +262,7 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     result = run_script("data.py", corpus, "--tokenizer", "bytes", "--out", tmp_path / "set")
     assert result.returncode == 0, result.stderr
     assert "400 documents" in result.stdout and "validation tokens" in result.stdout
-    assert not (tmp_path / ".set.new.tmp").exists()
+    assert not list(tmp_path.glob(".set*"))
     assert_refused(run_script("data.py", corpus, "--out", tmp_path / "set"), "exists", "--out")
 
 
@@ -289,3 +291,27 @@ def test_memory_is_bounded(tmp_path):
         assert result.returncode == 0, result.stderr
         peaks.append(int(result.stdout.split()[-2]))  # kB; getrusage would count the parent's, too
     assert peaks[1] < peaks[0] + 60_000, f"{peaks} kB"  # all of it in memory would be 54,000 and twice more
+
+
+def test_default_folders_do_not_collide():
+    """A name that says all, or one by its hash."""
+
+    def folder(*source, tokenizer="bpe:4096"):
+        return data.default_folder(data.Settings(source=source, tokenizer=tokenizer))
+
+    assert str(folder("python")) == "data/python-bpe_4096" and str(folder("python+site")).endswith(
+        "python+site-bpe_4096"
+    )
+    many = [
+        folder("b/x*.txt"),
+        folder("b/x?.txt"),
+        folder("a/b.txt"),
+        folder("a_b.txt"),
+        folder(*["x" * 99] * 99),
+    ]
+    assert len(set(many)) == 5 and max(len(str(path)) for path in many) < 40
+
+
+def test_a_line_is_a_line(tmp_path):
+    """Control characters of a file's name reach the terminal escaped."""
+    assert_refused(run_script("data.py", "no\n\x1b[31mthing", "--out", tmp_path / "x"), "no\\n\\x1b[31mthing")

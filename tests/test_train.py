@@ -128,18 +128,31 @@ def test_two_ranks_give_the_losses_of_one(tokens, tmp_path):
     assert len(expected) == 20 and losses(tmp_path / "2") == pytest.approx(expected, rel=1e-4)  # as above
 
 
-def test_stopped_in_process_and_resumed(tokens, whole, tmp_path):
-    """A run to step 12 through a stop at 5: more steps are allowed on resuming, other settings are not."""
-    s = settings(tokens, tmp_path / "a")
-    assert train.train(s) and same(outcome(tmp_path / "a"), outcome(whole))
-    for path in checkpoint.steps(tmp_path / "a")[-2:]:  # back to step 8, whose state was pruned: to nothing
-        (path / "state.pt").unlink()
-    with pytest.raises(UserError, match="can be resumed"):
-        train.train(replace(s, resume=True))
+def test_resuming_needs_the_same_settings_and_data(tokens, whole, tmp_path):
+    s = settings(tokens, tmp_path / "a", max_iters=4)
+    train.train(s)
     with pytest.raises(UserError, match="--resume"):
         train.train(s)
     with pytest.raises(UserError, match="--learning-rate 0.001"):
         train.train(replace(s, resume=True, learning_rate=2e-3))
+    train.train(replace(s, resume=True, max_iters=6))  # longer is allowed
+    assert len(losses(tmp_path / "a")) == 6
+    for name in ("tokens", "other"):
+        (tmp_path / name).mkdir()
+        for file in tokens.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    meta = json.loads((tmp_path / "other" / "meta.json").read_text())
+    meta["shards"] = meta["shards"][:1] + meta["shards"]  # the same first shard twice: other batches
+    (tmp_path / "other" / "meta.json").write_text(json.dumps(meta))
+    train.train(settings(tmp_path / "tokens", tmp_path / "b", max_iters=1))
+    (tmp_path / "tokens").rename(tmp_path / "gone")
+    (tmp_path / "other").rename(tmp_path / "tokens")
+    with pytest.raises(UserError, match="another one"):
+        train.train(settings(tmp_path / "tokens", tmp_path / "b", resume=True))
+    for path in checkpoint.steps(tmp_path / "a"):
+        (path / "state.pt").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="can be resumed"):
+        train.train(replace(s, resume=True))
 
 
 def test_a_corrupt_newest_checkpoint_is_passed_over(tokens, whole, tmp_path, capsys):
@@ -161,7 +174,11 @@ def test_killed_and_resumed(tokens, tmp_path):
     subprocess.run(command(tokens, tmp_path / "whole"), check=True, stdout=subprocess.DEVNULL)
     took = time.perf_counter() - begun
     kills, found = killed(tokens, tmp_path / "killed", random.Random(1), took, most=2)
-    assert kills > 0 and same(found, outcome(tmp_path / "whole"))
+    assert (
+        kills == 2
+        and len(checkpoint.steps(tmp_path / "killed")) > 3
+        and same(found, outcome(tmp_path / "whole"))
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -178,30 +195,41 @@ def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, number):
     assert process.returncode == 0 and "--resume" in out
     saved = checkpoint.load_state(checkpoint.steps(run)[-1])["step"]
     assert 2 <= saved == len(losses(run))
+    on = run_script(
+        *command(tokens, run, "--dtype", "float32", "--max-iters", str(saved + 2), "--resume")[1:]
+    )
+    assert on.returncode == 0, on.stderr
+    assert len(losses(run)) == saved + 2
 
 
-def test_nan_stops_and_the_last_good_checkpoint_is_kept(tokens, tmp_path):
+def test_nan_stops_and_the_last_good_checkpoint_is_kept(tokens, tmp_path, capsys):
+    """The checkpoint that the message names has a finite loss; the bad one is set aside."""
     poisoned = init.newborn("tiny_llama", 1)
     with torch.no_grad():
         poisoned.model.layers[3].mlp.up_proj.weight[0, 0] = math.nan
     checkpoint.save(tmp_path / "poisoned", poisoned)
     flags = ["--init-from", tmp_path / "poisoned", "--data", tokens, "--out", tmp_path / "run"]
-    result = run_script("train.py", *FLAGS.split(), *flags)
-    assert_refused(result, "step 0", "nan", "step_0000000", "--learning-rate")
-    huge = run_script(
-        "train.py", *FLAGS.split(), "--learning-rate", 1e18, "--data", tokens, "--out", tmp_path / "b"
-    )
-    assert huge.returncode == 2 and "is good" in huge.stderr, huge.stderr
-    newest = checkpoint.steps(tmp_path / "b")[-1]
-    assert str(newest) in huge.stderr
-    assert all(
-        torch.isfinite(p).all()
-        for p in checkpoint.load(str(checkpoint.steps(tmp_path / "b")[0])).parameters()
-    )
+    assert_refused(run_script("train.py", *FLAGS.split(), *flags), "step 0", "nan")
+    for rate, every in ((1e18, 100), (10.0, 1)):  # found by the loss, or by an evaluation
+        out = tmp_path / f"rate{rate}"
+        with pytest.raises(UserError, match="lower --learning-rate") as error:
+            train.train(
+                settings(tokens, out, "--save-every 1", learning_rate=rate, warmup_iters=0, eval_every=every)
+            )
+        named = str(error.value).split("--init-from ")[1].split()[0]
+        assert named == str(checkpoint.steps(out)[-1])
+        inputs, targets = data.TokenData(tokens).batch(0, range(4), 16)
+        with torch.no_grad():
+            assert F.cross_entropy(checkpoint.load(named)(inputs).flatten(0, 1), targets.flatten()).isfinite()
+        losses(out)  # every line is whole
 
 
 def test_continual_training_from_a_checkpoint(tokens, whole, tmp_path):
-    run = train.train(settings(tokens, tmp_path / "a", init_from=str(whole), max_iters=1, data_seed=5))
+    s = settings(tokens, tmp_path / "a", init_from=str(whole), max_iters=1, data_seed=5)
+    run = train.train(s)
+    with pytest.MonkeyPatch.context() as patch:  # its parent is not needed to go on
+        patch.setattr(checkpoint, "find", lambda spec: Path(spec) if "whole" not in spec else 1 / 0)
+        train.train(replace(s, resume=True, max_iters=2))
     birth, parent = checkpoint.load(str(checkpoint.steps(run)[0])), checkpoint.load(str(whole))
     assert all(torch.equal(a, b) for a, b in zip(birth.parameters(), parent.parameters()))
 
