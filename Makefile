@@ -18,7 +18,7 @@ probe: $(VENV)/installed
 test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
-	@$(RUN) -m pytest -n 2 --dist loadfile
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 bench: $(VENV)/installed-dev
 	@$(RUN) bench.py
