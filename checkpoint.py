@@ -126,7 +126,8 @@ def config_json(config: ModelConfig) -> dict:
 
 def find(spec: str) -> tuple[str, int, int] | Path:
     """(preset, seed, embedding seed) of PRESET@SEED, or the folder of any other spec, or a UserError."""
-    if match := re.fullmatch(r"([^/]+)@(\d+)(?::(\d+))?", spec):
+    match = re.fullmatch(r"([^/]+)@(\d+)(?::(\d+))?", spec)
+    if match and not os.path.isdir(spec):
         preset, seed, embedding_seed = match.groups()
         return choose(preset, PRESETS, "preset"), int(seed), int(embedding_seed or seed)
     if not os.path.isdir(spec):

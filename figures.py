@@ -82,6 +82,8 @@ def curves(
         title = value if type(value) is str else f"{panel} {value}"
         axes.set(xlabel=labels[0], title=title.replace("_", " ") if panel else "")
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
+        if all(type(point[x]) is int for point in points) and "x" not in log:
+            axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2
         if ticks:
             axes.set_xticks(ticks, ticks)
             axes.minorticks_off()
