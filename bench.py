@@ -233,10 +233,7 @@ def file_verdicts(rows: list[dict]) -> list[dict]:
 
 def check(settings: Settings) -> None:
     """UserError for numbers that make no sense."""
-    context = min(PRESETS[name].context_length for name in settings.model)
-    for T in settings.sequence_length:
-        if not 1 <= T <= context:
-            raise common.UserError(f"--sequence-length {T}: expected 1 to {context}, the models' context")
+    checkpoint.shared_context(settings.model, settings.sequence_length)
     if min(settings.rounds, settings.megabytes, settings.tokens or 1) < 1 or settings.tokens == 0:
         raise common.UserError("--rounds, --tokens and --megabytes: expected at least 1")
 

@@ -150,6 +150,15 @@ def config_of(spec: str) -> ModelConfig:
     return found if isinstance(found, ModelConfig) else PRESETS[found[0]]
 
 
+def shared_context(specs, lengths: tuple[int, ...] | None = None) -> int:
+    """The shortest context of the models; UserError if one of the `lengths` does not fit it."""
+    context = min(config_of(spec).context_length for spec in specs)
+    for T in lengths or ():
+        if not 1 <= T <= context:
+            raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
+    return context
+
+
 def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> Transformer:
     """The model of a spec, in eval mode, its blocks in `dtype`; `scheme` is how a newborn is drawn."""
     found = find(str(spec))

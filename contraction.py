@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import common
 import findings
 import theory
-from checkpoint import config_of, models, obtain
+from checkpoint import models, obtain, shared_context
 from common import UserError, setting
 from figures import draw
 from init import SCHEMES, STD, newborn, variant
@@ -308,12 +308,9 @@ def fill(name: str, given: Settings, strict: bool) -> Settings:
             raise UserError(f"{name} does not read --{flag.name.replace('_', '-')}")
         values[flag.name] = defaults.get(flag.name) if unread or value is None else value
     s = Settings(**values)
-    context = min(config_of(model).context_length for model in s.model or PRESETS)
+    shared_context(s.model or PRESETS, s.sequence_length)
     if name == "cure" and any(seed is None for _, seed in models(s.model, s.seed)):
         raise UserError("cure compares how newborns are drawn: give --model a preset")
-    for T in s.sequence_length or ():
-        if not 1 <= T <= context:
-            raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
     if s.num_sequences < 2 or (s.batch_size is not None and s.batch_size < 1):
         raise UserError("--num-sequences must be at least 2, to compare states, and --batch-size 1")
     return s

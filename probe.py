@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 import common
 import findings
-from checkpoint import config_of, find, models, obtain
+from checkpoint import find, models, obtain, shared_context
 from common import UserError, setting
 from figures import BLUE, VERMILION, save_figure
 from init import SCHEMES, STD, keyed_generator
@@ -135,10 +135,7 @@ def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> 
 
 def check(settings: Settings) -> None:
     """UserError for numbers that make no sense."""
-    context = min(config_of(spec).context_length for spec in settings.model)
-    for T in settings.sequence_length or ():
-        if not 1 <= T <= context:
-            raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
+    shared_context(settings.model, settings.sequence_length)
     if settings.num_sequences is not None and settings.num_sequences < 2:
         raise UserError(f"--num-sequences {settings.num_sequences}: expected at least 2, to compare states")
     if settings.batch_size is not None and settings.batch_size < 1:
@@ -164,7 +161,7 @@ def run(settings: Settings) -> dict:
     check(settings)
     device, dtype = common.start(settings)
     started, (num_sequences, lengths, batch_tokens) = time.perf_counter(), DEFAULTS[device.type]
-    context = min(config_of(spec).context_length for spec in settings.model)
+    context = shared_context(settings.model)
     num_sequences = settings.num_sequences or num_sequences
     lengths = settings.sequence_length or [min(T, context) for T in lengths]
     peak = float(common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)))
