@@ -24,7 +24,7 @@ import torch
 
 import common
 from common import UserError, choose
-from init import newborn
+from init import birth_value, newborn
 from model import PRESETS, Llama3Scaling, ModelConfig, Transformer
 
 FAMILIES = {
@@ -164,21 +164,20 @@ def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> 
     found = find(str(spec))
     if not isinstance(found, Path):
         return newborn(*found, scheme, device, dtype)
-    check(found, "config.json")
-    config, weights = read_config(found), Weights(found)
-    if config.num_layers > len(weights.files):  # building them might take all memory
-        raise UserError(f"{found}: {len(weights.files)} tensors are too few for {config.num_layers} layers")
-    try:
-        with torch.device("meta"):
-            model = Transformer(config).cast_blocks(dtype)
-    except (RuntimeError, TypeError):
-        raise UserError(f"{found / 'config.json'}: no memory could hold these sizes") from None
-    weights.match(model)
+    weights = Weights(found)
+    with torch.device("meta"):
+        model = Transformer(weights.config).cast_blocks(dtype)
     model = model.to_empty(device=device).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.read(name))
     return model
+
+
+def tensors(spec: str, scheme: str = "gpt2") -> "Weights | Newborn":
+    """The parameters of a spec's model one at a time: `config`, `shapes` by name, `read(name)`."""
+    found = find(str(spec))
+    return Weights(found) if isinstance(found, Path) else Newborn(PRESETS[found[0]], *found[1:], scheme)
 
 
 def models(specs: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, int | None]]:
@@ -197,11 +196,34 @@ def obtain(
     return load(spec, device, dtype, scheme)
 
 
+def skeleton(config: ModelConfig, place: str | Path = "config") -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, by name; UserError for sizes beyond any memory."""
+    try:
+        with torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
+    except (RuntimeError, TypeError):
+        raise UserError(f"{place}: no memory could hold these sizes") from None
+
+
+class Newborn:
+    """The tensors of a newborn, each drawn when it is read."""
+
+    def __init__(
+        self, config: ModelConfig, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
+    ):
+        self.config, self.key, self.shapes = config, (seed, embedding_seed, scheme), skeleton(config)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, float32."""
+        return birth_value(self.config, name, self.shapes[name], *self.key)
+
+
 class Weights:
-    """The tensors of a checkpoint folder, read one at a time; UserError where it is not whole."""
+    """The tensors of a checkpoint folder, read one at a time; UserError unless they are its config.json's."""
 
     def __init__(self, folder: Path):
-        self.folder, self.files, self.shapes = folder, {}, {}
+        check(folder, "config.json")
+        self.folder, self.config, self.files, self.shapes = folder, read_config(folder), {}, {}
         index = folder / "model.safetensors.index.json"
         names = {"model.safetensors"}
         if os.path.exists(index):
@@ -223,24 +245,26 @@ class Weights:
                             raise UserError(f"{folder / name}: {key} is of type {piece.get_dtype()}")
             except (OSError, safetensors.SafetensorError) as error:
                 raise UserError(f"cannot read {folder / name}: {error}") from None
+        self.match()
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in memory of its own."""
         with safetensors.safe_open(self.files[name], "pt") as file:
             return file.get_tensor(name).clone()
 
-    def match(self, model: Transformer) -> None:
-        """UserError unless the tensors are those of `model`, by name and shape."""
-        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        found = {
-            name: shape for name, shape in self.shapes.items() if not name.endswith("rotary_emb.inv_freq")
-        }
-        if model.lm_head is None and "lm_head.weight" in found:  # some tied folders store the table twice
-            if torch.equal(self.read("lm_head.weight"), self.read("model.embed_tokens.weight")):
-                del found["lm_head.weight"]
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
-                here, there = found.get(name, "missing"), expected.get(name, "no such tensor")
+    def match(self) -> None:
+        """UserError unless the tensors are those of the configuration, by name and shape."""
+        if self.config.num_layers > len(self.files):  # building them might take all memory
+            few = f"{len(self.files)} tensors are too few for {self.config.num_layers} layers"
+            raise UserError(f"{self.folder}: {few}")
+        expected = skeleton(self.config, self.folder / "config.json")
+        strange = {n for n in self.shapes.keys() - expected if not n.endswith("rotary_emb.inv_freq")}
+        table, head = "model.embed_tokens.weight", "lm_head.weight"
+        if head in strange and table in self.shapes and torch.equal(self.read(head), self.read(table)):
+            strange.remove(head)  # some tied folders store the table twice
+        for name in sorted(expected.keys() | strange):
+            if expected.get(name) != self.shapes.get(name):
+                here, there = self.shapes.get(name, "missing"), expected.get(name, "no such tensor")
                 raise UserError(f"{self.folder}: {name} is {here}, but config.json asks for {there}")
 
 

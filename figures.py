@@ -36,6 +36,15 @@ FIGURES = {
         dict(style="o")),
     "width": ("d_model", "mean_cosine", "mlp", {"theory": "quadrature"}, ("width d", COSINE),
         dict(panel="scaling", log="xy", ticks=[128, 256, 512, 1024])),
+    "compare": ("correlation", "share", "coordinates", {"theory": "mismatched, if rows were independent"},
+        ("correlation of a coordinate of one model with one of the other", "% of pairs"),
+        dict(panel="evidence", style="-", share="y")),
+    "calibrate": ("expected", "observed", "test", {"uniform": "a sound test"},
+        ("-log10 p expected", "-log10 p of strangers"), dict(panel="panel", style=".-")),
+    "calibrate_tau": ("tau", "share", "scheme", {"gaussian": "Gaussian of independent rows"},
+        ("Kendall's tau of strangers", "% of dimensions"), dict(panel="panel", style="-")),
+    "persistence": ("step", "tau", "model", {}, ("training step", "Kendall's tau with birth, mean and std"),
+        dict(band="std", log="x")),
 }  # fmt: skip
 
 
@@ -54,17 +63,22 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 def curves(
     points: list[dict], path: Path, x: str, y: str, series: str, theory: dict, labels: tuple[str, str],
-    panel: str = "", band: str = "", log: str = "", style: str = "o-", ticks=None,
+    panel: str = "", band: str = "", log: str = "", style: str = "o-", ticks=None, share: str = "xy",
 ) -> None:  # fmt: skip
-    """`y` over `x`, a colour for each value of `series`, side by side for each value of `panel`.
+    """`y` over `x`, a colour for each value of `series`, three panels in a row for the values of `panel`.
 
     `theory` maps the keys that hold theories to their legends; a point may have None. `band` is the key of a
-    half width to shade; `log` the axes in logarithms, "x", "y" or "xy"; `labels` those of x and y.
+    half width to shade; `log` the axes in logarithms, "x", "y" or "xy"; `labels` those of x and y; `share`
+    the axes that panels have in common.
     """
     panels = list(dict.fromkeys(point[panel] for point in points)) if panel else [None]
     names = list(dict.fromkeys(point[series] for point in points))
-    figure = Figure(figsize=(3.0 + 4.0 * len(panels), 3.8), layout="constrained")
-    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    across, down = min(3, len(panels)), -(-len(panels) // 3)
+    figure = Figure(figsize=(3.0 + 4.0 * across, 3.8 * down), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False, sharex="x" in share, sharey="y" in share)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    grid = grid.flatten()
     for axes, value in zip(grid, panels):
         for colour, name in zip(COLOURS, names):
             line = [p for p in points if p[series] == name and (not panel or p[panel] == value)]
@@ -80,7 +94,7 @@ def curves(
         for dash, legend in zip(DASHES, theory.values()):
             axes.plot([], [], "k" + dash, linewidth=1.3, label=legend)
         title = value if type(value) is str else f"{panel} {value}"
-        axes.set(xlabel=labels[0], title=title.replace("_", " ") if panel else "")
+        axes.set(title=title.replace("_", " ") if panel else "")
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
         if all(type(point[x]) is int for point in points) and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2
@@ -88,6 +102,7 @@ def curves(
             axes.set_xticks(ticks, ticks)
             axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
-    grid[0].set_ylabel(labels[1])
-    figure.legend(*grid[-1].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.supxlabel(labels[0], fontsize=10)
+    figure.supylabel(labels[1], fontsize=10)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
     save_figure(figure, path)

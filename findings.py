@@ -197,3 +197,67 @@ def width(rows: list[dict]) -> list[dict]:
         text = f"{kind}, {scaling}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
         claims.append(claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1))
     return claims
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """Ours: the verdicts, as claims of kinship."""
+    claims = []
+    for row in rows:
+        text = f"{row['suspect']} and {row['base']} are of one birth"
+        measured = f"activations z {row['relabel_z']:.1f}"
+        if row["body_z"] is not None:
+            measured += f", weights z {row['body_z']:.1f}, correlation {row['body_matched']:.3f}"
+        if row["basis_free_z"] is not None:
+            measured += f", basis-free z {row['basis_free_z']:.1f}"
+        claims.append(claim(text, None, measured, row["verdict"] == "same birth"))
+    return claims
+
+
+def matrix(rows: list[dict]) -> list[dict]:
+    """Ours: how many pairs are kin, and how clear it is."""
+    kin, others = (
+        [row for row in rows if (row["verdict"] == "same birth") is same] for same in (True, False)
+    )
+    most = max((abs(row["body_z"]) for row in others if row["body_z"] is not None), default=0.0)
+    least = min((row["body_z"] for row in kin if row["body_z"] is not None), default=float("inf"))
+    text = "kin and strangers are far apart in the z of their weights"
+    measured = f"{len(kin)} of {len(rows)} pairs are kin, z at least {least:.1f}; others at most {most:.1f}"
+    return [claim(text, None, measured, least > 10 * max(most, 1))]
+
+
+def identify(rows: list[dict]) -> list[dict]:
+    """Ours: the seed, or none."""
+    best = rows[0]
+    found = best["family_log10_p"] <= -6
+    answer = f"seed {best['seed']}" if found else "none"
+    text = f"the suspect was born of {answer if found else 'one of the candidates'}"
+    return [claim(text, None, f"{answer}; best family-wise log10 p {best['family_log10_p']:.1f}", found)]
+
+
+def calibrate(rows: list[dict]) -> list[dict]:
+    """BB B.3.1: is the Gaussian null valid? Ours: is the relabelling test?"""
+    claims = []
+    for (test, inputs), part in split(rows, "test", "inputs").items():
+        holds = all(row["low"] <= 0.01 <= row["high"] for row in part)
+        rates = column(part, "rate")
+        text = f"{test}, {inputs}: strangers are rejected at p <= 0.01 as often as they should, 1 %"
+        claims.append(claim(text, None, f"{100 * rates.min():.1f} to {100 * rates.max():.1f} %", holds))
+    exact = [row for row in rows if row["test"] == "relabelling" and row["inputs"] == "own embedding"]
+    ks = column(exact, "ks_p")
+    text = "relabelling, own embedding: p is uniform (Kolmogorov and Smirnov's p above 0.01)"
+    return [*claims, claim(text, None, f"at least {ks.min():.3f}", ks.min() > 0.01)]
+
+
+def persistence(rows: list[dict]) -> list[dict]:
+    """BB Figures 11 and 14."""
+    later = [row for row in rows if row["step"]]
+    gap = column(later, "mean_tau") - column(later, "stranger_mean_tau")
+    text = "every checkpoint correlates with its birth more than a stranger does (Figure 11)"
+    claims = [claim(text, None, f"tau higher by at least {gap.min():.4f}", gap.min() > 0)]
+    p = np.maximum(column(later, "paper_t_p"), column(later, "paper_u_p"))
+    text = "the paper's tests recognise every checkpoint, p < 0.01 (Figure 14)"
+    claims.append(
+        claim(text, "p < 0.01", f"{(p < 0.01).sum()} of {len(p)}, worst p {p.max():.2g}", p.max() < 0.01)
+    )
+    z, text = column(later, "relabel_z"), "so does the relabelling test, z > 5"
+    return [*claims, claim(text, None, f"z at least {z.min():.1f}", z.min() > 5)]

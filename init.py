@@ -42,10 +42,10 @@ def keyed_generator(*key) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """The newborn weight `name`: N(0, std^2), float32 on the CPU."""
+def draw(seed: int, name: str, shape: tuple[int, ...], std: float, first: int | None = None) -> Tensor:
+    """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its `first` numbers alone, flat."""
     generator = keyed_generator(seed, name, *shape)
-    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
+    return torch.from_numpy(generator.standard_normal(first or tuple(shape), dtype=np.float32)).mul_(std)
 
 
 def residual_std(config: ModelConfig, scheme: str) -> float:
@@ -53,31 +53,34 @@ def residual_std(config: ModelConfig, scheme: str) -> float:
     return STD if scheme == "normal" else STD / math.sqrt(2 * config.num_layers)
 
 
-def initialize(
-    model: Transformer, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
-) -> None:
-    """Fill every parameter of `model`, in place, by the table above.
+def birth_value(
+    config: ModelConfig, name: str, shape, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
+) -> Tensor:
+    """The parameter `name` at birth, float32 on the CPU, by the table above; ValueError: unknown scheme.
 
     Embedding and head draw from `embedding_seed` (None: `seed`); giving all models the same one isolates the
-    blocks' effect (BB B.2). ValueError for an unknown scheme.
+    blocks' effect (BB B.2).
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
-    embedding_seed = seed if embedding_seed is None else embedding_seed
+    if name.endswith("bias") or "norm" in name:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    if name.startswith(("model.embed_tokens", "lm_head")):
+        return draw(seed if embedding_seed is None else embedding_seed, name, shape, STD)
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    drawn = draw(seed, name, shape, residual_std(config, scheme) if residual else STD)
+    if scheme == "centered" and name.endswith("down_proj.weight"):
+        drawn -= drawn.mean(dim=1, keepdim=True)
+    return drawn
+
+
+def initialize(
+    model: Transformer, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
+) -> None:
+    """Fill every parameter of `model`, in place, with its `birth_value`."""
 
     def fill(name: str, weight: Tensor) -> None:
-        if name.endswith("bias"):
-            weight.zero_()
-        elif "norm" in name:
-            weight.fill_(1.0)
-        elif name.startswith(("model.embed_tokens", "lm_head")):
-            weight.copy_(draw(embedding_seed, name, weight.shape, STD))
-        else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            drawn = draw(seed, name, weight.shape, residual_std(model.config, scheme) if residual else STD)
-            if scheme == "centered" and name.endswith("down_proj.weight"):
-                drawn -= drawn.mean(dim=1, keepdim=True)
-            weight.copy_(drawn)
+        weight.copy_(birth_value(model.config, name, weight.shape, seed, embedding_seed, scheme))
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
         list(pool.map(lambda item: fill(item[0], item[1].data), model.named_parameters()))

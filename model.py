@@ -93,6 +93,7 @@ PRESETS = {
     "gpt2_1b": ModelConfig(50257, 1024, 24, 32, 2048, 8192, **GPT2),  # BB Table 1c: 1.3B
     "tiny_gpt2": ModelConfig(4096, 256, 6, 8, 256, 1024, **GPT2),
     "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),
+    "tiny_qwen": ModelConfig(4096, 256, 6, 8, 256, 704, qkv_bias=True),
 }
 
 

@@ -106,9 +106,9 @@ def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
     return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
 
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
-    """95 % Wilson interval of a rate."""
-    interval = binomtest(successes, n).proportion_ci(method="wilson")
+def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a rate."""
+    interval = binomtest(successes, n).proportion_ci(confidence, method="wilson")
     return float(interval.low), float(interval.high)
 
 

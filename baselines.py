@@ -1,0 +1,214 @@
+"""What do the paper's test, Intrinsic, REEF, PCS and ICS say of a pair? (BB 6.1, B.3)
+
+    python seedprint.py compare nano_llama@42 nano_llama@43 --paper-test --baselines
+
+The paper's test asks whether Kendall's tau between the two models' outputs, over the dimensions that are
+large in both, is above that of two Gaussian matrices. The other four are similarities with a threshold of
+0.8; none says what strangers would give, so compare a stranger as well. Sources as in `evidence.py`.
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import stats
+from scipy.special import softmax
+from torch import Tensor
+
+from common import UserError, setting
+from evidence import Inputs, states
+from init import keyed_generator
+from probe import gaussian_vectors, random_tokens
+
+THRESHOLD = 0.8  # of the four similarities (BB B.3.2, after REEF)
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ICS_TOKENS = 4096
+
+
+# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
+
+
+@dataclass
+class PaperInputs(Inputs):
+    """What the paper's test reads: the last positions only."""
+
+    paper_sequences: int = setting(1000, "random sequences of the paper's test; in the paper 10000")
+    paper_length: int = setting(64, "tokens in each of them; in the paper 1024")
+    side: str = setting("top", "dimensions of largest or smallest mean output", ("top", "bottom"))
+    top_k: int | None = setting(None, "of them, in each model (default: half of the width)")
+    softmax_temperature: float | None = setting(None, "softmax over the chosen ones; their code: 10")
+
+
+def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
+    """The `top_k` dimensions of largest mean output (n, d), or of smallest, for `side` "bottom"."""
+    mean = rows.mean(axis=0, dtype=np.float64)
+    return np.argsort(-mean if side == "top" else mean, kind="stable")[:top_k]
+
+
+def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float | None = None) -> np.ndarray:
+    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column.
+
+    With a `temperature`, of their softmax over the chosen columns, as in the authors' code.
+    """
+    a, b = a[:, chosen].astype(np.float64), b[:, chosen].astype(np.float64)
+    if temperature is not None:
+        a, b = softmax(a / temperature, axis=1), softmax(b / temperature, axis=1)
+    tau = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in zip(a.T, b.T)]
+    return np.nan_to_num(np.array(tau, dtype=float))
+
+
+def identity_taus(
+    a: np.ndarray, b: np.ndarray, side: str, top_k: int, temperature: float | None
+) -> np.ndarray:
+    """Kendall's tau on the dimensions that are among the `top_k` of both."""
+    chosen = np.intersect1d(*(top_dimensions(rows, side, top_k) for rows in (a, b)))
+    return kendall(a, b, chosen, temperature) if len(chosen) else np.zeros(0)
+
+
+@functools.lru_cache(maxsize=512)
+def null_taus(n: int, d: int, side: str, top_k: int, temperature: float | None, trial: int) -> np.ndarray:
+    """The same of two Gaussian matrices: the paper's null."""
+    generator = keyed_generator("paper null", n, d, trial)
+    a, b = (generator.standard_normal((n, d), np.float32) for _ in range(2))
+    return identity_taus(a, b, side, top_k, temperature)
+
+
+def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: int, device, dtype) -> Tensor:
+    """Final last-position states, (n, d), for n random sequences of T "tokens" or "gaussian" vectors."""
+    d, parts = source.config.d_model, []
+    size = max(1, 2**27 // (T * d))  # sequences at a time: half a gigabyte of states
+    for start in range(0, n, size):
+        indices = range(start, min(start + size, n))
+        if kind == "gaussian":
+            inputs = gaussian_vectors(input_seed, indices, T, d)
+        else:
+            inputs = random_tokens(input_seed, indices, T, vocab)
+        parts.append(states(source, inputs, device, dtype, last_only=True))
+    return torch.cat(parts).cpu()
+
+
+def paper_test(a: Tensor, b: Tensor, side="top", top_k: int | None = None, temperature=None) -> dict:
+    """The paper's test of last-position states (n, d) on the same inputs; see `judge_taus`.
+
+    UserError for a `top_k` that is not in 1..d.
+    """
+    n, d = a.shape
+    top_k = d // 2 if top_k is None else top_k
+    if not 1 <= top_k <= d:
+        raise UserError(f"--top-k {top_k}: expected 1 to {d}, the models' width")
+    settings = (side, top_k, temperature)
+    return judge_taus(identity_taus(a.cpu().numpy(), b.cpu().numpy(), *settings), n, d, *settings)
+
+
+def judge_taus(taus: np.ndarray, n: int, d: int, side: str, top_k: int, temperature, nulls: int = 10) -> dict:
+    """What the paper's test says of the taus of the `paper_k` identity dimensions.
+
+    p of the one-sided t- and U-tests against the taus of `nulls` Gaussian pairs, averaged; `closed_form_z` =
+    mean tau / sqrt(2 (2n + 5) / (9 n (n - 1)) / k), whose error is that of k independent dimensions.
+    """
+    p, k, mean = [], len(taus), float(taus.mean()) if len(taus) else 0.0
+    for trial in range(nulls):
+        null = null_taus(n, d, side, top_k, temperature, trial)
+        if min(k, len(null)) < 2:
+            p.append((1.0, 1.0))  # too few dimensions to say anything
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # identical models: all taus are 1
+            t = stats.ttest_ind(taus, null, alternative="greater").pvalue
+        p.append((t, stats.mannwhitneyu(taus, null, alternative="greater").pvalue))
+    t_p, u_p = np.nan_to_num(np.mean(p, axis=0), nan=1.0).tolist()
+    error = kendall_std(n) / max(1, k) ** 0.5
+    return dict(paper_k=k, paper_mean_tau=mean, paper_t_p=t_p, paper_u_p=u_p, closed_form_z=mean / error)
+
+
+def kendall_std(n: int) -> float:
+    """Standard deviation of Kendall's tau between independent columns of n rows."""
+    return (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5
+
+
+# ---- four similarities (BB B.3.2) --------------------------------------------------------------------------
+
+
+def intrinsic(a, b) -> float:
+    """Correlation of the layers' std of W_Q, W_K, W_V and W_O, z-scored over layers; the mean of the four."""
+    values = []
+    for kind in ATTENTION:
+        profiles = []
+        for source in (a, b):
+            names = [f"model.layers.{i}.self_attn.{kind}.weight" for i in range(source.config.num_layers)]
+            profiles.append(np.array([source.read(name).float().std().item() for name in names]))
+        depth = min(map(len, profiles))
+        grid = np.linspace(0, 1, depth)
+        profiles = [np.interp(grid, np.linspace(0, 1, len(profile)), profile) for profile in profiles]
+        flat = min(profile.std() for profile in profiles) == 0
+        values.append(0.0 if flat else float(np.corrcoef(*profiles)[0, 1]))
+    return float(np.mean(values))
+
+
+def cka(x: Tensor, y: Tensor) -> float:
+    """Linear centred kernel alignment of features (n, d1) and (n, d2)."""
+    x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
+    if len(x) < max(x.shape[1], y.shape[1]):  # n x n products are the smaller ones
+        kx, ky = x @ x.T, y @ y.T
+        return ((kx * ky).sum() / (kx.norm() * ky.norm())).item()
+    return ((x.T @ y).norm().square() / ((x.T @ x).norm() * (y.T @ y).norm())).item()
+
+
+def reef(a, b, tokens: Tensor, device, dtype) -> tuple[float, list[list[float]]]:
+    """CKA of last-position block outputs on the same tokens (n, T): matched layers' mean, and all pairs."""
+    outputs = []
+    for source in (a, b):
+        layers = []
+        states(source, tokens, device, dtype, on_state=lambda _, x, to=layers: to.append(x[:, -1].float()))
+        outputs.append(layers)
+    matrix = [[cka(x, y) for y in outputs[1]] for x in outputs[0]]
+    return float(np.mean([matrix[i][i] for i in range(min(map(len, outputs)))])), matrix
+
+
+def pcs(a, b) -> float:
+    """Cosine of all parameters the two have alike in name and shape, embeddings and head left out.
+
+    Gains count: since they are born as 1, strangers are far from orthogonal.
+    """
+    sums = np.zeros(3)
+    for name, shape in a.shapes.items():
+        if not name.startswith(("model.embed_tokens", "lm_head")) and b.shapes.get(name) == shape:
+            x, y = a.read(name).float(), b.read(name).float()
+            sums += [float((p * q).double().sum()) for p, q in ((x, y), (x, x), (y, y))]
+    return sums[0] / max((sums[1] * sums[2]) ** 0.5, 1e-300)
+
+
+def invariant_terms(source, tokens: int):
+    """Of the last two layers: X Q'K X', X V'O' X', X U'D' X' of embeddings X, (tokens, tokens) each.
+
+    Q, K, V, O, U (up), D (down) as they are stored, (out, in); key-value heads repeated for their queries.
+    """
+    X, repeats = source.read("model.embed_tokens.weight")[:tokens].float(), source.config.num_heads
+    for layer in range(max(0, source.config.num_layers - 2), source.config.num_layers):
+        name, heads = f"model.layers.{layer}.", source.config.kv_heads
+        q, k, v, o = (source.read(f"{name}self_attn.{kind}.weight").float() for kind in ATTENTION)
+        k, v = (w.unflatten(0, (heads, -1)).repeat_interleave(repeats // heads, 0) for w in (k, v))
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        up, down = (source.read(f"{name}mlp.{kind}_proj.weight").float() for kind in ("up", "down"))
+        for left, right in ((X @ q.T, X @ k.T), (X @ v.T, X @ o), (X @ up.T, X @ down)):
+            yield left @ right.T
+
+
+def ics(a, b) -> float:
+    """Cosine of the two models' invariant terms, each standardised and then joined: the mean of their own."""
+    tokens, cosines = min(ICS_TOKENS, a.config.vocab_size, b.config.vocab_size), []
+    for x, y in zip(invariant_terms(a, tokens), invariant_terms(b, tokens)):
+        x, y = (x - x.mean()).double(), (y - y.mean()).double()
+        cosines.append(((x * y).sum() / (x.norm() * y.norm()).clamp(min=1e-300)).item())
+    return float(np.mean(cosines))
+
+
+def similarities(a, b, tokens: Tensor, device, dtype) -> dict:
+    """All four, by name, and REEF's matrix; UserError if the models' attention is missing."""
+    if "full" != a.config.sublayers or "full" != b.config.sublayers:
+        raise UserError("the baselines need models with attention and MLP")
+    matched, matrix = reef(a, b, tokens, device, dtype)
+    values = dict(intrinsic=intrinsic(a, b), reef=matched, pcs=pcs(a, b), ics=ics(a, b))
+    return values | {"reef_matrix": matrix}

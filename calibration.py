@@ -1,0 +1,176 @@
+"""How often does each test of lineage call strangers kin? (BB B.3.1, Figure 13; the table is ours)
+
+    python seedprint.py calibrate --model tiny_llama --num-births 200
+
+Newborns of different seeds are strangers by construction, so every rejection is an error. A test is sound if
+its p is uniform; a sound test rejects 1 % at p < 0.01. The setting decides: what the models read (tokens
+through their own embedding, through one they share, or Gaussian vectors), and how they are drawn.
+"""
+
+import itertools
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import kstest, norm
+
+import common
+import findings
+from baselines import PaperInputs, identity_taus, judge_taus, kendall_std, last_positions
+from checkpoint import Newborn
+from common import UserError, setting
+from evidence import fingerprint, relabelling_test, relation, states
+from figures import draw
+from init import SCHEMES, keyed_generator
+from model import PRESETS
+from probe import gaussian_vectors, random_tokens
+from stats import wilson
+
+INPUTS = ("own embedding", "shared embedding", "gaussian")
+
+
+@dataclass
+class Settings(PaperInputs):
+    """What `seedprint.py calibrate` can be told; `--init` is replaced by `--schemes`."""
+
+    model: tuple[str, ...] = setting(("tiny_gpt2", "tiny_llama"), "presets to be born", PRESETS)
+    schemes: tuple[str, ...] = setting(("gpt2", "normal"), "how they are drawn", SCHEMES)
+    first_seed: int = setting(1, "seed of the first birth; the others follow")
+    num_births: int = setting(200, "newborns of each kind; each is compared with the next six")
+    paper_births: int = setting(16, "of them for the paper's test, which takes longer; all pairs")
+    permutations: int = setting(999, "relabellings; the smallest p is 1 / (1 + this)")
+
+
+def calibrate(words: list[str], s: Settings) -> dict:
+    """Every test in every setting; returns the JSON, written with calibrate.png and calibrate_tau.png.
+
+    UserError for numbers that make no sense.
+    """
+    if words:
+        raise UserError(f"unexpected argument '{words[0]}': calibrate makes its own births (see --help)")
+    least = dict(num_births=14, paper_births=3, paper_sequences=2, num_sequences=1, sequence_length=2)
+    for name, smallest in (least | dict(permutations=1, paper_length=1, first_seed=0)).items():
+        if getattr(s, name) < smallest:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected at least {smallest}")
+    for model in s.model:
+        context, width = PRESETS[model].context_length, PRESETS[model].d_model
+        if max(s.sequence_length, s.paper_length) > context:
+            raise UserError(f"--sequence-length and --paper-length: the context of {model} is {context}")
+        if not 1 <= (s.top_k or 1) <= width:
+            raise UserError(f"--top-k {s.top_k}: expected 1 to {width}, the width of {model}")
+    device, dtype = common.start(s)
+    s = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    started, rows, points, taus = time.perf_counter(), [], [], []
+    settings = list(itertools.product(s.model, s.schemes, INPUTS))
+    for model, scheme, inputs in common.progress(settings, desc="calibrate", unit=" settings"):
+        key = dict(inputs=inputs, scheme=scheme, model=model)
+        p = exact_p(s, model, scheme, inputs, device, dtype)
+        rejections = sum(p <= 0.01)
+        low, high = wilson(int(rejections), len(p), 0.99)
+        counts = dict(num_pairs=len(p), rejections=int(rejections), rate=float(rejections / len(p)))
+        rows.append(dict(test="relabelling") | key | counts | dict(low=low, high=high) | uniformity(p))
+        points += quantiles(p, key | dict(test="relabelling"))
+        p_of, pooled = paper_p(s, model, scheme, inputs, device, dtype)
+        for test, p in p_of.items():
+            pairs = p[np.triu_indices(len(p), 1)]
+            low, high = over_births(p <= 0.01)
+            counts = dict(num_pairs=len(pairs), rejections=int((pairs <= 0.01).sum()))
+            counts["rate"] = counts["rejections"] / len(pairs)
+            rows.append(dict(test=test) | key | counts | dict(low=low, high=high) | uniformity(pairs))
+            points += quantiles(pairs, key | dict(test=test))
+        taus += spread(pooled, s, key)
+    made = common.environment(device, dtype, started)
+    claims, columns = (
+        findings.calibrate(rows),
+        "test inputs scheme model num_pairs rejections rate low high ks_p",
+    )
+    more = dict(environment=made, points=points, taus=taus)
+    result = common.report(s, "calibrate", "BB B.3.1, Figure 13", rows, claims, columns, **more)
+    for name, drawn in (("calibrate", points), ("calibrate_tau", taus)):
+        drawn = [point for point in drawn if point["scheme"] == s.schemes[0]]
+        draw(name, drawn, Path(s.out) / f"{name}.png")
+    return result
+
+
+def births(s: Settings, model: str, scheme: str, inputs: str, count: int) -> list[Newborn]:
+    """Strangers, with embeddings of their own or one for all."""
+    shared = 0 if inputs == "shared embedding" else None
+    return [Newborn(PRESETS[model], s.first_seed + i, shared, scheme) for i in range(count)]
+
+
+def exact_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) -> np.ndarray:
+    """The relabelling test's p for each birth and the six that follow it, (pairs,)."""
+    config, n, T = PRESETS[model], s.num_sequences, s.sequence_length
+    if inputs == "gaussian":
+        given = gaussian_vectors(s.input_seed, range(n), T, config.d_model)
+    else:
+        given = random_tokens(s.input_seed, range(n), T, config.vocab_size)
+    newborns = births(s, model, scheme, inputs, s.num_births)
+    prints = [fingerprint(states(one, given, device, dtype).flatten(0, 1)) for one in newborns]
+    p = []
+    for i, ahead in itertools.product(range(len(prints)), range(1, 7)):
+        j = (i + ahead) % len(prints)
+        C = relation(prints[i], prints[j])
+        p.append(relabelling_test(C, (s.input_seed, i, j), s.permutations)["p"])
+    return np.array(p)
+
+
+def paper_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) -> tuple[dict, np.ndarray]:
+    """The p of the paper's tests for all pairs, (births, births) each, and all pairs' taus."""
+    config, kind = PRESETS[model], "gaussian" if inputs == "gaussian" else "tokens"
+    paper = (s.paper_sequences, s.paper_length, kind, s.input_seed, config.vocab_size, device, dtype)
+    newborns = births(s, model, scheme, inputs, s.paper_births)
+    outputs = [last_positions(newborn, *paper).numpy() for newborn in newborns]
+    chosen = (s.side, s.top_k or config.d_model // 2, s.softmax_temperature)
+    p, pooled = {name: np.ones((len(outputs),) * 2) for name in ("t-test", "U-test", "closed form")}, []
+    for i, j in itertools.combinations(range(len(outputs)), 2):
+        taus = identity_taus(outputs[i], outputs[j], *chosen)
+        said = judge_taus(taus, s.paper_sequences, config.d_model, *chosen)
+        p["t-test"][i, j], p["U-test"][i, j] = said["paper_t_p"], said["paper_u_p"]
+        p["closed form"][i, j] = norm.sf(said["closed_form_z"])
+        pooled.append(taus)
+    return p, np.concatenate(pooled)
+
+
+def over_births(rejected: np.ndarray, resamples: int = 2000) -> tuple[float, float]:
+    """99 % interval of the rate of `rejected`, (births, births) above the diagonal, by resampling births.
+
+    Pairs that share a birth are not independent, so they cannot be resampled; where all pairs agree, the
+    births say nothing of the spread, and the interval is Wilson's for as many pairs as are disjoint.
+    """
+    births, pairs = len(rejected), np.triu_indices(len(rejected), 1)
+    if len(set(rejected[pairs])) == 1:
+        return wilson(int(rejected[pairs][0]) * (births // 2), births // 2, 0.99)
+    counts = keyed_generator("births", births).multinomial(births, np.full(births, 1 / births), resamples)
+    weights = counts[:, pairs[0]] * counts[:, pairs[1]]  # (resamples, pairs)
+    weights = weights[weights.sum(axis=1) > 0]
+    low, high = np.quantile(weights @ rejected[pairs] / weights.sum(axis=1), (0.005, 0.995))
+    return float(low), float(high)
+
+
+def uniformity(p: np.ndarray) -> dict:
+    """Kolmogorov and Smirnov's p against the uniform distribution, and the median."""
+    return dict(ks_p=float(kstest(p, "uniform").pvalue), median_p=float(np.median(p)))
+
+
+def quantiles(p: np.ndarray, key: dict) -> list[dict]:
+    """Sorted p beside what a uniform distribution gives, both as -log10, thinned to 60 points."""
+    order = np.unique(np.geomspace(1, len(p), 60).round().astype(int)) - 1
+    observed, expected = np.sort(p)[order], (order + 0.5) / len(p)
+    title = f"{key['model']}, {key['inputs']}"
+    return [
+        key | dict(panel=title, expected=float(x), observed=float(min(12, y)), uniform=float(x))
+        for x, y in zip(-np.log10(expected), -np.log10(np.maximum(observed, 1e-300)))
+    ]
+
+
+def spread(taus: np.ndarray, s: Settings, key: dict) -> list[dict]:
+    """The taus of strangers as a histogram, beside the Gaussian of independent rows (Figure 13)."""
+    edges, title = np.linspace(-0.3, 0.3, 61), f"{key['model']}, {key['inputs']}"
+    measured = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
+    law = 100 * np.diff(norm.cdf(edges, scale=kendall_std(s.paper_sequences)))
+    return [
+        key | dict(panel=title, tau=float(x), share=float(y), gaussian=float(z))
+        for x, y, z in zip((edges[1:] + edges[:-1]) / 2, measured, law)
+    ]

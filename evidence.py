@@ -1,0 +1,321 @@
+"""What do two models share, and could it be chance? Exact tests of their states and weights.
+
+    >>> import evidence, checkpoint
+    >>> a, b = checkpoint.tensors("nano_llama@42"), checkpoint.tensors("nano_llama@43")
+    >>> C, skipped = evidence.weight_correlation(a, b)          # {"body": (d, d), "embedding": (d, d)}
+    >>> evidence.relabelling_test(C["body"], ("seed", 0))["z"]  # near 0: strangers
+
+Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
+without a common birth, a trained model is as likely as itself with its coordinates relabelled. So it is with
+the hidden units of each MLP. Relabelling one of two models therefore gives the exact distribution of whatever
+compares them, however trained and however dependent the rows (ours; BB compares with Gaussian matrices).
+
+A model comes as a source, `checkpoint.tensors(spec)`, whose parameters are read one at a time.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.stats import norm, rankdata
+from torch import Tensor
+
+import common
+from common import UserError, setting
+from init import SCHEMES, keyed_generator
+from model import NORMS, Block, rope_table
+from probe import DEFAULTS, random_tokens
+
+SAME = -6.0  # log10 p from which on two models are of one birth
+LEVEL = 0.01  # p up to which it is not ruled out
+SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE = "same birth", "no evidence", "inconclusive: use more rows"
+DECISIVE = {  # tests of weights, the plainest first
+    "body": "the weights of the blocks",
+    "any_order": "the weights of the blocks, their neurons and heads in any order",
+    "basis_free": "the hidden units, in any basis of the residual stream",
+}
+BATCH = 1000  # permutations drawn at once
+ROWS = 8192  # of a weight matrix, converted at once
+
+
+@dataclass
+class Inputs(common.RunSettings):
+    """What the relabelling test reads, and how often it permutes."""
+
+    num_sequences: int = setting(16, "random sequences; each of their positions is a row")
+    sequence_length: int = setting(64, "tokens in a sequence")
+    input_seed: int = setting(0, "seed of the random sequences and of the permutations")
+    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)")
+    init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
+
+
+@torch.inference_mode()
+def states(source, inputs: Tensor, device="cpu", dtype=torch.float32, last_only=False, on_state=None):
+    """Final-norm states, (n, T, d) float32, of tokens (n, T) or of vectors (n, T, d): `Transformer.hidden`,
+    but only one block and the inputs' stream are in memory. `last_only` and `on_state` as there.
+    """
+    config = source.config
+    if not inputs.is_floating_point():
+        inputs = F.embedding(inputs, source.read("model.embed_tokens.weight")).float()
+    x = inputs.to(device, dtype)  # (n, T, d)
+    rope, batch = rope_table(config, x), max(1, DEFAULTS[torch.device(device).type][2] // x.shape[1])
+    with torch.device("meta"):
+        block, final = Block(config), NORMS[config.norm](config.d_model, eps=config.norm_epsilon)
+    block, final = block.to(dtype).to_empty(device=device), final.to_empty(device=device)
+    for layer in range(config.num_layers):
+        for name, parameter in block.named_parameters():
+            parameter.copy_(source.read(f"model.layers.{layer}.{name}"))
+        last = last_only and layer == config.num_layers - 1
+        x = torch.cat([block(part, rope, last, None) for part in x.split(batch)])
+        if on_state is not None:
+            on_state(layer + 1, x)
+    for name, parameter in final.named_parameters():
+        parameter.copy_(source.read(f"model.norm.{name}"))
+    x = final(x.float())
+    if not x.isfinite().all():
+        raise UserError("a model's states are not finite: check its weights for NaN")
+    return x[:, -1] if last_only else x
+
+
+def unit_ranks(rows: Tensor) -> Tensor:
+    """Columns of (n, d) by their ranks, ties averaged, centred, of norm 1 (0 if constant); float32."""
+    parts = []
+    for part in rows.cpu().split(max(1, 2**24 // len(rows)), dim=1):  # ranks come in float64
+        centred = rankdata(part.numpy(), axis=0) - (len(rows) + 1) / 2
+        length = np.maximum(np.linalg.norm(centred, axis=0), 1e-30)
+        parts.append(torch.from_numpy(centred / length).float())
+    return torch.cat(parts, dim=1)
+
+
+def decorrelated(ranks: Tensor, ridge: float = 0.03) -> Tensor:
+    """R (R'R + ridge)^(-1/2) of R (n, d), whose columns have norm 1, and again scaled to it.
+
+    What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
+    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too.
+    """
+    n, d = ranks.shape
+    gram = (ranks.T @ ranks if d <= n else ranks @ ranks.T).double()
+    values, vectors = torch.linalg.eigh(gram)
+    root = ((vectors * (values.clamp(min=0) + ridge).rsqrt()) @ vectors.T).float()
+    white = ranks @ root if d <= n else root @ ranks
+    return white / white.norm(dim=0).clamp(min=1e-30)
+
+
+def fingerprint(rows: Tensor) -> Tensor:
+    """What the relabelling test compares of final states (n, d): their decorrelated ranks, (n, d) float32."""
+    return decorrelated(unit_ranks(rows))
+
+
+def relation(a: Tensor, b: Tensor) -> Tensor:
+    """Correlation of every column of one fingerprint (n, d) with every one of the other, (d, d) float64."""
+    return (a.T @ b).double()
+
+
+class Correlation:
+    """Pearson's correlation of every column of A with every column of B, (d, d), over rows that stream by."""
+
+    def __init__(self, d: int):
+        self.rows, self.sums, self.products = 0, torch.zeros(4, d).double(), torch.zeros(d, d).double()
+
+    def update(self, A: Tensor, B: Tensor) -> None:
+        """Add rows (n, d) of each. Two bfloat16 matrices are multiplied as such: rounding is no bias here."""
+        same = A.dtype if A.dtype == B.dtype == torch.bfloat16 else torch.float32
+        for a, b in zip(A.split(ROWS), B.split(ROWS)):
+            self.rows += len(a)
+            self.products += (a.to(same).T @ b.to(same)).double()
+            a, b = a.float(), b.float()
+            self.sums += torch.stack([a.sum(0), b.sum(0), a.square().sum(0), b.square().sum(0)]).double()
+
+    def value(self) -> Tensor | None:
+        """(d, d) float64, 0 where a column is constant; None without rows, UserError for weights of NaN."""
+        if self.rows == 0:
+            return None
+        if not self.sums.isfinite().all():
+            raise UserError("a model's weights are not finite: check them for NaN")
+        a, b, aa, bb = self.sums / self.rows
+        scale = torch.outer((aa - a * a).clamp(min=0), (bb - b * b).clamp(min=0)).sqrt()
+        return torch.where(scale > 0, (self.products / self.rows - torch.outer(a, b)) / scale, 0.0)
+
+
+def residual_last(source, name: str) -> Tensor:
+    """A matrix with its residual axis as columns, (n, d): attention output and MLP down are transposed."""
+    weight = source.read(name)
+    return weight.T if name.endswith(("o_proj.weight", "down_proj.weight")) else weight
+
+
+def weight_correlation(a, b) -> tuple[dict[str, Tensor | None], list[str]]:
+    """Correlations of the residual coordinates over the rows of all weight matrices, and the names left out.
+
+    "body" has the matrices of the blocks, matched by name and shape; "embedding" has the embedding and the
+    head, up to the shorter vocabulary.
+    """
+    matrices = [{k: v for k, v in source.shapes.items() if len(v) == 2} for source in (a, b)]
+    sums = {kind: Correlation(a.config.d_model) for kind in ("body", "embedding")}
+    skipped = sorted(matrices[0].keys() ^ matrices[1].keys())
+    for name in common.progress([n for n in matrices[0] if n in matrices[1]], desc="weights", leave=False):
+        body = name.startswith("model.layers.")
+        if body and matrices[0][name] != matrices[1][name]:
+            skipped.append(name)
+            continue
+        A, B = residual_last(a, name), residual_last(b, name)
+        rows = min(len(A), len(B))
+        sums["body" if body else "embedding"].update(A[:rows], B[:rows])
+    return {kind: total.value() for kind, total in sums.items()}, skipped
+
+
+def judged(z: float, at_least: int, permutations: int) -> dict:
+    """`z`, its normal tail `log10_p`, the exact `p` of the permutations, and whether these say `same` birth.
+
+    The tail is an approximation: a z of 250 is an effect, not a probability.
+    """
+    log10_p, p = float(norm.logsf(z)) / math.log(10), (1 + at_least) / (1 + permutations)
+    return dict(z=float(z), log10_p=log10_p, p=p, same=log10_p <= SAME and at_least == 0)
+
+
+def relabelling_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
+    """Is the mean of C's diagonal, (d, d), above that of C with its columns relabelled?
+
+    S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
+    doubly centred (Hoeffding 1951). Returns `matched` and `mismatched`, the means of the diagonal and of the
+    rest; `judged` of S, its p being (1 + #{S(pi) >= S}) / (1 + P) for P permutations, a function of `key`;
+    and `smallest_visible`, the least matched - mismatched whose normal tail would be 10^SAME.
+    """
+    d, values, coordinates = len(C), C.numpy(), np.arange(len(C))
+    mean, total = C.mean().item(), C.sum().item()
+    centred = C - C.mean(0) - C.mean(1, keepdim=True) + mean
+    std = (centred.square().sum().item() / (d * d * (d - 1))) ** 0.5
+    if not std > 0:
+        raise UserError("nothing varies in one of the models: there is nothing to compare")
+    matched, generator, at_least = (
+        values[coordinates, coordinates].mean(),
+        keyed_generator("relabel", *key),
+        0,
+    )
+    for start in range(0, permutations, BATCH):
+        order = np.tile(coordinates, (min(BATCH, permutations - start), 1))
+        sampled = values[coordinates, generator.permuted(order, axis=1)].mean(axis=1)
+        at_least += int((sampled >= matched).sum())
+    effects = dict(matched=float(matched), mismatched=float(total - matched * d) / (d * (d - 1)))
+    effects["smallest_visible"] = float(norm.isf(10**SAME)) * std * d / (d - 1)
+    return effects | judged((matched - mean) / std, at_least, permutations)
+
+
+def neuron_gram(source, layer: int, limit: int = 4096) -> Tensor:
+    """Products of the hidden units' weights in a layer's MLP, (m, m), m the first units up to `limit`.
+
+    Gate and up rows, with the norm's gain folded in, and down columns, each kind scaled to norm 1: what the
+    residual stream's basis, rotated or permuted, leaves as it is.
+    """
+    name, units = f"model.layers.{layer}", []
+    gain = source.read(f"{name}.post_attention_layernorm.weight").float()
+    for kind in ("gate", "up", "down"):
+        if f"{name}.mlp.{kind}_proj.weight" in source.shapes:
+            weight = residual_last(source, f"{name}.mlp.{kind}_proj.weight")[:limit].float()
+            weight = weight if kind == "down" else weight * gain
+            units.append(weight / weight.norm())
+    return off_diagonal(sum(weight @ weight.T for weight in units))
+
+
+def coordinate_gram(source) -> Tensor:
+    """Products of the residual coordinates' columns over all matrices of the blocks, each of norm 1: (d, d).
+
+    What the order of neurons and heads leaves as it is.
+    """
+    total = torch.zeros(source.config.d_model, source.config.d_model)
+    for name, shape in source.shapes.items():
+        if name.startswith("model.layers.") and len(shape) == 2:
+            weight = residual_last(source, name).float()
+            total += weight.T @ weight / weight.square().sum()
+    return off_diagonal(total)
+
+
+def off_diagonal(gram: Tensor) -> Tensor:
+    """A symmetric matrix without its diagonal, the rest centred."""
+    m = len(gram)
+    mean = (gram.sum() - gram.trace()) / (m * (m - 1))
+    return (gram - mean).fill_diagonal_(0.0)
+
+
+def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
+    """Are the Gram matrices of each pair alike in the order they come in? Mantel's permutation test.
+
+    `pairs` yields (m, m) matrices of A and B; each pair has permutations of its own, of B's rows and columns
+    alike. Returns the `correlation` of the entries, `z` by the permutations' mean and standard deviation, its
+    normal tail `log10_p`, and the exact `p`.
+    """
+    generator, products, norms = keyed_generator("gram", *key), np.zeros(1 + permutations), np.zeros(2)
+    for a, b in pairs:
+        norms += a.square().sum().item(), b.square().sum().item()
+        for i in range(1 + permutations):
+            order = torch.from_numpy(generator.permutation(len(b)) if i else np.arange(len(b)))
+            products[i] += torch.vdot(a.flatten(), b[order].index_select(1, order).flatten()).item()
+    if not np.isfinite(norms).all() or not norms.all():
+        raise UserError("a model's weights are not finite, or all zero")
+    z = (products[0] - products[1:].mean()) / products[1:].std(ddof=1)
+    at_least = int((products[1:] >= products[0]).sum())
+    return dict(correlation=float(products[0] / norms.prod() ** 0.5)) | judged(z, at_least, permutations)
+
+
+def neuron_pairs(a, b, layers: int):
+    """Gram matrices of the hidden units of up to `layers` layers that both models have, evenly spaced."""
+    depth = min(a.config.num_layers, b.config.num_layers)
+    for layer in np.unique(np.linspace(0, depth - 1, min(layers, depth)).round().astype(int)):
+        yield neuron_gram(a, layer), neuron_gram(b, layer)
+
+
+# ---- one pair ----------------------------------------------------------------------------------------------
+
+
+def all_positions(source, n: int, T: int, input_seed: int, vocab: int, device, dtype) -> Tensor:
+    """Fingerprint of every position of n random sequences of T tokens, (n T, d): each is a row."""
+    tokens = random_tokens(input_seed, range(n), T, vocab)
+    if tokens.numel() < 3:
+        raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
+    return fingerprint(states(source, tokens, device, dtype).flatten(0, 1))
+
+
+def decide(tests: dict[str, dict | None]) -> tuple[str, str]:
+    """The verdict of the tests that were made, and what it rests on. Weights decide where they can."""
+    same = [name for name, test in tests.items() if test and test["same"]]
+    for name, words in DECISIVE.items():
+        if name in same:
+            return SAME_BIRTH, words
+    if "embedding" in same:
+        return NO_EVIDENCE, "the embedding is transplanted or shared: the blocks, which decide, are unrelated"
+    if "relabel" in same:
+        return INCONCLUSIVE, "the activations agree, the weights do not"
+    p = [test["p"] for name, test in tests.items() if test and name != "embedding"]
+    if min(p) * len(p) <= LEVEL:  # Bonferroni's bound
+        return INCONCLUSIVE, "too rare for chance, too common for a birth"
+    return NO_EVIDENCE, "neither activations nor weights agree more than by chance"
+
+
+def compare_pair(
+    a, b, rows: tuple[Tensor, Tensor], seed: int, permutations: int, free: int, layers: int, always: bool
+) -> tuple[dict, dict[str, Tensor]]:
+    """Every test of two sources and their fingerprints `rows`, (n, d): a row, and the correlation matrices.
+
+    The two tests by Gram matrices, of `free` permutations and `layers` layers, are made if the others find
+    nothing, or `always`; not if `free` is 0.
+    """
+    C, skipped = weight_correlation(a, b)
+    C = {"relabel": relation(*rows)} | {kind: value for kind, value in C.items() if value is not None}
+    tests = {kind: relabelling_test(value, (kind, seed), permutations) for kind, value in C.items()}
+    if free and (always or decide(tests)[0] != SAME_BIRTH):
+        grams = [(coordinate_gram(a), coordinate_gram(b))]
+        tests["any_order"] = gram_test(grams, ("any_order", seed), free)
+        if a.config.d_ff == b.config.d_ff:
+            tests["basis_free"] = gram_test(neuron_pairs(a, b, layers), ("basis_free", seed), free)
+    verdict, reason = decide(tests)
+    row, test = dict(verdict=verdict, rests_on=reason, num_rows=len(rows[0])), tests["relabel"]
+    row |= {name: test[name] for name in ("matched", "mismatched", "smallest_visible")}
+    row |= dict(relabel_z=test["z"], relabel_log10_p=test["log10_p"], permutation_p=test["p"])
+    for kind in ("body", "embedding"):
+        for name in ("matched", "mismatched", "smallest_visible", "z", "log10_p", "p"):
+            row[f"{kind}_{name}"] = tests[kind][name] if kind in tests else None
+    for kind in ("any_order", "basis_free"):
+        test = tests.get(kind) or dict(correlation=None, z=None, p=None)
+        row |= {kind: test["correlation"], f"{kind}_z": test["z"], f"{kind}_p": test["p"]}
+    return row | dict(skipped=skipped), C

@@ -1,0 +1,333 @@
+"""Are two models of one birth, and of which seed? (BB sections 5 and 6.1; the exact test is ours)
+
+    python seedprint.py compare BASE SUSPECT               # checkpoint folders, or newborns: nano_gpt2@42
+    python seedprint.py compare BASE SUSPECT STRANGER --paper-test --baselines
+    python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
+    python seedprint.py identify SUSPECT --seeds 0-99999   # which seed of init.py?
+    python seedprint.py calibrate                          # how often is each test wrong?
+    python seedprint.py persistence RUN                    # does the birth fade in training?
+
+A verdict rests on an exact test (`evidence.py`), on weights where they can decide. What it does not prove is
+in the README. Models are read one block at a time: two of 7B parameters fit into a laptop's memory.
+"""
+
+import itertools
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from scipy.cluster.hierarchy import dendrogram, linkage
+from scipy.stats import norm
+
+import calibration
+import common
+import findings
+from baselines import PaperInputs, kendall, last_positions, paper_test, similarities, top_dimensions
+from checkpoint import Newborn, shared_context, steps, tensors
+from common import UserError, setting
+from data import TokenData
+from evidence import Inputs, all_positions, compare_pair, relabelling_test, relation
+from figures import draw, save_figure
+from init import STD
+from init import draw as draw_birth
+from probe import random_tokens
+from stats import student_log10_p
+
+STRANGER = 2**31 - 1  # seed of the newborn that `persistence` compares where it is given none
+
+
+@dataclass
+class Compare(PaperInputs):
+    """What `seedprint.py compare` can be told."""
+
+    basis_free: bool = setting(False, "make the tests that no new basis or order fools in any case")
+    neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those tests")
+    neuron_layers: int = setting(4, "layers whose hidden units they compare")
+    paper_test: bool = setting(False, "make the paper's test as well")
+    inputs: str = setting("tokens", "of the paper's test; gaussian is a trap", ("tokens", "gaussian"))
+    baselines: bool = setting(False, "compute Intrinsic, REEF, PCS and ICS as well")
+    data: str | None = setting(None, "data set whose held-out text REEF reads (default: random tokens)")
+
+
+@dataclass
+class Identify(common.RunSettings):
+    """What `seedprint.py identify` can be told."""
+
+    seeds: str = setting("0-99999", "candidates, FIRST-LAST")
+    parameter: str = setting("model.layers.0.self_attn.v_proj.weight", "matrix to look for")
+    numbers: int = setting(65_536, "of its first numbers to draw for each candidate")
+
+
+@dataclass
+class Persistence(PaperInputs):
+    """What `seedprint.py persistence` can be told."""
+
+    stranger: str | None = setting(
+        None, "run of another birth to compare (default: a newborn of another seed)"
+    )
+
+
+def open_models(specs, s: Inputs, least: int = 2) -> tuple[list, int]:
+    """The models' sources and the size of the vocabulary they share; UserError if they cannot be compared."""
+    if len(specs) < least:
+        raise UserError(f"expected at least {least} models: checkpoint folders, or PRESET@SEED")
+    for name, smallest in dict(num_sequences=1, permutations=1, neuron_permutations=2, neuron_layers=1,
+                               paper_sequences=2, softmax_temperature=1e-6).items():  # fmt: skip
+        value = getattr(s, name, None)
+        if value is not None and not smallest <= value < np.inf:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {smallest}")
+    lengths = (s.sequence_length, *([s.paper_length] if isinstance(s, PaperInputs) else []))
+    shared_context(specs, lengths)
+    sources = [tensors(spec, s.init) for spec in specs]
+    widths = [source.config.d_model for source in sources]
+    for spec, width in zip(specs, widths):
+        if width != widths[0]:
+            pair = f"{specs[0]} is {widths[0]} wide, {spec} is {width}"
+            raise UserError(f"{pair}: only models of one width can be compared")
+    return sources, min(source.config.vocab_size for source in sources)
+
+
+# ---- pairs -------------------------------------------------------------------------------------------------
+
+
+def compare(specs: list[str], s: Compare) -> dict:
+    """The first model against each of the others; writes compare.json and compare.png; returns the JSON."""
+    sources, vocab = open_models(specs, s)
+    text = TokenData(s.data) if s.data else None
+    s, device, dtype, started = begin(s)
+    rows, points, at = [], [], (s.input_seed, vocab, device, dtype)
+    prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in sources]
+    for spec, source, theirs in zip(specs[1:], sources[1:], prints[1:]):
+        free = (s.neuron_permutations, s.neuron_layers, s.basis_free)
+        row, C = compare_pair(sources[0], source, (prints[0], theirs), s.input_seed, s.permutations, *free)
+        if s.paper_test:
+            paper = (s.paper_sequences, s.paper_length, s.inputs)
+            outputs = [last_positions(model, *paper, *at) for model in (sources[0], source)]
+            row |= paper_test(*outputs, s.side, s.top_k, s.softmax_temperature)
+        if s.baselines:
+            tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
+            if text:
+                tokens = text.windows("val", text.held_out(200, s.sequence_length), s.sequence_length)[0]
+            if tokens.max() >= vocab:
+                raise UserError(f"--data {s.data} has tokens that the models do not")
+            row |= similarities(sources[0], source, tokens, device, dtype)
+        rows.append(dict(base=specs[0], suspect=spec) | row)
+        for kind, name in (("relabel", "activations"), ("body", "weights")):
+            if kind in C:
+                points += histogram(
+                    C[kind], f"{name}: {Path(spec).name}", len(theirs) if name[0] == "a" else None
+                )
+    columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
+    columns += " paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z" * s.paper_test
+    columns += " intrinsic reef pcs ics" * s.baselines
+    result = finish(s, "compare", "BB 6.1", rows, columns, started, points=points)
+    draw("compare", points, Path(s.out) / "compare.png")
+    for row in rows if common.rank() == 0 else ():
+        print(f"{row['suspect']}: {row['verdict']}. It rests on: {row['rests_on']}.")
+    return result
+
+
+def begin(s) -> tuple:
+    """Settings with the chosen device and dtype, those two, and the time."""
+    device, dtype = common.start(s)
+    s = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    return s, device, dtype, time.perf_counter()
+
+
+def finish(s, name: str, paper: str, rows: list, columns: str, started: float, **more) -> dict:
+    """Judge, write and print an experiment's rows; `s` as `begin` returned it."""
+    made = common.environment(torch.device(s.device), getattr(torch, s.dtype), started)
+    claims = getattr(findings, name)(rows)
+    return common.report(s, name, paper, rows, claims, columns, environment=made, **more)
+
+
+def histogram(C: torch.Tensor, title: str, num_rows: int | None) -> list[dict]:
+    """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
+    off = C[~torch.eye(len(C), dtype=bool)].numpy()
+    edges, points = np.linspace(C.min().item(), C.max().item(), 61), []
+    law = 100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5)) if num_rows else np.full(60, np.nan)
+    for pairs, values in (("mismatched", off), ("matched", C.diagonal().numpy())):
+        share = 100 * np.histogram(values, edges)[0] / len(values)
+        for x, y, theory in zip((edges[1:] + edges[:-1]) / 2, share, law):
+            theory = float(theory) if pairs == "mismatched" and num_rows else None
+            point = dict(correlation=float(x), share=float(y), theory=theory)
+            points.append(point | dict(coordinates=pairs, evidence=title))
+    return points
+
+
+def matrix(specs: list[str], s: Inputs) -> dict:
+    """All pairs; writes matrix.json and matrix.png, a heat map and a family tree; returns the JSON."""
+    sources, vocab = open_models(specs, s)
+    s, device, dtype, started = begin(s)
+    rows, at = [], (s.input_seed, vocab, device, dtype)
+    prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in sources]
+    pairs = list(itertools.combinations(range(len(specs)), 2))
+    for i, j in common.progress(pairs, desc="matrix", unit=" pairs"):
+        seed = s.input_seed
+        row, _ = compare_pair(
+            sources[i], sources[j], (prints[i], prints[j]), seed, s.permutations, 0, 0, False
+        )
+        rows.append(dict(a=specs[i], b=specs[j]) | row)
+    columns = "a b verdict relabel_z matched body_z body_matched embedding_z"
+    result = finish(s, "matrix", "BB Table 4", rows, columns, started)
+    plot_matrix(specs, rows, Path(s.out) / "matrix.png")
+    return result
+
+
+def plot_matrix(specs: list[str], rows: list[dict], path: Path) -> None:
+    """Correlations of body weights, with the z of activations written in, and the tree of their distances."""
+    value, z = np.eye(len(specs)), np.full((len(specs), len(specs)), np.nan)
+    for row in rows:
+        i, j = specs.index(row["a"]), specs.index(row["b"])
+        value[i, j] = value[j, i] = row["body_matched"] or 0.0
+        z[i, j] = z[j, i] = row["relabel_z"]
+    figure = Figure(figsize=(4 + 0.9 * len(specs), 2.2 + 0.55 * len(specs)), layout="constrained")
+    tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
+    distance = (1 - value.clip(0, 1))[np.triu_indices(len(specs), 1)]
+    order = dendrogram(
+        linkage(distance, "average"), ax=tree, orientation="left", no_labels=True, color_threshold=0,
+        above_threshold_color="black",
+    )["leaves"]  # fmt: skip
+    tree.set(xlabel="1 - correlation of weights", title="family tree")
+    tree.spines[["top", "right", "left"]].set_visible(False)
+    image = heat.imshow(
+        value[np.ix_(order, order)], cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower"
+    )
+    names = [str(specs[i]) for i in order]
+    names = [name if len(name) < 28 else "..." + name[-25:] for name in names]
+    heat.set_xticks(range(len(specs)), names, rotation=40, ha="right", fontsize=8)
+    heat.set_yticks(range(len(specs)), names, fontsize=8)
+    heat.set_title("z of activations")
+    for (y, i), (x, j) in itertools.product(enumerate(order), repeat=2):
+        if i != j:
+            colour = "black" if value[i, j] > 0.6 else "white"
+            heat.text(x, y, f"{z[i, j]:.1f}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, label="correlation of body weights")
+    save_figure(figure, path)
+
+
+# ---- which seed? -------------------------------------------------------------------------------------------
+
+
+def identify(specs: list[str], s: Identify) -> dict:
+    """The seed of `init.py` whose draw of one matrix lies closest to the suspect's; writes identify.json.
+
+    A newborn's numbers are Gaussian, so their cosine with any fixed numbers has a known law, and the search
+    among all candidates costs its number (Bonferroni). UserError if the matrix is not there.
+    """
+    if len(specs) != 1:
+        raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
+    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", s.seeds)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if last < first:
+        raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999")
+    source = tensors(specs[0])
+    shape = source.shapes.get(s.parameter, ())
+    if len(shape) != 2 or s.numbers < 4:
+        names = ", ".join(
+            name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name
+        )
+        raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}; --numbers at least 4")
+    s, _, _, started = begin(s)
+    weight, size = source.read(s.parameter).flatten()[: s.numbers].double().numpy(), 256
+    m = len(weight)
+    unit = (weight / max(np.linalg.norm(weight), 1e-300)).astype(np.float32)
+
+    def cosines(start: int) -> list[tuple[float, int]]:
+        found = []
+        for seed in range(start, min(start + size, last + 1)):
+            numbers = draw_birth(seed, s.parameter, shape, STD, m).numpy()
+            found.append((float(numbers @ unit) / float(np.linalg.norm(numbers)), seed))
+        return found
+
+    best = []
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
+        starts = range(first, last + 1, size)
+        for part in common.progress(
+            pool.map(cosines, starts), total=len(starts), desc="seeds", unit=f" x {size}"
+        ):
+            best = sorted(best + part, reverse=True)[:10]
+    rows, candidates = [], last - first + 1
+    for cosine, seed in best:
+        t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
+        tail = student_log10_p(t, m - 1) - np.log10(2) if t > 0 else np.log10(0.5)  # one-sided
+        family = float(min(0.0, tail + np.log10(candidates)))
+        rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
+    return finish(s, "identify", "ours", rows, "seed cosine z family_log10_p", started, candidates=candidates)
+
+
+# ---- a life ------------------------------------------------------------------------------------------------
+
+
+def persistence(specs: list[str], s: Persistence) -> dict:
+    """Every checkpoint of a run against its birth, and a stranger beside it (BB Figures 11 and 14).
+
+    `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions; the stranger is of the same
+    step where --stranger is a run that has it. Writes persistence.json and persistence.png.
+    """
+    run = steps(specs[0]) if len(specs) == 1 else []
+    if len(run) < 2:
+        raise UserError("persistence expects one run folder with two checkpoints or more, as train.py makes")
+    others = {path.name: path for path in steps(s.stranger)} if s.stranger else {}
+    sources, vocab = open_models([str(run[0]), str(run[-1]), *([s.stranger] if s.stranger else [])], s)
+    birth = sources[0]
+    stranger = sources[2] if s.stranger else Newborn(birth.config, STRANGER, scheme=s.init)
+    s, device, dtype, started = begin(s)
+    paper = (s.paper_sequences, s.paper_length, "tokens", s.input_seed, vocab, device, dtype)
+    inputs = (s.num_sequences, s.sequence_length, s.input_seed, vocab, device, dtype)
+    born, born_rows = last_positions(birth, *paper), all_positions(birth, *inputs)
+    top_k, rows = s.top_k or birth.config.d_model // 2, []
+    chosen = top_dimensions(born.numpy(), s.side, top_k)
+    strange = last_positions(stranger, *paper)
+    for folder in common.progress(run, desc="checkpoints"):
+        child = tensors(str(folder))
+        output = last_positions(child, *paper)
+        if folder.name in others:
+            strange = last_positions(tensors(str(others[folder.name])), *paper)
+        row, of = (
+            dict(step=int(folder.name.removeprefix("step_"))),
+            dict(mean_tau=output, stranger_mean_tau=strange),
+        )
+        for name, other in of.items():
+            tau = kendall(born.numpy(), other.numpy(), chosen, s.softmax_temperature)
+            row |= {name: float(tau.mean()), name.replace("mean", "std"): float(tau.std())}
+        C = relation(born_rows, all_positions(child, *inputs))
+        test = relabelling_test(C, ("relabel", s.input_seed), s.permutations)
+        row |= dict(matched=test["matched"], relabel_z=test["z"], permutation_p=test["p"])
+        rows.append(row | paper_test(born, output, s.side, s.top_k, s.softmax_temperature))
+    points = [
+        dict(step=row["step"], tau=row[f"{who}mean_tau"], std=row[f"{who}std_tau"], model=model)
+        for who, model in (("", "its own birth"), ("stranger_", "another birth"))
+        for row in rows
+        if row["step"]
+    ]
+    columns = "step mean_tau std_tau stranger_mean_tau stranger_std_tau relabel_z paper_t_p paper_u_p"
+    result = finish(s, "persistence", "BB Figures 11 and 14", rows, columns, started, points=points)
+    draw("persistence", points, Path(s.out) / "persistence.png")
+    return result
+
+
+COMMANDS = {
+    "compare": (Compare, compare),
+    "matrix": (Inputs, matrix),
+    "identify": (Identify, identify),
+    "calibrate": (calibration.Settings, calibration.calibrate),
+    "persistence": (Persistence, persistence),
+}
+
+
+def main() -> None:
+    """Parse the command line and run the subcommand."""
+    words, arguments = common.leading_words()
+    chosen = common.choose(words[0] if words else "", COMMANDS, "subcommand")
+    settings_class, work = COMMANDS[chosen]
+    work(words[1:], common.parse_settings(settings_class, __doc__, arguments))
+
+
+if __name__ == "__main__":
+    common.run(main)
