@@ -75,6 +75,7 @@ def null_taus(n: int, d: int, side: str, top_k: int, temperature: float | None, 
     return identity_taus(a, b, side, top_k, temperature)
 
 
+@functools.lru_cache(maxsize=8)
 def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: int, device, dtype) -> Tensor:
     """Final last-position states, (n, d), for n random sequences of T "tokens" or "gaussian" vectors."""
     d, parts = source.config.d_model, []
@@ -177,7 +178,7 @@ def pcs(a, b) -> float:
         if not name.startswith(("model.embed_tokens", "lm_head")) and b.shapes.get(name) == shape:
             x, y = a.read(name).float(), b.read(name).float()
             sums += [float((p * q).double().sum()) for p, q in ((x, y), (x, x), (y, y))]
-    return sums[0] / max((sums[1] * sums[2]) ** 0.5, 1e-300)
+    return float(sums[0] / max((sums[1] * sums[2]) ** 0.5, 1e-300))
 
 
 def invariant_terms(source, tokens: int):

@@ -3,6 +3,7 @@
     python bench.py                                       # all of it: about a quarter of an hour on 2 cores
     python bench.py forward --model nano_llama --sequence-length 512 --rounds 9
     python bench.py training                              # the loop of train.py; files: data and checkpoints
+    python tests/write_shards.py /tmp/7b && python bench.py streaming --folder /tmp/7b
 
 In `forward`, each row is one way of computing the last position's final state for random sequences: this
 project's model in bfloat16 and float32, and transformers' model of the same shape, without its head, in the
@@ -10,10 +11,14 @@ same dtypes (it loads in float32 unless told otherwise). Each contestant first p
 all take turns, in alternating order, as do the matrix products that measure the device's peak. Medians count.
 GFLOP/s counts the products the answer needs, the same for all: what a contestant computes beyond is its loss.
 In `training`, both models go through train.py's forward and backward pass, in bfloat16, clipping and AdamW.
+`streaming` compares a checkpoint folder with a noised copy and with a stranger, both made as they are read.
 """
 
+import contextlib
+import math
 import statistics
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +29,9 @@ from tqdm import tqdm
 import checkpoint
 import common
 import data
-from common import claim, setting
-from init import newborn
+import evidence
+from common import UserError, claim, setting
+from init import draw, newborn
 from model import PRESETS, ModelConfig, forward_flops
 from train import loss_sum
 
@@ -44,6 +50,7 @@ class Settings(common.RunSettings):
     rounds: int = setting(3, "measurements of each contestant; the median counts")
     tokens: int | None = setting(None, "tokens in the largest batch tried of three; " + TOKENS)
     megabytes: int = setting(30, "of text to tokenize in `files`")
+    folder: str | None = setting(None, "checkpoint folder for `streaming`")
 
 
 def transformers_model(config: ModelConfig, head: bool = False) -> torch.nn.Module | None:
@@ -195,6 +202,71 @@ def file_rows(megabytes: int, device: torch.device) -> list[dict]:
     return rows
 
 
+class Noised:
+    """A source's tensors with noise of `share` of their own std, made as they are read."""
+
+    def __init__(self, source, share: float = 0.1):
+        self.source, self.share, self.config, self.shapes = source, share, source.config, source.shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in its own dtype."""
+        weight = self.source.read(name)
+        if weight.ndim < 2:
+            return weight
+        noise = draw(-1, name, weight.shape, self.share * weight[:1024].float().std().item())
+        return weight.add_(noise)
+
+
+@contextlib.contextmanager
+def anonymous_peak():
+    """A list that receives the peak of anonymous resident memory in the block, in bytes (Linux)."""
+    status, peak, done = Path("/proc/self/status"), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            line = next((x for x in status.read_text().splitlines() if x.startswith("RssAnon")), "x 0")
+            peak[0] = max(peak[0], 1024 * int(line.split()[1]))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def streaming_rows(folder: str, device: torch.device, dtype: torch.dtype) -> list[dict]:
+    """Seconds and peak memory of comparing a folder with a noised copy and with a stranger."""
+    base, rows = checkpoint.tensors(folder), []
+    size = sum(math.prod(shape) for shape in base.shapes.values())
+    suspects = {"noised copy": Noised(base), "stranger": checkpoint.Newborn(base.config, 1)}
+    for name, suspect in suspects.items():
+        begun = time.perf_counter()
+        with anonymous_peak() as peak:
+            at = (16, 64, 0, base.config.vocab_size, device, dtype)
+            prints = [evidence.all_positions(source, *at) for source in (base, suspect)]
+            read = time.perf_counter() - begun
+            row, _ = evidence.compare_pair(base, suspect, prints, 0, 9999, 99, 4, True)
+        row = {key: row[key] for key in ("verdict", "relabel_z", "body_z", "basis_free_z")}
+        times = dict(states_seconds=read, seconds=time.perf_counter() - begun)
+        rows.append(dict(suspect=name, parameters=size) | times | dict(anonymous_gb=peak[0] / 1e9) | row)
+    return rows
+
+
+def streaming_verdicts(rows: list[dict]) -> list[dict]:
+    """The targets of layer streaming."""
+    right = [
+        row["verdict"] == ("same birth" if row["suspect"] == "noised copy" else "no evidence") for row in rows
+    ]
+    peak = max(row["anonymous_gb"] for row in rows)
+    text = f"{rows[0]['parameters'] / 1e9:.1f}B parameters are compared in less than 3 GB of memory"
+    return [
+        claim(text, None, f"{peak:.2f} GB", peak < 3),
+        claim("both verdicts are right", None, f"{sum(right)} of 2", all(right)),
+    ]
+
+
 def verdicts(rows: list[dict]) -> list[dict]:
     """The project's speed targets, judged on the rows that speak of them."""
     found = {(r["model"], r["sequence_length"], r["implementation"], r["dtype"]): r for r in rows}
@@ -235,14 +307,17 @@ def check(settings: Settings) -> None:
     """UserError for numbers that make no sense."""
     checkpoint.shared_context(settings.model, settings.sequence_length)
     if min(settings.rounds, settings.megabytes, settings.tokens or 1) < 1 or settings.tokens == 0:
-        raise common.UserError("--rounds, --tokens and --megabytes: expected at least 1")
+        raise UserError("--rounds, --tokens and --megabytes: expected at least 1")
 
 
 def main() -> None:
     """Parse the command line, time what was asked for, write JSON and print the tables."""
-    chosen, arguments = common.subcommand(("forward", "training", "files", "all"), "all", "benchmark")
+    choices = ("forward", "training", "files", "streaming", "all")
+    chosen, arguments = common.subcommand(choices, "all", "benchmark")
     settings = common.parse_settings(Settings, __doc__, arguments)
     check(settings)
+    if chosen == "streaming" and settings.folder is None:
+        raise UserError("streaming expects --folder; one of 13 GB: python tests/write_shards.py FOLDER")
     device, dtype = common.start(settings)
 
     def report(name: str, rows: list[dict], claims: list[dict], columns: str, started: float) -> None:
@@ -265,6 +340,10 @@ def main() -> None:
     if chosen in ("files", "all"):
         started, rows = time.perf_counter(), file_rows(settings.megabytes, device)
         report("bench_files", rows, file_verdicts(rows), "work seconds megabytes_per_second", started)
+    if chosen == "streaming":
+        started, rows = time.perf_counter(), streaming_rows(settings.folder, device, dtype)
+        columns = " ".join(rows[0])
+        report("bench_streaming", rows, streaming_verdicts(rows), columns, started)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""How often does each test of lineage call strangers kin? (BB B.3.1, Figure 13; the table is ours)
+"""How often does each test of lineage call strangers kin, and what does it cost? (BB B.3.1; mostly ours)
 
     python seedprint.py calibrate --model tiny_llama --num-births 200
+    python seedprint.py cost BASE CHILD
 
 Newborns of different seeds are strangers by construction, so every rejection is an error. A test is sound if
 its p is uniform; a sound test rejects 1 % at p < 0.01. The setting decides: what the models read (tokens
@@ -10,6 +11,7 @@ through their own embedding, through one they share, or Gaussian vectors), and h
 import itertools
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +19,27 @@ from scipy.stats import kstest, norm
 
 import common
 import findings
-from baselines import PaperInputs, identity_taus, judge_taus, kendall_std, last_positions
-from checkpoint import Newborn
+from baselines import PaperInputs, identity_taus, judge_taus, kendall_std, last_positions, paper_test
+from checkpoint import Newborn, shared_context, tensors
 from common import UserError, setting
-from evidence import fingerprint, relabelling_test, relation, states
+from evidence import (
+    SAME,
+    Inputs,
+    all_positions,
+    fingerprint,
+    relabelling_test,
+    relation,
+    states,
+    unit_ranks,
+    weight_correlation,
+)
 from figures import draw
 from init import SCHEMES, keyed_generator
 from model import PRESETS
 from probe import gaussian_vectors, random_tokens
 from stats import wilson
 
+AUTHORS = 10_000 * 1024  # tokens that the paper's test reads (BB B.2, 5)
 INPUTS = ("own embedding", "shared embedding", "gaussian")
 
 
@@ -49,7 +62,7 @@ def calibrate(words: list[str], s: Settings) -> dict:
     """
     if words:
         raise UserError(f"unexpected argument '{words[0]}': calibrate makes its own births (see --help)")
-    least = dict(num_births=14, paper_births=3, paper_sequences=2, num_sequences=1, sequence_length=2)
+    least = dict(num_births=14, paper_births=3, paper_sequences=3, num_sequences=1, sequence_length=2)
     for name, smallest in (least | dict(permutations=1, paper_length=1, first_seed=0)).items():
         if getattr(s, name) < smallest:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected at least {smallest}")
@@ -174,3 +187,54 @@ def spread(taus: np.ndarray, s: Settings, key: dict) -> list[dict]:
         key | dict(panel=title, tau=float(x), share=float(y), gaussian=float(z))
         for x, y, z in zip((edges[1:] + edges[:-1]) / 2, measured, law)
     ]
+
+
+# ---- what does each test need? -----------------------------------------------------------------------------
+
+
+def cost(specs: list[str], s: Inputs) -> dict:
+    """Tokens and seconds until each test says p < 1e-6 of two kin, doubling sequences; writes cost.json."""
+    if len(specs) != 2:
+        raise UserError("cost expects two models of one birth")
+    T = s.sequence_length
+    shared_context(specs, (T,))
+    a, b = (tensors(spec, s.init) for spec in specs)
+    if a.config.d_model != b.config.d_model:
+        raise UserError(f"{specs[0]} is {a.config.d_model} wide, {specs[1]} is {b.config.d_model}")
+    device, dtype = common.start(s)
+    started, vocab = time.perf_counter(), min(a.config.vocab_size, b.config.vocab_size)
+    at, pair = (s.input_seed, vocab, device, dtype), (a, b)
+
+    def relabelling(prepare, n: int) -> float:
+        C = relation(*(all_positions(source, n, T, *at, prepare) for source in pair))
+        return relabelling_test(C, (s.input_seed,), s.permutations)["log10_p"]
+
+    def paper(key: str, n: int) -> float:
+        if n < 4:
+            return 0.0
+        said = paper_test(*(last_positions(source, n, T, "tokens", *at) for source in pair))[key]
+        log_p = norm.logsf(said) if key.endswith("z") else np.log(max(said, 1e-300))
+        return float(log_p / np.log(10))
+
+    tests = {
+        "relabelling": partial(relabelling, fingerprint),
+        "relabelling, plain ranks": partial(relabelling, unit_ranks),
+        "closed form": partial(paper, "closed_form_z"),
+        "t-test": partial(paper, "paper_t_p"),
+        "U-test": partial(paper, "paper_u_p"),
+    }
+    begun = time.perf_counter()
+    weights = relabelling_test(weight_correlation(a, b)[0]["body"], (s.input_seed,), s.permutations)
+    rows = [dict(test="weights", tokens=0, seconds=time.perf_counter() - begun, log10_p=weights["log10_p"])]
+    for name, test in common.progress(tests.items(), desc="cost"):
+        for n in (2**k for k in range(15)):
+            begun = time.perf_counter()
+            log10_p = test(n)
+            took = time.perf_counter() - begun
+            if log10_p <= SAME:
+                break
+        row = dict(test=name, tokens=n * T, seconds=took, log10_p=log10_p)
+        rows.append(row | dict(times_fewer_tokens=AUTHORS / (n * T)))
+    made = common.environment(device, dtype, started)
+    columns = "test tokens seconds log10_p times_fewer_tokens"
+    return common.report(s, "cost", "BB 5, 6.1", rows, findings.cost(rows), columns, environment=made)

@@ -51,7 +51,8 @@ def run(main) -> None:
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))  # may quote strangers
             print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):  # the latter: `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     finally:
         if dist.is_initialized():

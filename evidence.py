@@ -268,12 +268,14 @@ def neuron_pairs(a, b, layers: int):
 # ---- one pair ----------------------------------------------------------------------------------------------
 
 
-def all_positions(source, n: int, T: int, input_seed: int, vocab: int, device, dtype) -> Tensor:
+def all_positions(
+    source, n: int, T: int, input_seed: int, vocab: int, device, dtype, prepare=fingerprint
+) -> Tensor:
     """Fingerprint of every position of n random sequences of T tokens, (n T, d): each is a row."""
     tokens = random_tokens(input_seed, range(n), T, vocab)
     if tokens.numel() < 3:
         raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
-    return fingerprint(states(source, tokens, device, dtype).flatten(0, 1))
+    return prepare(states(source, tokens, device, dtype).flatten(0, 1))
 
 
 def decide(tests: dict[str, dict | None]) -> tuple[str, str]:

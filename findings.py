@@ -248,6 +248,16 @@ def calibrate(rows: list[dict]) -> list[dict]:
     return [*claims, claim(text, None, f"at least {ks.min():.3f}", ks.min() > 0.01)]
 
 
+def cost(rows: list[dict]) -> list[dict]:
+    """Ours: what the relabelling test saves."""
+    row = next(row for row in rows if row["test"] == "relabelling")
+    text = "the relabelling test says p < 1e-6 from a thousandth of the paper's 10,000 x 1,024 tokens"
+    measured = (
+        f"{row['tokens']:,} tokens: {row['times_fewer_tokens']:,.0f} times fewer, {row['seconds']:.2f} s"
+    )
+    return [claim(text, None, measured, row["log10_p"] <= -6 and row["times_fewer_tokens"] > 1000)]
+
+
 def persistence(rows: list[dict]) -> list[dict]:
     """BB Figures 11 and 14."""
     later = [row for row in rows if row["step"]]
@@ -261,3 +271,15 @@ def persistence(rows: list[dict]) -> list[dict]:
     )
     z, text = column(later, "relabel_z"), "so does the relabelling test, z > 5"
     return [*claims, claim(text, None, f"z at least {z.min():.1f}", z.min() > 5)]
+
+
+def lineage(rows: list[dict]) -> list[dict]:
+    """BB Tables 4, 5, 8 to 12: who is right?"""
+    claims = []
+    judged = ("paper_t_p", "paper_u_p", "intrinsic", "reef", "pcs", "ics", "relabelling", "verdict")
+    for table, part in split(rows, "table").items():
+        for name in judged:
+            right = column(part, f"{name}_right")
+            text = f"Table {table}: {name.replace('_', ' ')} is right on every pair"
+            claims.append(claim(text, None, f"{right.sum()} of {len(part)}", right.all()))
+    return claims

@@ -5,6 +5,7 @@
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
     python seedprint.py identify SUSPECT --seeds 0-99999   # which seed of init.py?
     python seedprint.py calibrate                          # how often is each test wrong?
+    python seedprint.py cost BASE CHILD                    # how many tokens does each test need?
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
 A verdict rests on an exact test (`evidence.py`), on weights where they can decide. What it does not prove is
@@ -77,7 +78,7 @@ def open_models(specs, s: Inputs, least: int = 2) -> tuple[list, int]:
     if len(specs) < least:
         raise UserError(f"expected at least {least} models: checkpoint folders, or PRESET@SEED")
     for name, smallest in dict(num_sequences=1, permutations=1, neuron_permutations=2, neuron_layers=1,
-                               paper_sequences=2, softmax_temperature=1e-6).items():  # fmt: skip
+                               paper_sequences=3, softmax_temperature=1e-6).items():  # fmt: skip
         value = getattr(s, name, None)
         if value is not None and not smallest <= value < np.inf:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {smallest}")
@@ -100,28 +101,12 @@ def compare(specs: list[str], s: Compare) -> dict:
     sources, vocab = open_models(specs, s)
     text = TokenData(s.data) if s.data else None
     s, device, dtype, started = begin(s)
-    rows, points, at = [], [], (s.input_seed, vocab, device, dtype)
-    prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in sources]
-    for spec, source, theirs in zip(specs[1:], sources[1:], prints[1:]):
-        free = (s.neuron_permutations, s.neuron_layers, s.basis_free)
-        row, C = compare_pair(sources[0], source, (prints[0], theirs), s.input_seed, s.permutations, *free)
-        if s.paper_test:
-            paper = (s.paper_sequences, s.paper_length, s.inputs)
-            outputs = [last_positions(model, *paper, *at) for model in (sources[0], source)]
-            row |= paper_test(*outputs, s.side, s.top_k, s.softmax_temperature)
-        if s.baselines:
-            tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
-            if text:
-                tokens = text.windows("val", text.held_out(200, s.sequence_length), s.sequence_length)[0]
-            if tokens.max() >= vocab:
-                raise UserError(f"--data {s.data} has tokens that the models do not")
-            row |= similarities(sources[0], source, tokens, device, dtype)
+    rows, points = [], []
+    for spec, source in zip(specs[1:], sources[1:]):
+        row, C = examine(sources[0], source, s, vocab, text, device, dtype)
         rows.append(dict(base=specs[0], suspect=spec) | row)
-        for kind, name in (("relabel", "activations"), ("body", "weights")):
-            if kind in C:
-                points += histogram(
-                    C[kind], f"{name}: {Path(spec).name}", len(theirs) if name[0] == "a" else None
-                )
+        points += histogram(C["relabel"], f"activations: {Path(spec).name}", row["num_rows"])
+        points += histogram(C["body"], f"weights: {Path(spec).name}", None) if "body" in C else []
     columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
     columns += " paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z" * s.paper_test
     columns += " intrinsic reef pcs ics" * s.baselines
@@ -130,6 +115,25 @@ def compare(specs: list[str], s: Compare) -> dict:
     for row in rows if common.rank() == 0 else ():
         print(f"{row['suspect']}: {row['verdict']}. It rests on: {row['rests_on']}.")
     return result
+
+
+def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype) -> tuple[dict, dict]:
+    """All that `s` asks of a pair of sources: a row, and the correlation matrices of `compare_pair`."""
+    at, paper = (s.input_seed, vocab, device, dtype), (s.paper_sequences, s.paper_length, s.inputs)
+    prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in (a, b)]
+    free = (s.neuron_permutations, s.neuron_layers, s.basis_free)
+    row, C = compare_pair(a, b, prints, s.input_seed, s.permutations, *free)
+    if s.paper_test:
+        outputs = [last_positions(source, *paper, *at) for source in (a, b)]
+        row |= paper_test(*outputs, s.side, s.top_k, s.softmax_temperature)
+    if s.baselines:
+        tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
+        if text:
+            tokens = text.windows("val", text.held_out(200, s.sequence_length), s.sequence_length)[0]
+        if tokens.max() >= vocab:
+            raise UserError(f"--data {s.data} has tokens that the models do not")
+        row |= similarities(a, b, tokens, device, dtype)
+    return row, C
 
 
 def begin(s) -> tuple:
@@ -317,6 +321,7 @@ COMMANDS = {
     "matrix": (Inputs, matrix),
     "identify": (Identify, identify),
     "calibrate": (calibration.Settings, calibration.calibrate),
+    "cost": (Inputs, calibration.cost),
     "persistence": (Persistence, persistence),
 }
 
