@@ -38,13 +38,15 @@ FIGURES = {
         dict(panel="scaling", log="xy", ticks=[128, 256, 512, 1024])),
     "compare": ("correlation", "share", "coordinates", {"theory": "mismatched, if rows were independent"},
         ("correlation of a coordinate of one model with one of the other", "% of pairs"),
-        dict(panel="evidence", style="-", share="y")),
+        dict(panel="evidence", style="-", share="", across=2)),
     "calibrate": ("expected", "observed", "test", {"uniform": "a sound test"},
         ("-log10 p expected", "-log10 p of strangers"), dict(panel="panel", style=".-")),
     "calibrate_tau": ("tau", "share", "scheme", {"gaussian": "Gaussian of independent rows"},
         ("Kendall's tau of strangers", "% of dimensions"), dict(panel="panel", style="-")),
     "persistence": ("step", "tau", "model", {}, ("training step", "Kendall's tau with birth, mean and std"),
         dict(band="std", log="x")),
+    "persistence_p": ("step", "minus_log10_p", "test", {"level": "p = 0.01"},
+        ("training step", "-log10 p against its birth"), dict(log="xy")),
 }  # fmt: skip
 
 
@@ -64,8 +66,9 @@ def save_figure(figure: Figure, path: Path) -> None:
 def curves(
     points: list[dict], path: Path, x: str, y: str, series: str, theory: dict, labels: tuple[str, str],
     panel: str = "", band: str = "", log: str = "", style: str = "o-", ticks=None, share: str = "xy",
+    across: int = 3,
 ) -> None:  # fmt: skip
-    """`y` over `x`, a colour for each value of `series`, three panels in a row for the values of `panel`.
+    """`y` over `x`, a colour for each value of `series`, a panel for each of `panel`, `across` in a row.
 
     `theory` maps the keys that hold theories to their legends; a point may have None. `band` is the key of a
     half width to shade; `log` the axes in logarithms, "x", "y" or "xy"; `labels` those of x and y; `share`
@@ -73,7 +76,7 @@ def curves(
     """
     panels = list(dict.fromkeys(point[panel] for point in points)) if panel else [None]
     names = list(dict.fromkeys(point[series] for point in points))
-    across, down = min(3, len(panels)), -(-len(panels) // 3)
+    across, down = min(across, len(panels)), -(-len(panels) // across)
     figure = Figure(figsize=(3.0 + 4.0 * across, 3.8 * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False, sharex="x" in share, sharey="y" in share)
     for axes in grid.flat[len(panels) :]:
@@ -93,8 +96,8 @@ def curves(
                 axes.plot([x for x, _ in law], [y for _, y in law], "k" + dash, linewidth=1.3, zorder=3)
         for dash, legend in zip(DASHES, theory.values()):
             axes.plot([], [], "k" + dash, linewidth=1.3, label=legend)
-        title = value if type(value) is str else f"{panel} {value}"
-        axes.set(title=title.replace("_", " ") if panel else "")
+        title = value if type(value) is str else f"{panel} {value}".replace("_", " ")
+        axes.set(title=title if panel else "")
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
         if all(type(point[x]) is int for point in points) and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2

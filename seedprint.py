@@ -13,6 +13,7 @@ in the README. Models are read one block at a time: two of 7B parameters fit int
 """
 
 import itertools
+import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -197,7 +198,7 @@ def plot_matrix(specs: list[str], rows: list[dict], path: Path) -> None:
         linkage(distance, "average"), ax=tree, orientation="left", no_labels=True, color_threshold=0,
         above_threshold_color="black",
     )["leaves"]  # fmt: skip
-    tree.set(xlabel="1 - correlation of weights", title="family tree")
+    tree.set(xlabel="1 - correlation", title="family tree")
     tree.spines[["top", "right", "left"]].set_visible(False)
     image = heat.imshow(
         value[np.ix_(order, order)], cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower"
@@ -285,34 +286,29 @@ def persistence(specs: list[str], s: Persistence) -> dict:
     paper = (s.paper_sequences, s.paper_length, "tokens", s.input_seed, vocab, device, dtype)
     inputs = (s.num_sequences, s.sequence_length, s.input_seed, vocab, device, dtype)
     born, born_rows = last_positions(birth, *paper), all_positions(birth, *inputs)
-    top_k, rows = s.top_k or birth.config.d_model // 2, []
-    chosen = top_dimensions(born.numpy(), s.side, top_k)
-    strange = last_positions(stranger, *paper)
+    chosen = top_dimensions(born.numpy(), s.side, s.top_k or birth.config.d_model // 2)
+    strange, rows, points, p = last_positions(stranger, *paper), [], [], []
     for folder in common.progress(run, desc="checkpoints"):
-        child = tensors(str(folder))
+        child, step = tensors(str(folder)), int(folder.name.removeprefix("step_"))
         output = last_positions(child, *paper)
         if folder.name in others:
             strange = last_positions(tensors(str(others[folder.name])), *paper)
-        row, of = (
-            dict(step=int(folder.name.removeprefix("step_"))),
-            dict(mean_tau=output, stranger_mean_tau=strange),
-        )
-        for name, other in of.items():
+        row = dict(step=step)
+        for who, model, other in (("", "its own birth", output), ("stranger_", "another birth", strange)):
             tau = kendall(born.numpy(), other.numpy(), chosen, s.softmax_temperature)
-            row |= {name: float(tau.mean()), name.replace("mean", "std"): float(tau.std())}
+            row |= {f"{who}mean_tau": float(tau.mean()), f"{who}std_tau": float(tau.std())}
+            points.append(dict(step=step, tau=float(tau.mean()), std=float(tau.std()), model=model))
         C = relation(born_rows, all_positions(child, *inputs))
         test = relabelling_test(C, ("relabel", s.input_seed), s.permutations)
-        row |= dict(matched=test["matched"], relabel_z=test["z"], permutation_p=test["p"])
+        row |= {f"relabel_{name}": test[name] for name in ("z", "log10_p")} | dict(permutation_p=test["p"])
         rows.append(row | paper_test(born, output, s.side, s.top_k, s.softmax_temperature))
-    points = [
-        dict(step=row["step"], tau=row[f"{who}mean_tau"], std=row[f"{who}std_tau"], model=model)
-        for who, model in (("", "its own birth"), ("stranger_", "another birth"))
-        for row in rows
-        if row["step"]
-    ]
+        logs = {f"{n}-test": math.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
+        for name, log10_p in ({"relabelling": test["log10_p"]} | logs).items():
+            p.append(dict(step=step, test=name, minus_log10_p=-log10_p, level=2.0))
     columns = "step mean_tau std_tau stranger_mean_tau stranger_std_tau relabel_z paper_t_p paper_u_p"
-    result = finish(s, "persistence", "BB Figures 11 and 14", rows, columns, started, points=points)
-    draw("persistence", points, Path(s.out) / "persistence.png")
+    result = finish(s, "persistence", "BB Figures 11 and 14", rows, columns, started, points=points, p=p)
+    for name, drawn in (("persistence", points), ("persistence_p", p)):
+        draw(name, [point for point in drawn if point["step"]], Path(s.out) / f"{name}.png")
     return result
 
 
