@@ -27,6 +27,8 @@ from evidence import (
     Inputs,
     all_positions,
     fingerprint,
+    gram_test,
+    neuron_pairs,
     relabelling_test,
     relation,
     states,
@@ -40,6 +42,7 @@ from probe import gaussian_vectors, random_tokens
 from stats import wilson
 
 AUTHORS = 10_000 * 1024  # tokens that the paper's test reads (BB B.2, 5)
+WEIGHTS = "weights"  # as if an input: what the tests of weights read
 INPUTS = ("own embedding", "shared embedding", "gaussian")
 
 
@@ -75,24 +78,24 @@ def calibrate(words: list[str], s: Settings) -> dict:
     device, dtype = common.start(s)
     s = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch."))
     started, rows, points, taus = time.perf_counter(), [], [], []
-    settings = list(itertools.product(s.model, s.schemes, INPUTS))
+    settings = list(itertools.product(s.model, s.schemes, (*INPUTS, WEIGHTS)))
     for model, scheme, inputs in common.progress(settings, desc="calibrate", unit=" settings"):
         key = dict(inputs=inputs, scheme=scheme, model=model)
-        p = exact_p(s, model, scheme, inputs, device, dtype)
-        rejections = sum(p <= 0.01)
-        low, high = wilson(int(rejections), len(p), 0.99)
-        counts = dict(num_pairs=len(p), rejections=int(rejections), rate=float(rejections / len(p)))
-        rows.append(dict(test="relabelling") | key | counts | dict(low=low, high=high) | uniformity(p))
-        points += quantiles(p, key | dict(test="relabelling"))
-        p_of, pooled = paper_p(s, model, scheme, inputs, device, dtype)
-        for test, p in p_of.items():
-            pairs = p[np.triu_indices(len(p), 1)]
-            low, high = over_births(p <= 0.01)
-            counts = dict(num_pairs=len(pairs), rejections=int((pairs <= 0.01).sum()))
-            counts["rate"] = counts["rejections"] / len(pairs)
-            rows.append(dict(test=test) | key | counts | dict(low=low, high=high) | uniformity(pairs))
-            points += quantiles(pairs, key | dict(test=test))
-        taus += spread(pooled, s, key)
+        if inputs == WEIGHTS:
+            by_test = exact_weights(s, model, scheme)
+        else:
+            by_test = {"relabelling": exact_p(s, model, scheme, inputs, device, dtype)}
+            paper, pooled = paper_p(s, model, scheme, inputs, device, dtype)
+            by_test |= paper
+            taus += spread(pooled, s, key)
+        for test, p in by_test.items():
+            pairs = p[np.triu_indices(len(p), 1)] if p.ndim == 2 else p
+            rejected = int((pairs <= 0.01).sum())
+            low, high = over_births(p <= 0.01) if p.ndim == 2 else wilson(rejected, len(p), 0.99)
+            row = dict(test=test) | key | dict(num_pairs=len(pairs), rejections=rejected)
+            row |= dict(rate=rejected / len(pairs), low=low, high=high, median_p=float(np.median(pairs)))
+            rows.append(row | dict(ks_p=float(kstest(pairs, "uniform").pvalue)))
+            points += quantiles(pairs, key | dict(test=test)) if inputs != WEIGHTS else []
     made = common.environment(device, dtype, started)
     claims, columns = (
         findings.calibrate(rows),
@@ -129,6 +132,17 @@ def exact_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) ->
     return np.array(p)
 
 
+def exact_weights(s: Settings, model: str, scheme: str) -> dict[str, np.ndarray]:
+    """The p of the tests of weights for each birth and the next, (births,) each."""
+    newborns, p = births(s, model, scheme, WEIGHTS, s.num_births), {"weights": [], "basis-free": []}
+    for i, a in enumerate(newborns):
+        b, key = newborns[(i + 1) % len(newborns)], (s.input_seed, i)
+        C, _ = weight_correlation(a, b)
+        p["weights"].append(relabelling_test(C["body"], key, s.permutations)["p"])
+        p["basis-free"].append(gram_test(neuron_pairs(a, b, 1), key)["p"])
+    return {test: np.array(values) for test, values in p.items()}
+
+
 def paper_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) -> tuple[dict, np.ndarray]:
     """The p of the paper's tests for all pairs, (births, births) each, and all pairs' taus."""
     config, kind = PRESETS[model], "gaussian" if inputs == "gaussian" else "tokens"
@@ -160,11 +174,6 @@ def over_births(rejected: np.ndarray, resamples: int = 2000) -> tuple[float, flo
     weights = weights[weights.sum(axis=1) > 0]
     low, high = np.quantile(weights @ rejected[pairs] / weights.sum(axis=1), (0.005, 0.995))
     return float(low), float(high)
-
-
-def uniformity(p: np.ndarray) -> dict:
-    """Kolmogorov and Smirnov's p against the uniform distribution, and the median."""
-    return dict(ks_p=float(kstest(p, "uniform").pvalue), median_p=float(np.median(p)))
 
 
 def quantiles(p: np.ndarray, key: dict) -> list[dict]:
