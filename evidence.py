@@ -31,10 +31,10 @@ from probe import DEFAULTS, random_tokens
 SAME = -6.0  # log10 p from which on two models are of one birth
 LEVEL = 0.01  # p up to which it is not ruled out
 SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE = "same birth", "no evidence", "inconclusive: use more rows"
-DECISIVE = {  # tests of weights, the plainest first
+REASONS = {  # for SAME_BIRTH, the plainest first
     "body": "the weights of the blocks",
-    "any_order": "the weights of the blocks, their neurons and heads in any order",
     "basis_free": "the hidden units, in any basis of the residual stream",
+    "any_order": "the weights of the blocks, their neurons and heads in any order",
 }
 BATCH = 1000  # permutations drawn at once
 ROWS = 8192  # of a weight matrix, converted at once
@@ -278,17 +278,26 @@ def all_positions(
     return prepare(states(source, tokens, device, dtype).flatten(0, 1))
 
 
-def decide(tests: dict[str, dict | None]) -> tuple[str, str]:
-    """The verdict of the tests that were made, and what it rests on. Weights decide where they can."""
-    same = [name for name, test in tests.items() if test and test["same"]]
-    for name, words in DECISIVE.items():
-        if name in same:
+def decide(tests: dict[str, dict]) -> tuple[str, str]:
+    """The verdict of the tests that were made, and what it rests on: on weights, wherever they can decide.
+
+    A transplanted embedding ties the residual coordinates of strangers, by which `relabel` and, once they are
+    trained, `any_order` relate them. The other two are of hidden units and heads, which it does not tie.
+    """
+    same = [name for name, test in tests.items() if test["same"]]
+    for name, words in REASONS.items():
+        if name in same and not (name == "any_order" and "embedding" in same):
             return SAME_BIRTH, words
+    if "embedding" in same and "any_order" in same:
+        return (
+            INCONCLUSIVE,
+            "the embedding, and the blocks in some order: kin, or a table transplanted, trained",
+        )
     if "embedding" in same:
         return NO_EVIDENCE, "the embedding is transplanted or shared: the blocks, which decide, are unrelated"
     if "relabel" in same:
         return INCONCLUSIVE, "the activations agree, the weights do not"
-    p = [test["p"] for name, test in tests.items() if test and name != "embedding"]
+    p = [test["p"] for name, test in tests.items() if name != "embedding"]
     if min(p) * len(p) <= LEVEL:  # Bonferroni's bound
         return INCONCLUSIVE, "too rare for chance, too common for a birth"
     return NO_EVIDENCE, "neither activations nor weights agree more than by chance"

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 import common
 import probe
+import seedprint
 import train
 from contraction import EXPERIMENTS
 from contraction import Settings as ContractionSettings
@@ -147,10 +148,81 @@ def bench_table() -> list[str]:
     return lines
 
 
+def output(name: str, columns: str) -> str:
+    """What an experiment printed: its rows and claims."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        common.print_result(read(name), columns)
+    return text.getvalue().rstrip()
+
+
+def compare_output() -> str:
+    rows = read("compare.json")["rows"]
+    columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
+    table = output("compare.json", columns).splitlines()[: 1 + len(rows)]
+    return "\n".join(table + [f"{r['suspect']}: {r['verdict']}. It rests on: {r['rests_on']}." for r in rows])
+
+
+def calibration_table() -> str:
+    rows = split(read("calibrate.json")["rows"], "test", "inputs")
+    first = next(iter(rows.values()))
+    kinds = [f"{row['model']}, `{row['scheme']}`" for row in first]
+    lines = [f"| test | what strangers read | {' | '.join(kinds)} |", "|---|---|" + "---|" * len(kinds)]
+    for (test, inputs), part in sorted(rows.items(), key=lambda item: item[0][1] == "weights"):
+        cells = [f"{100 * r['rate']:.1f} ({100 * r['low']:.1f}–{100 * r['high']:.1f})" for r in part]
+        lines.append(f"| {test} | {inputs} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+METHODS = {"paper_t_p": "t-test", "paper_u_p": "U-test", "intrinsic": "Intrinsic", "reef": "REEF"}
+METHODS |= {"pcs": "PCS", "ics": "ICS", "relabelling": "relabelling, p < 0.01", "verdict": "`compare`"}
+
+
+def lineage_table() -> str:
+    lines = [f"| BB Table | pairs | {' | '.join(METHODS.values())} |", "|---|---|" + "---|" * len(METHODS)]
+    for table, part in split(read("lineage.json")["rows"], "table").items():
+        kin = sum(row["kin"] for row in part)
+        pairs = (
+            f"{kin} kin" if kin == len(part) else f"{len(part)} strangers" if not kin else "1 kin, 1 stranger"
+        )
+        right = [sum(row[f"{name}_right"] for row in part) for name in METHODS]
+        lines.append(f"| {table} | {pairs} | {' | '.join(f'{n} of {len(part)}' for n in right)} |")
+    return "\n".join(lines)
+
+
+def cost_table() -> str:
+    lines = ["| test | tokens | × fewer than 10,000 × 1,024 | seconds | log10 p |", "|---|---|---|---|---|"]
+    for row in read("cost.json")["rows"]:
+        fewer = f"{row['times_fewer_tokens']:,.0f}" if row["tokens"] else "none needed"
+        cells = f"{row['tokens']:,} | {fewer} | {row['seconds']:.1f} | {row['log10_p']:.0f}"
+        lines.append(f"| {row['test']} | {cells} |")
+    return "\n".join(lines)
+
+
+def lineage_sentences() -> list[str]:
+    """The sentences of README's section on lineage that hold numbers."""
+    streaming = read("bench_streaming.json")["rows"]
+    size, peak = streaming[0]["parameters"] / 1e9, max(row["anonymous_gb"] for row in streaming)
+    minutes = " and ".join(f"{row['seconds'] / 60:.0f}" for row in streaming)
+    memory = f"A folder of {size:.1f}B parameters against a noised copy and a stranger: {minutes} minutes,"
+    memory += f"\n{peak:.1f} GB of memory."
+    found = read("identify.json")
+    best, second = found["rows"][:2]
+    seed = f"It names seed {best['seed']} among {found['candidates']:,} in"
+    seed += f" {found['environment']['seconds']:.0f} seconds (cosine {best['cosine']:.2f}; the next"
+    seed += f" best: {second['cosine']:.3f})."
+    evaded = {row["suspect"].split("/")[-1]: row for row in read("evade/compare.json")["rows"]}
+    evasion = "rotated z = {:.0f}, permuted z = {:.0f}".format(
+        *(evaded[k]["basis_free_z"] for k in ("rotate", "permute"))
+    )
+    return [memory, seed, evasion]
+
+
 def test_every_table_is_what_the_results_say():
     readme = (ROOT / "README.md").read_text()
     tables = [probe_output(), "\n".join(results_table()), "\n".join(bench_table())]
     tables += [claims_table(), training_table()]
+    tables += [compare_output(), calibration_table(), lineage_table(), cost_table(), *lineage_sentences()]
     for block in tables + sentences():
         assert block in readme, f"README.md should hold:\n{block}"
 
@@ -160,11 +232,13 @@ def test_every_file_and_flag_that_the_readme_names_exists():
     for path in re.findall(r"\]\(([\w./-]+)\)", readme):
         assert (ROOT / path).exists(), path
     described = {"probe": probe.Settings, "contraction": ContractionSettings, "train": train.Settings}
+    described |= {f"seedprint.py {name}": command[0] for name, command in seedprint.COMMANDS.items()}
     for script, settings in described.items():
         flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
-        for line in re.findall(rf"{script}.py (.*?)(?:  |`|\n|#)", readme):
+        script = script if " " in script else f"{script}.py"
+        for line in re.findall(rf"{re.escape(script)} (.*?)(?:  |`|\n|#)", readme):
             assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
-            assert script != "contraction" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
+            assert script != "contraction.py" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
 
 
 def test_the_fork_it_section_works(tmp_path):
@@ -187,7 +261,8 @@ def test_the_fork_it_section_works(tmp_path):
 
 def test_committed_results_were_made_by_committed_code():
     names = ["probe", "ten_thousand/probe", "nano_llama/probe", *EXPERIMENTS]
-    names += ["bench", "bench_training", "bench_files"]
+    names += ["bench", "bench_training", "bench_files", "bench_streaming", "evade/compare", "lineage"]
+    names += [*seedprint.COMMANDS, "many_rows/compare"]
     for name in [*names, "overlap_20/overlap", "nano_llama/layers", "nano_llama/cure"]:
         assert re.fullmatch(r"[0-9a-f]{40}", read(f"{name}.json")["environment"]["commit"]), name
 
@@ -200,5 +275,10 @@ if __name__ == "__main__":
         claims_table(),
         training_table(),
         *sentences(),
+        compare_output(),
+        calibration_table(),
+        lineage_table(),
+        cost_table(),
+        *lineage_sentences(),
         sep="\n",
     )
