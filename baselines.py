@@ -17,6 +17,7 @@ from scipy import stats
 from scipy.special import softmax
 from torch import Tensor
 
+from checkpoint import config_of, shared_context
 from common import UserError, setting
 from evidence import Inputs, states
 from init import keyed_generator
@@ -39,6 +40,22 @@ class PaperInputs(Inputs):
     side: str = setting("top", "dimensions of largest or smallest mean output", ("top", "bottom"))
     top_k: int | None = setting(None, "of them, in each model (default: half of the width)")
     softmax_temperature: float | None = setting(None, "softmax over the chosen ones; their code: 10")
+
+
+def check(s: Inputs, specs, paper: bool) -> None:
+    """UserError for settings that make no sense for the models; those of the paper's test only if `paper`."""
+    least = dict(num_sequences=1, permutations=1, neuron_permutations=2, neuron_layers=1)
+    if paper:
+        least |= dict(paper_sequences=3, top_k=1, softmax_temperature=1e-6)
+        shared_context(specs, (s.paper_length,), "--paper-length")
+        width = min(config_of(spec).d_model for spec in specs)
+        if s.top_k is not None and s.top_k > width:
+            raise UserError(f"--top-k {s.top_k}: expected 1 to {width}, the models' width")
+    for name, smallest in least.items():
+        value = getattr(s, name, None)
+        if value is not None and not smallest <= value < np.inf:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {smallest}")
+    shared_context(specs, (s.sequence_length,))
 
 
 def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
@@ -90,17 +107,20 @@ def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: in
     return torch.cat(parts).cpu()
 
 
-def paper_test(a: Tensor, b: Tensor, side="top", top_k: int | None = None, temperature=None) -> dict:
-    """The paper's test of last-position states (n, d) on the same inputs; see `judge_taus`.
+def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | None = None) -> dict:
+    """The paper's test of last-position states on the same inputs, arrays (n, d); see `judge_taus`.
 
-    UserError for a `top_k` that is not in 1..d.
+    UserError for a `top_k` that is not in 1..d, or if the shapes differ or there are fewer than three rows.
     """
+    a, b = (torch.as_tensor(rows).detach().float().cpu().numpy() for rows in (a, b))
+    if a.shape != b.shape or a.ndim != 2 or len(a) < 3:
+        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {a.shape} and {b.shape}")
     n, d = a.shape
     top_k = d // 2 if top_k is None else top_k
     if not 1 <= top_k <= d:
         raise UserError(f"--top-k {top_k}: expected 1 to {d}, the models' width")
     settings = (side, top_k, temperature)
-    return judge_taus(identity_taus(a.cpu().numpy(), b.cpu().numpy(), *settings), n, d, *settings)
+    return judge_taus(identity_taus(a, b, *settings), n, d, *settings)
 
 
 def judge_taus(taus: np.ndarray, n: int, d: int, side: str, top_k: int, temperature, nulls: int = 10) -> dict:
@@ -153,8 +173,8 @@ def cka(x: Tensor, y: Tensor) -> float:
     x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
     if len(x) < max(x.shape[1], y.shape[1]):  # n x n products are the smaller ones
         kx, ky = x @ x.T, y @ y.T
-        return ((kx * ky).sum() / (kx.norm() * ky.norm())).item()
-    return ((x.T @ y).norm().square() / ((x.T @ x).norm() * (y.T @ y).norm())).item()
+        return ((kx * ky).sum() / (kx.norm() * ky.norm()).clamp(min=1e-300)).item()
+    return ((x.T @ y).norm().square() / ((x.T @ x).norm() * (y.T @ y).norm()).clamp(min=1e-300)).item()
 
 
 def reef(a, b, tokens: Tensor, device, dtype) -> tuple[float, list[list[float]]]:
@@ -187,7 +207,7 @@ def invariant_terms(source, tokens: int):
     Q, K, V, O, U (up), D (down) as they are stored, (out, in); key-value heads repeated for their queries.
     """
     X, repeats = source.read("model.embed_tokens.weight")[:tokens].float(), source.config.num_heads
-    for layer in range(max(0, source.config.num_layers - 2), source.config.num_layers):
+    for layer in list(range(source.config.num_layers))[:-3:-1]:  # the last first
         name, heads = f"model.layers.{layer}.", source.config.kv_heads
         q, k, v, o = (source.read(f"{name}self_attn.{kind}.weight").float() for kind in ATTENTION)
         k, v = (w.unflatten(0, (heads, -1)).repeat_interleave(repeats // heads, 0) for w in (k, v))

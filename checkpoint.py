@@ -150,12 +150,12 @@ def config_of(spec: str) -> ModelConfig:
     return found if isinstance(found, ModelConfig) else PRESETS[found[0]]
 
 
-def shared_context(specs, lengths: tuple[int, ...] | None = None) -> int:
+def shared_context(specs, lengths: tuple[int, ...] | None = None, flag: str = "--sequence-length") -> int:
     """The shortest context of the models; UserError if one of the `lengths` does not fit it."""
     context = min(config_of(spec).context_length for spec in specs)
     for T in lengths or ():
         if not 1 <= T <= context:
-            raise UserError(f"--sequence-length {T}: expected 1 to {context}, the model's context")
+            raise UserError(f"{flag} {T}: expected 1 to {context}, the model's context")
     return context
 
 

@@ -1,11 +1,9 @@
 """How does every script read its settings, find its device, share its work and save its results?
 
-A script describes its settings once, in a dataclass; flags, config files and `--help` are made from it:
-
-    python probe.py quick.py --seed 7        # the file's lines first, then the flags
-
-where quick.py holds lines like `num_sequences = 4 * 128  # a first look`: literals and arithmetic, parsed but
-never executed. Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
+A script describes its settings once, in a dataclass; flags, config files and `--help` are made from it.
+`python probe.py quick.py --seed 7` takes the file's lines first, like `num_sequences = 4 * 128  # a look`:
+literals and arithmetic, parsed but never executed. Under `torchrun` the same command shares its work among
+processes; rank 0 prints and writes.
 """
 
 import argparse
@@ -199,9 +197,13 @@ def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
         tempfile.TemporaryFile(dir=settings.out).close()
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
-    bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    dtype = "bfloat16" if device.type == "cuda" or bfloat16 else "float32"
+    dtype = "bfloat16" if device.type == "cuda" or bfloat16_is_fast() else "float32"
     return device, getattr(torch, dtype if settings.dtype == "auto" else settings.dtype)
+
+
+def bfloat16_is_fast() -> bool:
+    """Does this CPU multiply bfloat16 matrices by instructions of their own?"""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def rank() -> int:
@@ -304,11 +306,9 @@ def environment(device: torch.device, dtype: torch.dtype, started: float) -> dic
         commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
         commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
-    seconds, dtype = round(time.perf_counter() - started, 2), str(dtype).removeprefix("torch.")
-    made = dict(torch=torch.__version__, numpy=np.__version__, device=name, dtype=dtype)
-    return made | dict(
-        threads=torch.get_num_threads(), processes=world_size(), commit=commit, seconds=seconds
-    )
+    made = dict(torch=torch.__version__, numpy=np.__version__, device=name, commit=commit)
+    made |= dict(dtype=str(dtype).removeprefix("torch."), seconds=round(time.perf_counter() - started, 2))
+    return made | dict(threads=torch.get_num_threads(), processes=world_size())
 
 
 def claim(text: str, paper, measured, holds: bool) -> dict:

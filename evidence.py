@@ -3,7 +3,7 @@
     >>> import evidence, checkpoint
     >>> a, b = checkpoint.tensors("nano_llama@42"), checkpoint.tensors("nano_llama@43")
     >>> C, skipped = evidence.weight_correlation(a, b)          # {"body": (d, d), "embedding": (d, d)}
-    >>> evidence.relabelling_test(C["body"], ("seed", 0))["z"]  # near 0: strangers
+    >>> evidence.diagonal_test(C["body"], ("body", 0))["z"]     # near 0: strangers
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
 without a common birth, a trained model is as likely as itself with its coordinates relabelled. So it is with
@@ -23,21 +23,16 @@ from scipy.stats import norm, rankdata
 from torch import Tensor
 
 import common
-from common import UserError, setting
+from common import UserError, bfloat16_is_fast, setting
 from init import SCHEMES, keyed_generator
 from model import NORMS, Block, rope_table
 from probe import DEFAULTS, random_tokens
+from stats import student_log10_tail
 
 SAME = -6.0  # log10 p from which on two models are of one birth
 LEVEL = 0.01  # p up to which it is not ruled out
 SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE = "same birth", "no evidence", "inconclusive: use more rows"
-REASONS = {  # for SAME_BIRTH, the plainest first
-    "body": "the weights of the blocks",
-    "basis_free": "the hidden units, in any basis of the residual stream",
-    "any_order": "the weights of the blocks, their neurons and heads in any order",
-}
-BATCH = 1000  # permutations drawn at once
-ROWS = 8192  # of a weight matrix, converted at once
+BATCH, ROWS = 1000, 8192  # permutations drawn at once, rows of a weight matrix converted at once
 
 
 @dataclass
@@ -54,7 +49,7 @@ class Inputs(common.RunSettings):
 @torch.inference_mode()
 def states(source, inputs: Tensor, device="cpu", dtype=torch.float32, last_only=False, on_state=None):
     """Final-norm states, (n, T, d) float32, of tokens (n, T) or of vectors (n, T, d): `Transformer.hidden`,
-    but only one block and the inputs' stream are in memory. `last_only` and `on_state` as there.
+    but only one block and the inputs' stream are in memory. `on_state(layer, x)` after each block, 1..L.
     """
     config = source.config
     if not inputs.is_floating_point():
@@ -95,12 +90,12 @@ def decorrelated(ranks: Tensor, ridge: float = 0.03) -> Tensor:
     What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
     before or after is the same. One square root of the smaller Gram matrix does it for n below d, too.
     """
-    n, d = ranks.shape
+    (n, d), varies = ranks.shape, ranks.norm(dim=0) > 0
     gram = (ranks.T @ ranks if d <= n else ranks @ ranks.T).double()
     values, vectors = torch.linalg.eigh(gram)
     root = ((vectors * (values.clamp(min=0) + ridge).rsqrt()) @ vectors.T).float()
     white = ranks @ root if d <= n else root @ ranks
-    return white / white.norm(dim=0).clamp(min=1e-30)
+    return white * (varies / white.norm(dim=0).clamp(min=1e-30))
 
 
 def fingerprint(rows: Tensor) -> Tensor:
@@ -114,29 +109,33 @@ def relation(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Correlation:
-    """Pearson's correlation of every column of A with every column of B, (d, d), over rows that stream by."""
+    """Pearson's correlation of every column of A with every column of B, over matrices that stream by.
+
+    Each counts with its columns centred and its mean square 1: its mean row and its scale are the data's.
+    """
 
     def __init__(self, d: int):
-        self.rows, self.sums, self.products = 0, torch.zeros(4, d).double(), torch.zeros(d, d).double()
+        self.products, self.squares = torch.zeros(d, d).double(), torch.zeros(2, d).double()
 
     def update(self, A: Tensor, B: Tensor) -> None:
         """Add rows (n, d) of each. Two bfloat16 matrices are multiplied as such: rounding is no bias here."""
-        same = A.dtype if A.dtype == B.dtype == torch.bfloat16 else torch.float32
+        same = A.dtype if A.dtype == B.dtype == torch.bfloat16 and bfloat16_is_fast() else torch.float32
+        means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
+        products, squares = torch.zeros_like(self.products), torch.zeros_like(self.squares)
         for a, b in zip(A.split(ROWS), B.split(ROWS)):
-            self.rows += len(a)
-            self.products += (a.to(same).T @ b.to(same)).double()
-            a, b = a.float(), b.float()
-            self.sums += torch.stack([a.sum(0), b.sum(0), a.square().sum(0), b.square().sum(0)]).double()
+            a, b = (rows.float() - mean for rows, mean in zip((a, b), means))
+            products += a.to(same).T @ b.to(same)
+            squares += torch.stack([a.square().sum(0), b.square().sum(0)])
+        scale = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1): their mean squares
+        self.products += products / scale.prod().sqrt()
+        self.squares += squares / scale
 
     def value(self) -> Tensor | None:
         """(d, d) float64, 0 where a column is constant; None without rows, UserError for weights of NaN."""
-        if self.rows == 0:
-            return None
-        if not self.sums.isfinite().all():
+        if not self.squares.isfinite().all():
             raise UserError("a model's weights are not finite: check them for NaN")
-        a, b, aa, bb = self.sums / self.rows
-        scale = torch.outer((aa - a * a).clamp(min=0), (bb - b * b).clamp(min=0)).sqrt()
-        return torch.where(scale > 0, (self.products / self.rows - torch.outer(a, b)) / scale, 0.0)
+        scale = torch.outer(*self.squares).sqrt()
+        return torch.where(scale > 0, self.products / scale, 0.0) if scale.any() else None
 
 
 def residual_last(source, name: str) -> Tensor:
@@ -165,16 +164,16 @@ def weight_correlation(a, b) -> tuple[dict[str, Tensor | None], list[str]]:
     return {kind: total.value() for kind, total in sums.items()}, skipped
 
 
-def judged(z: float, at_least: int, permutations: int) -> dict:
-    """`z`, its normal tail `log10_p`, the exact `p` of the permutations, and whether these say `same` birth.
+def judged(z: float, log10_p: float, at_least: int, permutations: int) -> dict:
+    """`z`, its tail `log10_p`, the exact `p` of the permutations, and whether the two say `same` birth.
 
     The tail is an approximation: a z of 250 is an effect, not a probability.
     """
-    log10_p, p = float(norm.logsf(z)) / math.log(10), (1 + at_least) / (1 + permutations)
-    return dict(z=float(z), log10_p=log10_p, p=p, same=log10_p <= SAME and at_least == 0)
+    p = (1 + at_least) / (1 + permutations)
+    return dict(z=float(z), log10_p=float(log10_p), p=p, same=bool(log10_p <= SAME and at_least == 0))
 
 
-def relabelling_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
+def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
     """Is the mean of C's diagonal, (d, d), above that of C with its columns relabelled?
 
     S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
@@ -188,34 +187,49 @@ def relabelling_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
     std = (centred.square().sum().item() / (d * d * (d - 1))) ** 0.5
     if not std > 0:
         raise UserError("nothing varies in one of the models: there is nothing to compare")
-    matched, generator, at_least = (
-        values[coordinates, coordinates].mean(),
-        keyed_generator("relabel", *key),
-        0,
-    )
+    matched, at_least = values[coordinates, coordinates].mean(), 0
+    generator = keyed_generator("relabel", *key)
     for start in range(0, permutations, BATCH):
         order = np.tile(coordinates, (min(BATCH, permutations - start), 1))
         sampled = values[coordinates, generator.permuted(order, axis=1)].mean(axis=1)
         at_least += int((sampled >= matched).sum())
     effects = dict(matched=float(matched), mismatched=float(total - matched * d) / (d * (d - 1)))
     effects["smallest_visible"] = float(norm.isf(10**SAME)) * std * d / (d - 1)
-    return effects | judged((matched - mean) / std, at_least, permutations)
+    z = (matched - mean) / std
+    return effects | judged(z, norm.logsf(z) / math.log(10), at_least, permutations)
 
 
-def neuron_gram(source, layer: int, limit: int = 4096) -> Tensor:
-    """Products of the hidden units' weights in a layer's MLP, (m, m), m the first units up to `limit`.
+def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
+    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d) of rows however dependent.
 
-    Gate and up rows, with the norm's gain folded in, and down columns, each kind scaled to norm 1: what the
-    residual stream's basis, rotated or permuted, leaves as it is.
+    UserError if the shapes differ, or if there are fewer than three rows or a number that is not finite.
     """
-    name, units = f"model.layers.{layer}", []
+    a, b = (torch.as_tensor(rows).detach().float() for rows in (a, b))
+    if a.shape != b.shape or a.ndim != 2 or min(a.shape[0], a.shape[1] + 1) < 3:
+        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {a.shape} and {b.shape}")
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise UserError("the states are not finite")
+    return diagonal_test(relation(fingerprint(a), fingerprint(b)), ("relabel", seed), permutations)
+
+
+def neuron_gram(source, layer: int, limit: int = 2048) -> Tensor:
+    """How alike the hidden units of a layer's MLP are, (m, m), m the first units up to `limit`.
+
+    For W (m, d), gate and up rows with the norm's gain folded in, and down columns: W (W'W + ridge)^-1 W',
+    which no new basis of the residual stream alters, and in which no few directions outweigh the others.
+    """
+    name, gram = f"model.layers.{layer}", 0.0
     gain = source.read(f"{name}.post_attention_layernorm.weight").float()
     for kind in ("gate", "up", "down"):
         if f"{name}.mlp.{kind}_proj.weight" in source.shapes:
             weight = residual_last(source, f"{name}.mlp.{kind}_proj.weight")[:limit].float()
             weight = weight if kind == "down" else weight * gain
-            units.append(weight / weight.norm())
-    return off_diagonal(sum(weight @ weight.T for weight in units))
+            square = weight.T @ weight
+            square.diagonal().add_(square.trace().div(len(square)).clamp(min=1e-30))
+            root = torch.linalg.cholesky_ex(square).L  # NaN, if there is one, goes on to `gram_test`
+            half = torch.linalg.solve_triangular(root, weight.T, upper=False)
+            gram = gram + half.T @ half
+    return off_diagonal(gram)
 
 
 def coordinate_gram(source) -> Tensor:
@@ -227,7 +241,7 @@ def coordinate_gram(source) -> Tensor:
     for name, shape in source.shapes.items():
         if name.startswith("model.layers.") and len(shape) == 2:
             weight = residual_last(source, name).float()
-            total += weight.T @ weight / weight.square().sum()
+            total += weight.T @ weight / weight.square().sum().clamp(min=1e-30)
     return off_diagonal(total)
 
 
@@ -242,8 +256,8 @@ def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
     """Are the Gram matrices of each pair alike in the order they come in? Mantel's permutation test.
 
     `pairs` yields (m, m) matrices of A and B; each pair has permutations of its own, of B's rows and columns
-    alike. Returns the `correlation` of the entries, `z` by the permutations' mean and standard deviation, its
-    normal tail `log10_p`, and the exact `p`.
+    alike. Returns the `correlation` of the entries and `judged` of z, by the permutations' mean and standard
+    deviation; since these are estimates, its tail is Student's.
     """
     generator, products, norms = keyed_generator("gram", *key), np.zeros(1 + permutations), np.zeros(2)
     for a, b in pairs:
@@ -251,11 +265,13 @@ def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
         for i in range(1 + permutations):
             order = torch.from_numpy(generator.permutation(len(b)) if i else np.arange(len(b)))
             products[i] += torch.vdot(a.flatten(), b[order].index_select(1, order).flatten()).item()
-    if not np.isfinite(norms).all() or not norms.all():
-        raise UserError("a model's weights are not finite, or all zero")
-    z = (products[0] - products[1:].mean()) / products[1:].std(ddof=1)
+    if not np.isfinite(norms).all():
+        raise UserError("a model's weights are not finite: check them for NaN")
+    spread, correlation = products[1:].std(ddof=1), products[0] / max(norms.prod() ** 0.5, 1e-300)
+    t = (products[0] - products[1:].mean()) / spread if spread > 0 else 0.0
     at_least = int((products[1:] >= products[0]).sum())
-    return dict(correlation=float(products[0] / norms.prod() ** 0.5)) | judged(z, at_least, permutations)
+    log10_p = student_log10_tail(t / (1 + 1 / permutations) ** 0.5, permutations - 1)
+    return dict(correlation=float(correlation)) | judged(t, log10_p, at_least, permutations)
 
 
 def neuron_pairs(a, b, layers: int):
@@ -281,43 +297,43 @@ def all_positions(
 def decide(tests: dict[str, dict]) -> tuple[str, str]:
     """The verdict of the tests that were made, and what it rests on: on weights, wherever they can decide.
 
-    A transplanted embedding ties the residual coordinates of strangers, by which `relabel` and, once they are
-    trained, `any_order` relate them. The other two are of hidden units and heads, which it does not tie.
+    A transplanted embedding ties the residual coordinates of strangers: `relabel` sees it at once,
+    `any_order` and at times `body` once they are trained. Hidden units remain exchangeable (`basis_free`).
     """
-    same = [name for name, test in tests.items() if test["same"]]
-    for name, words in REASONS.items():
-        if name in same and not (name == "any_order" and "embedding" in same):
-            return SAME_BIRTH, words
-    if "embedding" in same and "any_order" in same:
-        return (
-            INCONCLUSIVE,
-            "the embedding, and the blocks in some order: kin, or a table transplanted, trained",
-        )
+    same = {name for name, test in tests.items() if test["same"]}
+    tied = "embedding" in same and "basis_free" in tests
+    if "body" in same and not (tied and "basis_free" not in same):
+        return SAME_BIRTH, "the weights of the blocks"
+    if "basis_free" in same:
+        return SAME_BIRTH, "the hidden units, in any basis of the residual stream"
+    if same & {"any_order", "body"}:
+        return INCONCLUSIVE, "blocks alike, hidden units not: reordered kin, or a transplanted table, trained"
+    if not tests.keys() & {"body", "basis_free"}:
+        return INCONCLUSIVE, "no matrices of one shape to compare"
+    if "body" in tests and tests["body"]["p"] <= LEVEL / 2:  # Bonferroni: with `relabel` there are two
+        return INCONCLUSIVE, "weights too close for chance, not close enough for kin"
     if "embedding" in same:
         return NO_EVIDENCE, "the embedding is transplanted or shared: the blocks, which decide, are unrelated"
-    if "relabel" in same:
+    if tests["relabel"]["p"] <= LEVEL / 2:
         return INCONCLUSIVE, "the activations agree, the weights do not"
-    p = [test["p"] for name, test in tests.items() if name != "embedding"]
-    if min(p) * len(p) <= LEVEL:  # Bonferroni's bound
-        return INCONCLUSIVE, "too rare for chance, too common for a birth"
     return NO_EVIDENCE, "neither activations nor weights agree more than by chance"
 
 
 def compare_pair(
-    a, b, rows: tuple[Tensor, Tensor], seed: int, permutations: int, free: int, layers: int, always: bool
+    a, b, rows, seed: int, permutations: int, free: int = 99, layers: int = 4, always: bool = False
 ) -> tuple[dict, dict[str, Tensor]]:
     """Every test of two sources and their fingerprints `rows`, (n, d): a row, and the correlation matrices.
 
-    The two tests by Gram matrices, of `free` permutations and `layers` layers, are made if the others find
-    nothing, or `always`; not if `free` is 0.
+    The two tests by Gram matrices, of `free` permutations and `layers` layers, are made `always`, or if the
+    others find no kin, or an embedding that might tie them.
     """
     C, skipped = weight_correlation(a, b)
     C = {"relabel": relation(*rows)} | {kind: value for kind, value in C.items() if value is not None}
-    tests = {kind: relabelling_test(value, (kind, seed), permutations) for kind, value in C.items()}
-    if free and (always or decide(tests)[0] != SAME_BIRTH):
+    tests = {kind: diagonal_test(value, (kind, seed), permutations) for kind, value in C.items()}
+    if always or decide(tests)[0] != SAME_BIRTH or tests["embedding"]["same"]:
         grams = [(coordinate_gram(a), coordinate_gram(b))]
         tests["any_order"] = gram_test(grams, ("any_order", seed), free)
-        if a.config.d_ff == b.config.d_ff:
+        if a.config.d_ff == b.config.d_ff and all("mlp" in "".join(x.shapes) for x in (a, b)):
             tests["basis_free"] = gram_test(neuron_pairs(a, b, layers), ("basis_free", seed), free)
     verdict, reason = decide(tests)
     row, test = dict(verdict=verdict, rests_on=reason, num_rows=len(rows[0])), tests["relabel"]

@@ -218,6 +218,8 @@ def matrix(rows: list[dict]) -> list[dict]:
     kin, others = (
         [row for row in rows if (row["verdict"] == "same birth") is same] for same in (True, False)
     )
+    if not kin:
+        return []
     most = max((abs(row["body_z"]) for row in others if row["body_z"] is not None), default=0.0)
     least = min((row["body_z"] for row in kin if row["body_z"] is not None), default=float("inf"))
     text = "kin and strangers are far apart in the z of their weights"
@@ -255,7 +257,7 @@ def cost(rows: list[dict]) -> list[dict]:
     measured = (
         f"{row['tokens']:,} tokens: {row['times_fewer_tokens']:,.0f} times fewer, {row['seconds']:.2f} s"
     )
-    return [claim(text, None, measured, row["log10_p"] <= -6 and row["times_fewer_tokens"] > 1000)]
+    return [claim(text, None, measured, row["reached"] and row["times_fewer_tokens"] > 1000)]
 
 
 def persistence(rows: list[dict]) -> list[dict]:

@@ -55,9 +55,9 @@ def trained(s: train.Settings) -> str:
     return s.out
 
 
-def family(model: str, runs: str) -> tuple[dict, dict]:
+def family(model: str, s: Settings) -> tuple[dict, dict]:
     """Runs of the four seeds on one corpus in one order, and of two of them continued on a second one."""
-    settings = train.Settings(model=model, save_every=50)
+    settings, runs = train.Settings(model=model, save_every=50, device=s.device, dtype=s.dtype), s.runs
     first = {}
     for seed, steps in zip(SEEDS, STEPS[model]):
         first[seed] = trained(replace(settings, seed=seed, max_iters=steps, out=f"{runs}/{model}-{seed}"))
@@ -89,12 +89,12 @@ def lineage(s: Settings) -> dict:
     device, dtype = common.start(s)
     started, rows = time.perf_counter(), []
     for model in STEPS:
-        listed = pairs(*family(model, s.runs))
+        listed = pairs(*family(model, s))
         text = TokenData(train.data.default_folder(train.data.Settings()))
         for i, (table, base, suspect, kin) in enumerate(common.progress(listed, desc=model, unit=" pairs")):
             (a, b), vocab = open_models([base, suspect], options)
             row, _ = examine(a, b, options, vocab, text, device, dtype)
-            del row["reef_matrix"]
+            del row["reef_matrix"], row["skipped"]
             says = {name: row[name] < 0.01 for name in (T_TEST, U_TEST)}
             says |= {name: row[name] >= THRESHOLD for name in ("intrinsic", "reef", "pcs", "ics")}
             says |= {"relabelling": row["permutation_p"] < 0.01, "verdict": row["verdict"] == SAME_BIRTH}

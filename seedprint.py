@@ -29,17 +29,18 @@ from scipy.stats import norm
 import calibration
 import common
 import findings
-from baselines import PaperInputs, kendall, last_positions, paper_test, similarities, top_dimensions
-from checkpoint import Newborn, shared_context, steps, tensors
+from baselines import PaperInputs, check, kendall, last_positions, paper_test, similarities, top_dimensions
+from checkpoint import Newborn, steps, tensors
 from common import UserError, setting
 from data import TokenData
-from evidence import Inputs, all_positions, compare_pair, relabelling_test, relation
+from evidence import Inputs, all_positions, compare_pair, diagonal_test, relabelling_test, relation
 from figures import draw, save_figure
 from init import STD
 from init import draw as draw_birth
 from probe import random_tokens
-from stats import student_log10_p
+from stats import student_log10_tail
 
+__all__ = ["paper_test", "relabelling_test"]  # the two tests of plain arrays, for other code to call
 STRANGER = 2**31 - 1  # seed of the newborn that `persistence` compares where it is given none
 
 
@@ -78,13 +79,7 @@ def open_models(specs, s: Inputs, least: int = 2) -> tuple[list, int]:
     """The models' sources and the size of the vocabulary they share; UserError if they cannot be compared."""
     if len(specs) < least:
         raise UserError(f"expected at least {least} models: checkpoint folders, or PRESET@SEED")
-    for name, smallest in dict(num_sequences=1, permutations=1, neuron_permutations=2, neuron_layers=1,
-                               paper_sequences=3, softmax_temperature=1e-6).items():  # fmt: skip
-        value = getattr(s, name, None)
-        if value is not None and not smallest <= value < np.inf:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {smallest}")
-    lengths = (s.sequence_length, *([s.paper_length] if isinstance(s, PaperInputs) else []))
-    shared_context(specs, lengths)
+    check(s, specs, getattr(s, "paper_test", isinstance(s, Persistence)))
     sources = [tensors(spec, s.init) for spec in specs]
     widths = [source.config.d_model for source in sources]
     for spec, width in zip(specs, widths):
@@ -102,16 +97,18 @@ def compare(specs: list[str], s: Compare) -> dict:
     sources, vocab = open_models(specs, s)
     text = TokenData(s.data) if s.data else None
     s, device, dtype, started = begin(s)
-    rows, points = [], []
-    for spec, source in zip(specs[1:], sources[1:]):
+    rows, points, details = [], [], []
+    for i, (spec, source) in enumerate(zip(specs[1:], sources[1:]), start=1):
         row, C = examine(sources[0], source, s, vocab, text, device, dtype)
+        details.append({name: row.pop(name) for name in ("skipped", "reef_matrix") if name in row})
         rows.append(dict(base=specs[0], suspect=spec) | row)
-        points += histogram(C["relabel"], f"activations: {Path(spec).name}", row["num_rows"])
-        points += histogram(C["body"], f"weights: {Path(spec).name}", None) if "body" in C else []
+        name = f"{i}: {spec if len(spec) < 40 else '...' + spec[-36:]}"
+        points += histogram(C["relabel"], f"activations, {name}", row["num_rows"])
+        points += histogram(C["body"], f"weights, {name}", None) if "body" in C else []
     columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
     columns += " paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z" * s.paper_test
     columns += " intrinsic reef pcs ics" * s.baselines
-    result = finish(s, "compare", "BB 6.1", rows, columns, started, points=points)
+    result = finish(s, "compare", "BB 6.1", rows, columns, started, details=details, points=points)
     draw("compare", points, Path(s.out) / "compare.png")
     for row in rows if common.rank() == 0 else ():
         print(f"{row['suspect']}: {row['verdict']}. It rests on: {row['rests_on']}.")
@@ -167,16 +164,17 @@ def histogram(C: torch.Tensor, title: str, num_rows: int | None) -> list[dict]:
 
 def matrix(specs: list[str], s: Inputs) -> dict:
     """All pairs; writes matrix.json and matrix.png, a heat map and a family tree; returns the JSON."""
+    if len(set(specs)) < len(specs):
+        raise UserError("matrix expects every model once")
     sources, vocab = open_models(specs, s)
     s, device, dtype, started = begin(s)
     rows, at = [], (s.input_seed, vocab, device, dtype)
     prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in sources]
     pairs = list(itertools.combinations(range(len(specs)), 2))
     for i, j in common.progress(pairs, desc="matrix", unit=" pairs"):
-        seed = s.input_seed
-        row, _ = compare_pair(
-            sources[i], sources[j], (prints[i], prints[j]), seed, s.permutations, 0, 0, False
-        )
+        pair = sources[i], sources[j], (prints[i], prints[j])
+        row, _ = compare_pair(*pair, s.input_seed, s.permutations)
+        del row["skipped"]
         rows.append(dict(a=specs[i], b=specs[j]) | row)
     columns = "a b verdict relabel_z matched body_z body_matched embedding_z"
     result = finish(s, "matrix", "BB Table 4", rows, columns, started)
@@ -229,8 +227,8 @@ def identify(specs: list[str], s: Identify) -> dict:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
     found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", s.seeds)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-    if last < first:
-        raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999")
+    if not 0 <= last - first < 10**7:
+        raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999, ten million at most")
     source = tensors(specs[0])
     shape = source.shapes.get(s.parameter, ())
     if len(shape) != 2 or s.numbers < 4:
@@ -241,6 +239,8 @@ def identify(specs: list[str], s: Identify) -> dict:
     s, _, _, started = begin(s)
     weight, size = source.read(s.parameter).flatten()[: s.numbers].double().numpy(), 256
     m = len(weight)
+    if not np.isfinite(weight).all():
+        raise UserError(f"{specs[0]}: {s.parameter} is not finite: check it for NaN")
     unit = (weight / max(np.linalg.norm(weight), 1e-300)).astype(np.float32)
 
     def cosines(start: int) -> list[tuple[float, int]]:
@@ -260,8 +260,7 @@ def identify(specs: list[str], s: Identify) -> dict:
     rows, candidates = [], last - first + 1
     for cosine, seed in best:
         t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-        tail = student_log10_p(t, m - 1) - np.log10(2) if t > 0 else np.log10(0.5)  # one-sided
-        family = float(min(0.0, tail + np.log10(candidates)))
+        family = float(min(0.0, student_log10_tail(t, m - 1) + np.log10(candidates)))
         rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
     return finish(s, "identify", "ours", rows, "seed cosine z family_log10_p", started, candidates=candidates)
 
@@ -276,8 +275,8 @@ def persistence(specs: list[str], s: Persistence) -> dict:
     step where --stranger is a run that has it. Writes persistence.json and persistence.png.
     """
     run = steps(specs[0]) if len(specs) == 1 else []
-    if len(run) < 2:
-        raise UserError("persistence expects one run folder with two checkpoints or more, as train.py makes")
+    if len(run) < 2 or run[0].name != "step_0000000":
+        raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
     others = {path.name: path for path in steps(s.stranger)} if s.stranger else {}
     sources, vocab = open_models([str(run[0]), str(run[-1]), *([s.stranger] if s.stranger else [])], s)
     birth = sources[0]
@@ -299,7 +298,7 @@ def persistence(specs: list[str], s: Persistence) -> dict:
             row |= {f"{who}mean_tau": float(tau.mean()), f"{who}std_tau": float(tau.std())}
             points.append(dict(step=step, tau=float(tau.mean()), std=float(tau.std()), model=model))
         C = relation(born_rows, all_positions(child, *inputs))
-        test = relabelling_test(C, ("relabel", s.input_seed), s.permutations)
+        test = diagonal_test(C, ("relabel", s.input_seed), s.permutations)
         row |= {f"relabel_{name}": test[name] for name in ("z", "log10_p")} | dict(permutation_p=test["p"])
         rows.append(row | paper_test(born, output, s.side, s.top_k, s.softmax_temperature))
         logs = {f"{n}-test": math.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}

@@ -100,6 +100,12 @@ def student_log10_p(t: float, dof: float) -> float:
     return min(0.0, float(factor + math.log(hyp2f1(a + 0.5, 1, a + 1, x))) / math.log(10))
 
 
+def student_log10_tail(t: float, dof: float) -> float:
+    """log10 of the one-sided P[T > t] of Student's t, however small."""
+    half = student_log10_p(t, dof) - math.log10(2)
+    return half if t > 0 else math.log10(1 - 10**half)
+
+
 def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
     """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
