@@ -19,8 +19,8 @@ from evidence import SAME_BIRTH
 from seedprint import Compare, examine, open_models
 
 SEEDS = (42, 123, 1000, 2000)
-STEPS = {"tiny_llama": (150, 600, 600, 150), "tiny_qwen": (100, 100, 100, 100)}  # of each seed's training
-CONTINUED = {"tiny_llama": 200, "tiny_qwen": 60}  # steps on the second corpus, of seeds 1000 and 123
+STEPS = {"tiny_llama": (150, 600, 600, 150), "tiny_qwen": (60, 60, 60, 60)}  # of each seed's training
+CONTINUED = {"tiny_llama": 200, "tiny_qwen": 40}  # steps on the second corpus, of seeds 1000 and 123
 T_TEST, U_TEST = "paper_t_p", "paper_u_p"
 PAPER = {  # p that survive in the paper, a table's rows in order
     ("tiny_llama", "4a", T_TEST): (0.357, 0.678, 0.363, 0.434),

@@ -829,4 +829,4 @@ def test_one_block_at_a_time_is_in_memory(tmp_path):
     found = json.loads(done.stdout)
     assert found["verdict"] == "same birth" and found["size"] > 4e8
     # A block is 1/16 of a model, 29 MB; buffers and garbage made it 85 to 125 MB, for 3 layers as for 24.
-    assert found["growth"] < 0.4 * found["size"], found
+    assert found["growth"] < 0.6 * found["size"], found
