@@ -242,7 +242,7 @@ def calibrate(rows: list[dict]) -> list[dict]:
     for (test, inputs), part in split(rows, "test", "inputs").items():
         rates, ks = 100 * column(part, "rate"), column(part, "ks_p")
         within = all(row["low"] <= 0.01 <= row["high"] for row in part)
-        text = f"{test}, {inputs}: rejects strangers at p <= 0.01 as often as it should, 1 %"
+        text = f"{test}, {inputs}: the share of strangers with p <= 0.01 is compatible with 1 %"
         claims.append(claim(text, None, f"{rates.min():.1f} to {rates.max():.1f} %", within))
         if inputs in exact and test in ("relabelling", "weights", "basis-free"):
             text = f"{test}, {inputs}: p is uniform, by Kolmogorov and Smirnov's test at 0.01"
