@@ -58,7 +58,8 @@ def rotate(weights: dict, config, generator: np.random.Generator):
         for name in names:
             weights[name] = weights[name] * weights[f"{norm}.weight"]
         weights[f"{norm}.weight"] = torch.ones_like(weights[f"{norm}.weight"])
-    Q = torch.from_numpy(np.linalg.qr(generator.standard_normal((config.d_model,) * 2))[0])
+    Q, R = np.linalg.qr(generator.standard_normal((config.d_model,) * 2))
+    Q = torch.from_numpy(Q * np.sign(np.diag(R)))  # uniform over all rotations only with these signs
     for name, weight in weights.items():
         if weight.ndim == 2:
             weights[name] = Q.T @ weight if name.endswith(WRITERS) else weight @ Q
