@@ -102,7 +102,7 @@ def compare(specs: list[str], s: Compare) -> dict:
         row, C = examine(sources[0], source, s, vocab, text, device, dtype)
         details.append({name: row.pop(name) for name in ("skipped", "reef_matrix") if name in row})
         rows.append(dict(base=specs[0], suspect=spec) | row)
-        name = f"{i}: {spec if len(spec) < 40 else '...' + spec[-36:]}"
+        name = f"{i}: {spec if len(spec) < 24 else '...' + spec[-20:]}"
         points += histogram(C["relabel"], f"activations, {name}", row["num_rows"])
         points += histogram(C["body"], f"weights, {name}", None) if "body" in C else []
     columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
