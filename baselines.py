@@ -17,10 +17,11 @@ from scipy import stats
 from scipy.special import softmax
 from torch import Tensor
 
+import common
 from checkpoint import config_of, shared_context
 from common import UserError, setting
-from evidence import Inputs, states
-from init import keyed_generator
+from evidence import states
+from init import SCHEMES, keyed_generator
 from probe import gaussian_vectors, random_tokens
 
 THRESHOLD = 0.8  # of the four similarities (BB B.3.2, after REEF)
@@ -29,6 +30,17 @@ ICS_TOKENS = 4096
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
+
+
+@dataclass
+class Inputs(common.RunSettings):
+    """What the relabelling test reads, and how often it permutes."""
+
+    num_sequences: int = setting(16, "random sequences; each of their positions is a row")
+    sequence_length: int = setting(64, "tokens in a sequence")
+    input_seed: int = setting(0, "seed of the random sequences and of the permutations")
+    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)")
+    init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
 
 
 @dataclass

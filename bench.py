@@ -247,7 +247,7 @@ def streaming_rows(folder: str, device: torch.device, dtype: torch.dtype) -> lis
             at = (16, 64, 0, base.config.vocab_size, device, dtype)
             prints = [evidence.all_positions(source, *at) for source in (base, suspect)]
             read = time.perf_counter() - begun
-            row, _ = evidence.compare_pair(base, suspect, prints, 0, 9999, 99, 4, True)
+            row, _ = evidence.compare_pair(base, suspect, prints, 0, 9999)
         row = {key: row[key] for key in ("verdict", "relabel_z", "body_z", "basis_free_z")}
         times = dict(states_seconds=read, seconds=time.perf_counter() - begun)
         rows.append(dict(suspect=name, parameters=size) | times | dict(anonymous_gb=peak[0] / 1e9) | row)

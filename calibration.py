@@ -20,6 +20,7 @@ from scipy.stats import kstest, norm
 import common
 import findings
 from baselines import (
+    Inputs,
     PaperInputs,
     check,
     identity_taus,
@@ -33,7 +34,6 @@ from checkpoint import Newborn, tensors
 from common import UserError, setting
 from evidence import (
     SAME,
-    Inputs,
     all_positions,
     diagonal_test,
     fingerprint,

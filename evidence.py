@@ -14,7 +14,6 @@ A model comes as a source, `checkpoint.tensors(spec)`, whose parameters are read
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,8 +22,8 @@ from scipy.stats import norm, rankdata
 from torch import Tensor
 
 import common
-from common import UserError, bfloat16_is_fast, setting
-from init import SCHEMES, keyed_generator
+from common import UserError, bfloat16_is_fast
+from init import keyed_generator
 from model import NORMS, Block, rope_table
 from probe import DEFAULTS, random_tokens
 from stats import student_log10_tail
@@ -33,17 +32,6 @@ SAME = -6.0  # log10 p from which on two models are of one birth
 LEVEL = 0.01  # p up to which it is not ruled out
 SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE = "same birth", "no evidence", "inconclusive: use more rows"
 BATCH, ROWS = 1000, 8192  # permutations drawn at once, rows of a weight matrix converted at once
-
-
-@dataclass
-class Inputs(common.RunSettings):
-    """What the relabelling test reads, and how often it permutes."""
-
-    num_sequences: int = setting(16, "random sequences; each of their positions is a row")
-    sequence_length: int = setting(64, "tokens in a sequence")
-    input_seed: int = setting(0, "seed of the random sequences and of the permutations")
-    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)")
-    init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
 
 
 @torch.inference_mode()
@@ -233,14 +221,20 @@ def neuron_gram(source, layer: int, limit: int = 1024) -> Tensor:
     return off_diagonal(gram)
 
 
-def coordinate_gram(source) -> Tensor:
-    """Products of the residual coordinates' columns over all matrices of the blocks, each of norm 1: (d, d).
+def some(depth: int, count: int) -> list[int]:
+    """Up to `count` layers of `depth`, evenly spaced."""
+    return np.unique(np.linspace(0, depth - 1, min(count, depth)).round().astype(int)).tolist()
+
+
+def coordinate_gram(source, layers: int) -> Tensor:
+    """Products of the residual coordinates' columns over matrices of some `layers`, each of norm 1: (d, d).
 
     What the order of neurons and heads leaves as it is.
     """
     total = torch.zeros(source.config.d_model, source.config.d_model)
+    prefixes = tuple(f"model.layers.{layer}." for layer in some(source.config.num_layers, layers))
     for name, shape in source.shapes.items():
-        if name.startswith("model.layers.") and len(shape) == 2:
+        if name.startswith(prefixes) and len(shape) == 2:
             weight = residual_last(source, name).float()
             total += weight.T @ weight / weight.square().sum().clamp(min=1e-30)
     return off_diagonal(total)
@@ -276,9 +270,8 @@ def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
 
 
 def neuron_pairs(a, b, layers: int):
-    """Gram matrices of the hidden units of up to `layers` layers that both models have, evenly spaced."""
-    depth = min(a.config.num_layers, b.config.num_layers)
-    for layer in np.unique(np.linspace(0, depth - 1, min(layers, depth)).round().astype(int)):
+    """Gram matrices of the hidden units of some `layers` that both models have."""
+    for layer in some(min(a.config.num_layers, b.config.num_layers), layers):
         yield neuron_gram(a, layer), neuron_gram(b, layer)
 
 
@@ -335,7 +328,7 @@ def compare_pair(
     if mlps and (always or decide(tests)[0] != SAME_BIRTH or tests["embedding"]["same"]):
         tests["basis_free"] = gram_test(neuron_pairs(a, b, layers), ("basis_free", seed), free)
     if always or decide(tests)[0] != SAME_BIRTH:
-        grams = [(coordinate_gram(a), coordinate_gram(b))]
+        grams = [tuple(coordinate_gram(source, layers) for source in (a, b))]
         tests["any_order"] = gram_test(grams, ("any_order", seed), free)
     verdict, reason = decide(tests)
     row, test = dict(verdict=verdict, rests_on=reason, num_rows=len(rows[0])), tests["relabel"]

@@ -29,11 +29,20 @@ from scipy.stats import norm
 import calibration
 import common
 import findings
-from baselines import PaperInputs, check, kendall, last_positions, paper_test, similarities, top_dimensions
+from baselines import (
+    Inputs,
+    PaperInputs,
+    check,
+    kendall,
+    last_positions,
+    paper_test,
+    similarities,
+    top_dimensions,
+)
 from checkpoint import Newborn, steps, tensors
 from common import UserError, setting
 from data import TokenData
-from evidence import Inputs, all_positions, compare_pair, diagonal_test, relabelling_test, relation
+from evidence import all_positions, compare_pair, diagonal_test, relabelling_test, relation
 from figures import draw, save_figure
 from init import STD
 from init import draw as draw_birth
@@ -50,7 +59,7 @@ class Compare(PaperInputs):
 
     basis_free: bool = setting(False, "make the tests that no new basis or order fools in any case")
     neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those tests")
-    neuron_layers: int = setting(4, "layers whose hidden units they compare")
+    neuron_layers: int = setting(4, "layers that they read")
     paper_test: bool = setting(False, "make the paper's test as well")
     inputs: str = setting("tokens", "of the paper's test; gaussian is a trap", ("tokens", "gaussian"))
     baselines: bool = setting(False, "compute Intrinsic, REEF, PCS and ICS as well")

@@ -388,7 +388,7 @@ def test_grams_by_hand(tmp_path):
             gram += x.T @ x / (x**2).sum()
     off = ~np.eye(64, dtype=bool)
     expected = np.where(off, gram - gram[off].mean(), 0)
-    np.testing.assert_allclose(evidence.coordinate_gram(source), expected, atol=1e-6)  # float32
+    np.testing.assert_allclose(evidence.coordinate_gram(source, 9), expected, atol=1e-6)  # float32
 
 
 @pytest.mark.parametrize(
@@ -403,9 +403,9 @@ def test_grams_do_not_see_what_they_should_not(config, tmp_path):
         for layer in range(3):
             a, b = (evidence.neuron_gram(source, layer) for source in (base, child[way]))
             torch.testing.assert_close(a, b, rtol=0, atol=1e-7)  # float32 rounding of entries of 0.01 or so
-    a, b = (evidence.coordinate_gram(source) for source in (base, child["neurons"]))
+    a, b = (evidence.coordinate_gram(source, 9) for source in (base, child["neurons"]))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # float32 rounding of entries of 0.1
-    assert not torch.allclose(a, evidence.coordinate_gram(child["permute"]), rtol=0, atol=1e-3)
+    assert not torch.allclose(a, evidence.coordinate_gram(child["permute"], 9), rtol=0, atol=1e-3)
     assert not torch.allclose(
         evidence.neuron_gram(base, 0), evidence.neuron_gram(child["neurons"], 0), rtol=0, atol=1e-3
     )
@@ -436,7 +436,7 @@ def test_gram_p_of_strangers_is_uniform():
     for i in range(200):
         a, b = Newborn(config, 2 * i), Newborn(config, 2 * i + 1)
         neuron.append(gram_test(evidence.neuron_pairs(a, b, 4), ("neuron", i)))
-        coordinate.append(gram_test([(evidence.coordinate_gram(x) for x in (a, b))], ("coordinate", i)))
+        coordinate.append(gram_test([(evidence.coordinate_gram(x, 9) for x in (a, b))], ("coordinate", i)))
     for tests in (neuron, coordinate):
         # p comes in steps of 1/100, below the distance of 0.14 that 200 values could prove at 0.001
         assert scipy.stats.kstest([test["p"] for test in tests], "uniform").pvalue > 0.001
@@ -447,7 +447,7 @@ def test_gram_p_of_strangers_is_uniform():
 
 def test_gram_z_of_a_noised_copy():
     a, b = Newborn(CONFIG, 1), noised(Newborn(CONFIG, 1), 0.5)
-    pairs = [(evidence.coordinate_gram(a), evidence.coordinate_gram(b))]
+    pairs = [(evidence.coordinate_gram(a, 9), evidence.coordinate_gram(b, 9))]
     for found in (gram_test(evidence.neuron_pairs(a, b, 4), ("a", 1)), gram_test(pairs, ("a", 1))):
         assert found["z"] > 10 and found["p"] == 0.01 and found["same"]
 
@@ -688,7 +688,7 @@ def test_blocks_that_do_nothing():
 
 def test_few_permutations_make_no_birth():
     config = ModelConfig(97, 64, 2, 2, 32, 32)
-    grams = [evidence.coordinate_gram(Newborn(config, seed)) for seed in range(120)]
+    grams = [evidence.coordinate_gram(Newborn(config, seed), 9) for seed in range(120)]
     tests = [gram_test([(a, b)], ("few", i), 2) for i, (a, b) in enumerate(zip(grams[::2], grams[1::2]))]
     assert not any(test["same"] for test in tests)
 
