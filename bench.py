@@ -203,18 +203,17 @@ def file_rows(megabytes: int, device: torch.device) -> list[dict]:
 
 
 class Noised:
-    """A source's tensors with noise of `share` of their own std, made as they are read."""
+    """A source's tensors in bfloat16 with noise of `share` of their own std, made as they are read."""
 
-    def __init__(self, source, share: float = 0.1):
+    def __init__(self, source, share: float):
         self.source, self.share, self.config, self.shapes = source, share, source.config, source.shapes
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its own dtype."""
+        """One tensor."""
         weight = self.source.read(name)
-        if weight.ndim < 2:
-            return weight
-        noise = draw(-1, name, weight.shape, self.share * weight[:1024].float().std().item())
-        return weight.add_(noise)
+        if weight.ndim == 2 and self.share:
+            weight.add_(draw(-1, name, weight.shape, self.share * weight[:1024].float().std().item()))
+        return weight.bfloat16()
 
 
 @contextlib.contextmanager
@@ -240,7 +239,7 @@ def streaming_rows(folder: str, device: torch.device, dtype: torch.dtype) -> lis
     """Seconds and peak memory of comparing a folder with a noised copy and with a stranger."""
     base, rows = checkpoint.tensors(folder), []
     size = sum(math.prod(shape) for shape in base.shapes.values())
-    suspects = {"noised copy": Noised(base), "stranger": checkpoint.Newborn(base.config, 1)}
+    suspects = {"noised copy": Noised(base, 0.1), "stranger": Noised(checkpoint.Newborn(base.config, 1), 0)}
     for name, suspect in suspects.items():
         begun = time.perf_counter()
         with anonymous_peak() as peak:
