@@ -339,7 +339,7 @@ def print_result(result: dict, columns: str) -> None:
         last = max((row.get(along, 0) for row in rows), default=0)
         rows = [row for row in rows if (i := row.get(along, 0)) & (i - 1) == 0 or i == last]
     for row in rows:
-        cells = [row.get(c, "") for c in table[0]]
+        cells = ["n/a" if (cell := row.get(c, "")) is None else cell for c in table[0]]
         table.append([f"{cell:.4g}" if type(cell) is float else str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*table)]
     for line in table:

@@ -301,7 +301,10 @@ def decide(tests: dict[str, dict]) -> tuple[str, str]:
     if "basis_free" in same:
         return SAME_BIRTH, "the hidden units, in any basis of the residual stream"
     if same & {"any_order", "body"}:
-        return INCONCLUSIVE, "blocks alike, hidden units not: reordered kin, or a transplanted table, trained"
+        return (
+            INCONCLUSIVE,
+            "blocks alike, hidden units not: noised or reordered kin, or a transplanted table",
+        )
     if not tests.keys() & {"body", "basis_free"}:
         return INCONCLUSIVE, "no matrices of one shape to compare"
     if "body" in tests and tests["body"]["p"] <= LEVEL / 2:  # Bonferroni: with `relabel` there are two

@@ -203,7 +203,7 @@ def compare(rows: list[dict]) -> list[dict]:
     """Ours: the verdicts, as claims of kinship."""
     claims = []
     for row in rows:
-        text = f"{row['suspect']} and {row['base']} are of one birth"
+        text = f"{row['suspect']}: evidence of one birth with {row['base']}"
         measured = f"activations z {row['relabel_z']:.1f}"
         if row["body_z"] is not None:
             measured += f", weights z {row['body_z']:.1f}, correlation {row['body_matched']:.3f}"
@@ -215,16 +215,15 @@ def compare(rows: list[dict]) -> list[dict]:
 
 def matrix(rows: list[dict]) -> list[dict]:
     """Ours: how many pairs are kin, and how clear it is."""
-    kin, others = (
-        [row for row in rows if (row["verdict"] == "same birth") is same] for same in (True, False)
-    )
-    if not kin:
+    z = [max(row["body_z"] or 0.0, row["basis_free_z"] or 0.0) for row in rows]
+    kin = [value for value, row in zip(z, rows) if row["verdict"] == "same birth"]
+    strangers = [value for value, row in zip(z, rows) if row["verdict"] == "no evidence"]
+    if not kin or not strangers:
         return []
-    most = max((abs(row["body_z"]) for row in others if row["body_z"] is not None), default=0.0)
-    least = min((row["body_z"] for row in kin if row["body_z"] is not None), default=float("inf"))
     text = "kin and strangers are far apart in the z of their weights"
-    measured = f"{len(kin)} of {len(rows)} pairs are kin, z at least {least:.1f}; others at most {most:.1f}"
-    return [claim(text, None, measured, least > 10 * max(most, 1))]
+    measured = f"{len(kin)} of {len(rows)} pairs are kin, z at least {min(kin):.1f}; strangers' at most"
+    holds = min(kin) > 10 * max(1, *strangers)
+    return [claim(text, None, f"{measured} {max(strangers):.1f}", holds)]
 
 
 def identify(rows: list[dict]) -> list[dict]:

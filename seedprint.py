@@ -120,7 +120,7 @@ def compare(specs: list[str], s: Compare) -> dict:
     result = finish(s, "compare", "BB 6.1", rows, columns, started, details=details, points=points)
     draw("compare", points, Path(s.out) / "compare.png")
     for row in rows if common.rank() == 0 else ():
-        print(f"{row['suspect']}: {row['verdict']}. It rests on: {row['rests_on']}.")
+        print(f"{row['suspect']}: {row['verdict']} ({row['rests_on']})")
     return result
 
 
@@ -185,7 +185,7 @@ def matrix(specs: list[str], s: Inputs) -> dict:
         row, _ = compare_pair(*pair, s.input_seed, s.permutations)
         del row["skipped"]
         rows.append(dict(a=specs[i], b=specs[j]) | row)
-    columns = "a b verdict relabel_z matched body_z body_matched embedding_z"
+    columns = "a b verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
     result = finish(s, "matrix", "BB Table 4", rows, columns, started)
     plot_matrix(specs, rows, Path(s.out) / "matrix.png")
     return result
@@ -240,11 +240,13 @@ def identify(specs: list[str], s: Identify) -> dict:
         raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999, ten million at most")
     source = tensors(specs[0])
     shape = source.shapes.get(s.parameter, ())
-    if len(shape) != 2 or s.numbers < 4:
+    if s.numbers < 4:
+        raise UserError(f"--numbers {s.numbers}: expected at least 4")
+    if len(shape) != 2:
         names = ", ".join(
             name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name
         )
-        raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}; --numbers at least 4")
+        raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}")
     s, _, _, started = begin(s)
     weight, size = source.read(s.parameter).flatten()[: s.numbers].double().numpy(), 256
     m = len(weight)
@@ -333,6 +335,9 @@ COMMANDS = {
 def main() -> None:
     """Parse the command line and run the subcommand."""
     words, arguments = common.leading_words()
+    if not words and {"-h", "--help"} & {*arguments}:
+        print(__doc__ + "\nEach subcommand has a --help of its own.")
+        return
     chosen = common.choose(words[0] if words else "", COMMANDS, "subcommand")
     settings_class, work = COMMANDS[chosen]
     work(words[1:], common.parse_settings(settings_class, __doc__, arguments))

@@ -159,8 +159,8 @@ def output(name: str, columns: str) -> str:
 def compare_output() -> str:
     rows = read("compare.json")["rows"]
     columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
-    table = output("compare.json", columns).splitlines()[: 1 + len(rows)]
-    return "\n".join(table + [f"{r['suspect']}: {r['verdict']}. It rests on: {r['rests_on']}." for r in rows])
+    verdicts = [f"{r['suspect']}: {r['verdict']} ({r['rests_on']})" for r in rows]
+    return "\n".join([output("compare.json", columns), *verdicts])
 
 
 def calibration_table() -> str:
