@@ -14,7 +14,7 @@ from evade import evade
 
 import checkpoint
 import common
-import evidence
+import baselines
 import findings
 import init
 import seedprint
@@ -420,7 +420,7 @@ def test_an_unequal_pair_shares_the_shorter_context(script, family, tmp_path):
     checkpoint.save(tmp_path / "short", init.newborn(replace(CONFIG, context_length=70), 1))
     words = ["compare", family / "base", tmp_path / "short", "--out", tmp_path, *TINY[4:]]
     assert_refused(script(*words, "--sequence-length", 65), "64")
-    assert evidence.Inputs().sequence_length == 64 and PRESETS["tiny_llama"].context_length == 256
+    assert baselines.Inputs().sequence_length == 64 and PRESETS["tiny_llama"].context_length == 256
     assert script(*words, "--sequence-length", 20, "--num-sequences", 3).returncode == 0
     assert rows_of(tmp_path / "compare.json")[0]["verdict"] == "same birth"
 
