@@ -12,9 +12,9 @@ import torch
 from conftest import assert_refused, random_model, run_script
 from evade import evade
 
+import baselines
 import checkpoint
 import common
-import baselines
 import findings
 import init
 import seedprint
