@@ -125,7 +125,9 @@ def test_p_of_weights_by_hand(monkeypatch):
             if name.startswith("model.layers.") and len(shape) == 2:
                 for part, source in zip(rows, (a, b)):
                     weight = source.read(name).double().numpy()
-                    part.append(weight.T if "o_proj" in name or "down_proj" in name else weight)
+                    weight = weight.T if "o_proj" in name or "down_proj" in name else weight
+                    centred = weight - weight.mean(axis=0)
+                    part.append(centred / (centred**2).mean() ** 0.5)
         C = np.corrcoef(*(np.concatenate(part).T for part in rows))[:32, 32:]
         assert found["weights"][i] == evidence.diagonal_test(torch.from_numpy(C), (2, i), 49)["p"]
         grams = [(evidence.neuron_gram(a, 0), evidence.neuron_gram(b, 0))]
@@ -229,7 +231,7 @@ def test_bad_inputs(refused, tmp_path):
         ["--paper-sequences", 1],
         ["--permutations", 0],
         ["--num-sequences", 0],
-        ["--sequence-length", 1],
+        ["--sequence-length", 0],
         ["--sequence-length", 257],
         ["--paper-length", 257],
         ["--first-seed", -1],
