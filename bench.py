@@ -238,12 +238,12 @@ def anonymous_peak():
 def streaming_rows(folder: str, device: torch.device, dtype: torch.dtype) -> list[dict]:
     """Seconds and peak memory of comparing a folder with a noised copy and with a stranger."""
     base, rows = checkpoint.tensors(folder), []
+    at = (16, 64, 0, base.config.vocab_size, device, dtype)
     size = sum(math.prod(shape) for shape in base.shapes.values())
     suspects = {"noised copy": Noised(base, 0.1), "stranger": Noised(checkpoint.Newborn(base.config, 1), 0)}
     for name, suspect in suspects.items():
         begun = time.perf_counter()
         with anonymous_peak() as peak:
-            at = (16, 64, 0, base.config.vocab_size, device, dtype)
             prints = [evidence.all_positions(source, *at) for source in (base, suspect)]
             read = time.perf_counter() - begun
             row, _ = evidence.compare_pair(base, suspect, prints, 0, 9999)

@@ -31,7 +31,7 @@ from stats import student_log10_tail
 SAME = -6.0  # log10 p from which on two models are of one birth
 LEVEL = 0.01  # p up to which it is not ruled out
 SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE = "same birth", "no evidence", "inconclusive: use more rows"
-BATCH, ROWS = 1000, 8192  # permutations drawn at once, rows of a weight matrix converted at once
+BATCH, ROWS = 1000, 2048  # permutations drawn at once, rows of a weight matrix converted at once
 
 
 @torch.inference_mode()
@@ -111,13 +111,13 @@ class Correlation:
         """Add rows (n, d) of each. Two bfloat16 matrices are multiplied as such: rounding is no bias here."""
         same = A.dtype if A.dtype == B.dtype == torch.bfloat16 and bfloat16_is_fast() else torch.float32
         means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
-        products, squares = torch.zeros_like(self.products), torch.zeros_like(self.squares)
+        products, squares = torch.zeros(self.products.shape), torch.zeros_like(self.squares)
         for a, b in zip(A.split(ROWS), B.split(ROWS)):
             a, b = (rows.float() - mean for rows, mean in zip((a, b), means))
             products += a.to(same).T @ b.to(same)
             squares += torch.stack([a.square().sum(0), b.square().sum(0)])
         scale = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1): their mean squares
-        self.products += products / scale.prod().sqrt()
+        self.products.add_(products, alpha=scale.prod().rsqrt().item())
         self.squares += squares / scale
 
     def value(self) -> Tensor | None:
