@@ -210,7 +210,12 @@ def lineage_sentences() -> list[str]:
     evasion = "rotated z = {:.0f}, permuted z = {:.0f}".format(
         *(evaded[k]["basis_free_z"] for k in ("rotate", "permute"))
     )
-    return [seed, evasion]
+    streaming = read("bench_streaming.json")["rows"]
+    size, peak = streaming[0]["parameters"] / 1e9, max(row["anonymous_gb"] for row in streaming)
+    minutes = " and ".join(f"{row['seconds'] / 60:.0f}" for row in streaming)
+    memory = f"A folder of {size:.1f}B parameters against a noised copy and a stranger: {minutes} minutes,"
+    memory += f"\n{peak:.1f} GB of memory."
+    return [memory, seed, evasion]
 
 
 def test_every_table_is_what_the_results_say():
@@ -256,7 +261,7 @@ def test_the_fork_it_section_works(tmp_path):
 
 def test_committed_results_were_made_by_committed_code():
     names = ["probe", "ten_thousand/probe", "nano_llama/probe", *EXPERIMENTS]
-    names += ["bench", "bench_training", "bench_files", "evade/compare", "lineage"]
+    names += ["bench", "bench_training", "bench_files", "bench_streaming", "evade/compare", "lineage"]
     names += [*seedprint.COMMANDS, "many_rows/compare"]
     for name in [*names, "overlap_20/overlap", "nano_llama/layers", "nano_llama/cure"]:
         assert re.fullmatch(r"[0-9a-f]{40}", read(f"{name}.json")["environment"]["commit"]), name
