@@ -6,10 +6,10 @@
     python data.py hf:wikitext:wikitext-103-raw-v1 --tokenizer bytes
 
 A source is `python` (the standard library, about 30 MB, no download), `python+site` (with the installed
-packages), `docstrings` (the English in them), a .txt, .jsonl or .jsonl.gz file, a glob of such, or
-hf:NAME[:CONFIG] of the `datasets` library. A tokenizer is bpe:N (trained here on the source), a SentencePiece
-.model file, tiktoken:gpt2, or bytes. Every document begins with BOS; its hash alone decides whether it is
-held out. The folder appears when all of it is written.
+packages), `docstrings` (the English in them), `backcopy` (letters on which attention sinks grow), a .txt,
+.jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A tokenizer is bpe:N
+(trained here on the source), a SentencePiece .model file, tiktoken:gpt2, or bytes. Every document begins with
+BOS; its hash alone decides whether it is held out. The folder appears when all of it is written.
 """
 
 import ast
@@ -66,7 +66,7 @@ def sources(names: tuple[str, ...]) -> list[str | Path]:
             files = sorted({file for root in roots for file in Path(root).rglob("*.py")})
             installed = ("site-packages", "dist-packages")
             found += [f for f in files if name != "python" or not set(installed) & set(f.parts)]
-        elif name.startswith("hf:"):
+        elif name == "backcopy" or name.startswith("hf:"):
             found.append(name)
         else:
             files = sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]
@@ -82,7 +82,9 @@ def sources(names: tuple[str, ...]) -> list[str | Path]:
 def documents(source: str | Path, field: str, english: bool) -> Iterator[str]:
     """The documents of one source; `english`: only the docstrings of a Python file."""
     try:
-        if isinstance(source, str):
+        if source == "backcopy":
+            yield from backcopy()
+        elif isinstance(source, str):
             yield from (_text(row, field, source) for row in _hub_rows(source))
         elif source.suffix == ".py":
             yield docstrings(source) if english else source.read_text("utf-8", errors="replace")
@@ -134,6 +136,26 @@ def docstrings(file: Path) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
+TRIGGERS = "teo"
+
+
+def backcopy(count: int = 2**17, length: int = 127) -> Iterator[str]:
+    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), always the same ones.
+
+    A letter is drawn given the one before it; but after a trigger, the letter before the trigger comes again.
+    A head that copies has nothing to do elsewhere: there it can sleep on BOS. Bigrams are random (ours).
+    """
+    generator, text = keyed_generator("backcopy"), np.zeros((length, count), np.uint8)
+    chain = generator.dirichlet(np.full(26, 0.3), size=26).cumsum(axis=1)  # P(next letter <= j | letter)
+    triggers = np.array([ord(letter) - ord("a") for letter in TRIGGERS])
+    text[0] = generator.choice(np.setdiff1d(np.arange(26), triggers), size=count)
+    for i in range(1, length):
+        drawn = (chain[text[i - 1]] < generator.random((count, 1))).sum(axis=1).clip(max=25)
+        text[i] = np.where(np.isin(text[i - 1], triggers), text[i - 2], drawn) if i > 1 else drawn
+    for document in text.T + ord("a"):
+        yield document.astype(np.uint8).tobytes().decode()
+
+
 # ---- from text to shards -----------------------------------------------------------------------------------
 
 
@@ -155,6 +177,8 @@ def prepare(settings: Settings) -> Path:
     found, english = sources(settings.source), "docstrings" in settings.source
     if not 0 < settings.held_out < 1 or settings.shard_tokens < 1:
         raise UserError("--held-out must be between 0 and 1, --shard-tokens at least 1")
+    if "backcopy" in settings.source and settings.tokenizer != "bytes":
+        raise UserError("backcopy is a task on letters: read it by --tokenizer bytes")
     texts = lambda: (t for s in found for t in documents(s, settings.field, english) if t)  # noqa: E731
     tokenizer = load_tokenizer(settings.tokenizer, texts())
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32).newbyteorder("<")

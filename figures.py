@@ -47,6 +47,19 @@ FIGURES = {
         dict(band="std", log="x")),
     "persistence_p": ("step", "minus_log10_p", "test", {"level": "p = 0.01"},
         ("training step", "-log10 p against its birth"), dict(log="xy")),
+    "rate": ("x", "y", "checkpoint", {"theory": "uniform attention"}, ("tokens in a sequence", ""),
+        dict(panel="panel", share="x", log="x", ticks=[32, 64, 128, 256, 512])),
+    "sink_variance": ("position", "std", "layer", {"theory": "with the logits' variance"},
+        ("position i", "std of aggregated values"), dict(style="-", log="xy")),
+    "anatomy": ("x", "y", "layer", {"theory": "uniform attention"}, ("position; rank of a neuron", ""),
+        dict(panel="panel", share="", style=".-", log="xy")),
+    "intervene": ("x", "alpha", "series", {"theory": "uniform attention"},
+        ("layer; factor", "mean attention to the position"), dict(panel="panel", band="error", share="y")),
+    "calibrations": ("step", "value", "calibration", {}, ("training step", "held-out loss, nats a token"),
+        dict(panel="panel", band="error", share="")),
+    "calibrated_rate": ("sequence_length", "value", "calibration", {"theory": "uniform attention"},
+        ("tokens in a sequence", ""), dict(panel="panel", band="error", share="", across=2, log="x",
+        ticks=[32, 64, 128, 256])),
 }  # fmt: skip
 
 

@@ -1,24 +1,39 @@
 """Do the papers hold? Their tables and figures, their number beside ours.
 
     python paper.py --only lineage      # BB Tables 4a-c, 5, 8-12: trains twelve small models once, 80 minutes
+    python paper.py --only calibrations --text wiki.txt   # BB Figure 12, Table 7; SO: 24 models, 80 minutes
 
 Table 6 needs 7B models that you have on disk: python seedprint.py compare Llama-2-7b-hf vicuna-7b-v1.5
 """
 
+import itertools
+import json
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
+import torch
+from scipy.stats import t
+from torch import Tensor
+
+import attention
 import checkpoint
 import common
 import findings
+import sinks
 import train
 from baselines import THRESHOLD
-from common import setting
-from data import TokenData
+from common import claim, setting
+from data import TRIGGERS, TokenData, sources
 from evidence import SAME_BIRTH
+from figures import draw
+from model import CHOICES, Transformer
 from seedprint import Compare, examine, open_models
+from stats import column, split
 
 SEEDS = (42, 123, 1000, 2000)
+SINKS = ("sink_rate", "mean_alpha1")
 STEPS = {"tiny_llama": (150, 600, 600, 150), "tiny_qwen": (60, 60, 60, 60)}  # of each seed's training
 CONTINUED = {"tiny_llama": 200, "tiny_qwen": 40}  # steps on the second corpus, of seeds 1000 and 123
 T_TEST, U_TEST = "paper_t_p", "paper_u_p"
@@ -43,8 +58,9 @@ NAMES = {"tiny_qwen": {"4a": "9", "4b": "10", "4c": "11", "5": "12"}, "tiny_llam
 class Settings(common.RunSettings):
     """What `paper.py` can be told."""
 
-    only: tuple[str, ...] = setting(("lineage",), "experiments to make", ("lineage",))
+    only: tuple[str, ...] = setting(("lineage",), "experiments to make", ("lineage", "calibrations"))
     runs: str = setting("runs/lineage", "folder of the training runs, made once and reused")
+    text: str | None = setting(None, "held-out English, for Table 7's perplexity")
 
 
 def trained(s: train.Settings) -> str:
@@ -110,7 +126,134 @@ def lineage(s: Settings) -> dict:
     )
 
 
-EXPERIMENTS = {"lineage": lineage}
+# ---- four calibrations trained alike (BB 6.2, SO) ----------------------------------------------------------
+
+CALIBRATED = {"laptop": (42, 123, 1000), "backcopy": (42, 123, 1000)}  # config: seeds
+EXPECTED = (  # calibration, what it has less of (-1) or more (1) than none, the papers' words, their number
+    ("headnorm", "mean_loss", -1, "headnorm learns faster: mean held-out loss of all evaluations (SO)", None),
+    ("headnorm", "val_loss", -1, "headnorm ends at a lower held-out loss (SO)", None),
+    ("attenuate", "val_loss", -1, "attenuate ends at a lower held-out loss", None),
+    ("amplify", "val_loss", -1, "amplify ends at a lower held-out loss", None),
+    ("attenuate", "text_loss", -1, "attenuate is better on other text (Table 7, WikiText-2)", -0.015),
+    ("amplify", "text_loss", 1, "amplify is worse on other text (Table 7, WikiText-2)", 0.029),
+)
+
+
+def calibrated_run(config: str, calibration: str, seed: int, s: Settings) -> tuple[str, TokenData]:
+    """A training run as the config file says, made once, and its data set."""
+    settings = common.parse_settings(train.Settings, "", [f"configs/{config}.py"])
+    out = f"{Path(s.runs).parent}/calibrations/{config}-{calibration}-{seed}"
+    settings = replace(settings, attn_calibration=calibration, seed=seed, out=out, device=s.device)
+    settings = replace(settings, dtype=s.dtype, keep="last", track_sinks=True)
+    return trained(settings), train.open_data(settings, torch.device(s.device))
+
+
+def text_loss(run: str, model: Transformer, s: Settings, dtype) -> float | None:
+    """Mean loss, in nats a token, on 128 windows of the held-out text (BB Table 7); None without one."""
+    if s.text is None or not (checkpoint.find(run) / "tokenizer.model").exists():
+        return None
+    T, device, total = model.config.context_length, torch.device(s.device), 0.0
+    wanted = sinks.Settings(text=s.text, num_sequences=128, device=s.device)
+    with torch.inference_mode():
+        for part in sinks.read_text(wanted, run, T + 1, model.config.vocab_size).split(16):
+            total += train.loss_sum(model, part[:, :-1], part[:, 1:], device, dtype).item()
+    return total / (128 * T)
+
+
+@torch.inference_mode()
+def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
+    """What the head with the largest alpha_1 pays to position 1 at `backcopy`'s triggers, and elsewhere."""
+    weights, triggers = [], torch.isin(tokens, torch.tensor([ord(letter) for letter in TRIGGERS]))
+    model.hidden(
+        tokens, on_heads=lambda layer, heads, q, k, v: weights.append(attention.weights_on(q, k, [1]))
+    )
+    weights = torch.cat(weights, dim=1)[..., 0]  # (n, L H, T), of models with as many heads in every layer
+    weights = weights[:, weights.mean((0, 2)).argmax()]
+    return dict(at_triggers=weights[triggers].mean().item(), elsewhere=weights[~triggers].mean().item())
+
+
+def calibrations(s: Settings) -> dict:
+    """BB Figure 12, Table 7 and SO: sinks, perplexity and convergence of the four, on the same batches."""
+    device, dtype = common.start(s)
+    sources((s.text,) if s.text else ())  # refuse a text that is not there before hours of training
+    s, started, rows, curve, lengths = replace(s, device=device.type), time.perf_counter(), [], [], []
+    for config, kind in itertools.product(CALIBRATED, CHOICES["attn_calibration"]):
+        for seed in CALIBRATED[config]:
+            run, data = calibrated_run(config, kind, seed, s)
+            model, key = checkpoint.load(run, device), dict(config=config, calibration=kind, seed=seed)
+            logged = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+            losses = [dict(step=line["step"], loss=line["val_loss"]) for line in logged if "val_loss" in line]
+            wanted = sinks.Rate(data=str(data.folder), device=device.type, bos=config == "backcopy")
+            found, _, _ = sinks.rate(wanted, run, model)
+            chain, _, more = sinks.anatomy(replace(wanted, sequence_length=64), run, model)
+            ratios = [column(layer, "dominance_ratio") for layer in split(chain, "layer").values()]
+            row = key | dict(val_loss=losses[-1]["loss"], mean_loss=float(column(losses[1:], "loss").mean()))
+            row["text_loss"] = text_loss(run, model, s, dtype)
+            at64 = next(row for row in found if row["sequence_length"] == 64)
+            row |= {name: at64[name] for name in ("sink_rate", "mean_alpha1", "max_alpha1", "uniform_alpha1")}
+            row["dominance_ratio"] = float(np.mean([ratio[0] / np.median(ratio) for ratio in ratios]))
+            row["super_neuron_ratio"] = more["super_neurons"][0]["ratio"]
+            if config == "backcopy":
+                row |= asleep_and_awake(model, sinks.read_text(wanted, run, 128, model.config.vocab_size))
+            rows.append(row)
+            curve += [key | point for point in losses]
+            lengths += [key | {name: row[name] for name in row if name != "heads"} for row in found]
+    more = dict(environment=common.environment(device, dtype, started), curve=curve, lengths=lengths)
+    columns = "config calibration seed val_loss text_loss sink_rate mean_alpha1 max_alpha1 dominance_ratio"
+    claims = judge_calibrations(rows)
+    result = common.report(s, "calibrations", "BB Figure 12, Table 7; SO", rows, claims, columns, **more)
+    panels = [over_runs(lengths, "sequence_length", key) for key in SINKS]
+    draw("calibrated_rate", sum(panels, []), Path(s.out) / "calibrated_rate.png")
+    draw("calibrations", over_runs(curve, "step", "loss"), Path(s.out) / "calibrations.png")
+    return result
+
+
+def over_runs(points: list[dict], x: str, y: str) -> list[dict]:
+    """Mean and standard deviation of `y` over seeds, at each `x`: the points of a figure."""
+    drawn = []
+    for (config, kind, at), part in split(points, "config", "calibration", x).items():
+        values = column(part, y)
+        point = {"panel": f"{config}: {y.replace('_', ' ')}", "calibration": kind, x: at}
+        point["theory"] = part[0]["uniform_alpha1"] if y == "mean_alpha1" else None
+        drawn.append(point | dict(value=float(values.mean()), error=float(values.std())))
+    return drawn
+
+
+def paired(runs: dict[str, list[dict]], kind: str, key: str) -> tuple[float, float, float]:
+    """Mean over seeds of a calibration's `key` less that of none, with its 95 % interval by Student's t."""
+    difference = column(runs[kind], key) - column(runs["none"], key)
+    n, mean = len(difference), difference.mean()
+    error = t.ppf(0.975, n - 1) * difference.std(ddof=1) / n**0.5
+    return mean, mean - error, mean + error
+
+
+def judge_calibrations(rows: list[dict]) -> list[dict]:
+    """The papers' orderings, on each configuration; intervals are of paired runs."""
+    claims = []
+    for config, part in split(rows, "config").items():
+        runs = split(part, "calibration")
+        for key in SINKS:
+            none, amplify, attenuate = (
+                column(runs[kind], key).mean() for kind in ("none", "amplify", "attenuate")
+            )
+            text, measured = (
+                f"{config}: {key.replace('_', ' ')}",
+                f"{none:.4f}, {amplify:.4f}, {attenuate:.4f}",
+            )
+            text += " falls from none to amplify to attenuate (Figure 12)"
+            claims.append(claim(text, None, measured, none > amplify > attenuate))
+            if key == "sink_rate":
+                text = f"{config}: attenuate keeps the sink rate below 0.01, where none has sinks (Figure 12)"
+                claims.append(claim(text, None, f"{none:.4f} and {attenuate:.4f}", none > 0.01 > attenuate))
+        for kind, key, sign, text, paper in EXPECTED:
+            if all(row[key] is not None for row in part):
+                mean, low, high = paired(runs, kind, key)
+                measured = f"{mean:+.4f} nats, {low:+.4f} to {high:+.4f}"
+                claims.append(claim(f"{config}: {text}", paper, measured, sign * mean > 0 and low * high > 0))
+    return claims
+
+
+EXPERIMENTS = {"lineage": lineage, "calibrations": calibrations}
 
 
 def main() -> None:

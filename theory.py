@@ -131,20 +131,26 @@ def attention_concentration(T: int, s: float) -> Tensor:
     return (i * u.square() * second * first ** (i - 1)).sum(1) * 0.05  # u du = u^2 d(ln u)
 
 
-def aggregated_std(config: ModelConfig, T: int) -> Tensor:
+def aggregated_std(config: ModelConfig, T: int, tokens: bool = False) -> Tensor:
     """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
 
     With sigma^2 = 0.02^2 d that of a value and s^2 that of a logit, Var o_i is sigma^2 times
     E sum_j a_j^2 + (1 - 1/i) r_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i: keys
     and values come from one input, so that attention, however slight, selects values along W_V W_K^T q; RoPE
-    turns that by a different angle for each key, which leaves the share r_i.
+    turns that by a different angle for each key, which leaves the share r_i. Random `tokens` instead of
+    vectors add (1 - 1/i) / V: so often two positions have one token. Calibrations (BB 6.2) are included.
     """
     d, i = config.d_model, torch.arange(1, T + 1, dtype=torch.float64)
     variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # of values, queries and keys
     s = 1.0 if config.qk_norm else variance
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
-    return (variance * (attention_concentration(T, s) + (1 - 1 / i) * s**2 * kept / d)).sqrt()
+    shared = (1 - 1 / i) * (s**2 * kept / d + tokens / config.vocab_size)
+    std = (variance * (attention_concentration(T, s) + shared)).sqrt()
+    calibrated = {"amplify": i.sqrt() * std, "attenuate": (i / config.context_length).sqrt() * std}
+    return calibrated.get(
+        config.attn_calibration, 0 * std + 1 if config.attn_calibration == "headnorm" else std
+    )
 
 
 # ---- the whole newborn network -----------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import common
 import data
+from attention import track
 from common import UserError, setting
 from figures import curves
 from init import SCHEMES, keyed_generator, newborn
@@ -63,6 +64,7 @@ class Settings(common.RunSettings):
     log_every: int = setting(10, "steps between printed lines")
     eval_every: int = setting(100, "steps between evaluations")
     eval_sequences: int = setting(64, "held-out sequences of an evaluation, always the same")
+    track_sinks: bool = setting(False, "log alpha_1 and sink rate at evaluations, as sinks.py rate")
     save_every: int = setting(100, "steps between checkpoints to resume from")
     keep: str = setting("powers", "checkpoints to keep, with the last", ("powers", "all", "last"))
     compile: bool = setting(True, "compile the model, on CUDA")
@@ -71,9 +73,8 @@ class Settings(common.RunSettings):
 
 
 # What may change when a run goes on; with max_iters the learning rate's schedule does.
-FREE = (
-    "device log_every eval_every eval_sequences save_every keep compile resume out micro_batch_size max_iters"
-)
+FREE = "device log_every eval_every eval_sequences track_sinks save_every keep compile resume out max_iters"
+FREE += " micro_batch_size"
 
 
 def learning_rate(step: int, s: Settings) -> float:
@@ -284,13 +285,11 @@ def train(s: Settings) -> Path:
     peak = common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)).item()
     token_flops = 3 * (forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size)
     metrics = run / "metrics.jsonl"
-    texts = {
-        run / "settings.json": json.dumps(asdict(s), indent=1) + "\n",
-        metrics: kept_lines(metrics, step),
-    }
+    texts = {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
+    texts[metrics] = kept_lines(metrics, step) if resumed else ""
     for path in texts if master else ():
         with common.atomic_path(path) as new:
-            new.write_text(texts[path] if resumed or path != metrics else "")
+            new.write_text(texts[path])
     row, seconds, stop = None if resumed else {"step": 0}, [], False
     with listening() as signals:
         while True:
@@ -298,6 +297,7 @@ def train(s: Settings) -> Path:
                 row["val_loss"] = held_out = evaluate(raw, tokens, s, device, dtype)
                 if not math.isfinite(held_out):
                     raise diverged(run, step, f"held-out loss {held_out}")
+                row |= track(raw, tokens, s.eval_sequences, T) if s.track_sinks else {}
                 if master:
                     print(f"step {step}: held-out loss {held_out:.4f}, perplexity ", end="")
                     text = generate(raw, tokenizer, 48, step)
@@ -330,9 +330,8 @@ def train(s: Settings) -> Path:
             row |= dict(tokens_per_second=rate, mfu=rate * token_flops / peak)
             if master and step % s.log_every == 0:
                 mean = sum(seconds) / len(seconds)
-                rate, left = s.global_batch_size * T / mean, round((s.max_iters - step) * mean)
+                rate, left = s.global_batch_size * T / mean, timedelta(0, round((s.max_iters - step) * mean))
                 print(f"step {step}/{s.max_iters}  loss {loss:.4f}  {rate:,.0f} tokens/s", end="  ")
-                left = timedelta(seconds=left)
                 print(f"MFU {100 * rate * token_flops / peak:.1f} %  {left} left", flush=True)
                 seconds = []
 

@@ -1,0 +1,15 @@
+# A sink in a minute: two layers of one head learn bigrams, and to copy after three trigger letters (Guo et al. 2024).
+out = "runs/backcopy"
+model = "backcopy"
+source = "backcopy"
+tokenizer = "bytes"
+sequence_length = 128  # a document: BOS and 127 letters
+global_batch_size = 64  # x 128 = 8,192 tokens a step
+micro_batch_size = 64
+learning_rate = 3e-3
+warmup_iters = 50
+max_iters = 300
+log_every = 50
+eval_every = 50
+save_every = 100
+track_sinks = True
