@@ -18,24 +18,22 @@ from model import Transformer, causal_attention
 from probe import DEFAULTS
 
 
-def weights_on(q: Tensor, k: Tensor, positions) -> Tensor:
-    """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K `positions`: (B, H, T, K).
+def weights_on(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+    """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
     Attention is linear in the values: given one-hot values it returns its weights. So the fused kernel finds
-    them in O(T) memory, Dh positions a call (on CPUs it wants values as wide as the queries).
+    them in O(T) memory (on CPUs it wants values as wide as the queries, hence Dh positions at a time).
     """
-    parts, positions = [], torch.as_tensor(positions, device=k.device)
-    for chunk in positions.split(k.shape[3]):
-        values = torch.zeros_like(k)
-        values[:, :, chunk - 1, torch.arange(len(chunk))] = 1
-        parts.append(causal_attention(q, k, values)[..., : len(chunk)])
-    return torch.cat(parts, dim=3)
+    values = torch.zeros_like(k)
+    values[:, :, positions - 1, torch.arange(len(positions))] = 1
+    return causal_attention(q, k, values)[..., : len(positions)]
 
 
 def mean_attention(q: Tensor, k: Tensor, positions) -> Tensor:
     """alpha (B, H, K): the mean over queries i >= p of the weight on p (BB 6.2.1; Gu et al. 2025)."""
-    seen = k.shape[2] + 1 - torch.as_tensor(positions, device=k.device)  # queries that see each of them
-    return weights_on(q, k, positions).sum(dim=2, dtype=torch.float32) / seen  # the others pay it nothing
+    positions = torch.as_tensor(positions, device=k.device)
+    parts = [weights_on(q, k, part).sum(2, dtype=torch.float32) for part in positions.split(k.shape[3])]
+    return torch.cat(parts, dim=2) / (k.shape[2] + 1 - positions)  # queries before p pay it nothing
 
 
 @torch.inference_mode()
@@ -80,12 +78,6 @@ def track(model: Transformer, data: TokenData, count: int, T: int) -> dict:
     return dict(mean_alpha1=alpha.mean().item(), max_alpha1=highest, sink_rate=rate)
 
 
-def interval(values: Tensor, name: str, low: str = "low", high: str = "high") -> dict:
-    """`name`: the mean of independent values (n,); `low`, `high`: its 95 % interval by the normal law."""
-    mean, error = values.double().mean().item(), 1.96 * values.double().std().item() / len(values) ** 0.5
-    return {name: mean, low: mean - error, high: mean + error}
-
-
 def moments(heads: Tensor) -> Tensor:
     """Number, sum and sum of squares of heads (B, H, T, Dh) at each position, (3, T) float64."""
     heads, over = heads.double(), (0, 1, 3)
@@ -93,9 +85,9 @@ def moments(heads: Tensor) -> Tensor:
     return torch.stack([count, heads.sum(over), heads.square().sum(over)]).cpu()
 
 
-def spread(moments: Tensor) -> list[float]:
-    """Standard deviation at each position, over sequences, heads and their dimensions."""
-    count, total, squares = moments
+def spread(sums: Tensor) -> list[float]:
+    """Standard deviation at each position, over sequences, heads and dimensions, of summed `moments`."""
+    count, total, squares = sums
     return (squares / count - (total / count).square()).clamp(min=0).sqrt().tolist()
 
 
@@ -122,8 +114,10 @@ def replaced(kind: str, factor: float, model: Transformer, position: int, layers
         elif kind == "amplify":
             mean = chosen.mean(0, keepdim=True)
             chosen = mean + factor * (chosen - mean)
-        else:
+        elif kind == "scale":
             chosen = factor * chosen
+        else:
+            raise ValueError(f"no intervention {kind!r}")
         return torch.cat([heads[:, :, : position - 1], chosen, heads[:, :, position:]], dim=2)
 
     return on_heads

@@ -43,7 +43,9 @@ TXT_DOCUMENT = 2**16  # characters: a .txt file has no document marks, so it is 
 class Settings(common.RunSettings):
     """What `data.py` can be told."""
 
-    source: tuple[str, ...] = setting(("python",), "python, python+site, docstrings, files, globs, hf:NAME")
+    source: tuple[str, ...] = setting(
+        ("python",), "python, python+site, docstrings, backcopy, files, globs, hf:NAME"
+    )
     tokenizer: str = setting("bpe:4096", "bpe:N, a SentencePiece .model file, tiktoken:gpt2, or bytes")
     field: str = setting("text", "of a JSON line, or of a row of an hf: data set, that holds the text")
     held_out: float = setting(0.01, "share of the documents in the validation split")
@@ -151,9 +153,9 @@ def backcopy(count: int = 2**17, length: int = 127) -> Iterator[str]:
     text[0] = generator.choice(np.setdiff1d(np.arange(26), triggers), size=count)
     for i in range(1, length):
         drawn = (chain[text[i - 1]] < generator.random((count, 1))).sum(axis=1).clip(max=25)
-        text[i] = np.where(np.isin(text[i - 1], triggers), text[i - 2], drawn) if i > 1 else drawn
+        text[i] = np.where(np.isin(text[i - 1], triggers), text[i - 2], drawn)  # the first is no trigger
     for document in text.T + ord("a"):
-        yield document.astype(np.uint8).tobytes().decode()
+        yield document.tobytes().decode()
 
 
 # ---- from text to shards -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """How is a result drawn? What was measured in colour, theory dashed in black, from the rows of the JSON."""
 
+import itertools
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -49,10 +50,10 @@ FIGURES = {
         ("training step", "-log10 p against its birth"), dict(log="xy")),
     "rate": ("x", "y", "checkpoint", {"theory": "uniform attention"}, ("tokens in a sequence", ""),
         dict(panel="panel", share="x", log="x", ticks=[32, 64, 128, 256, 512])),
-    "sink_variance": ("position", "std", "layer", {"theory": "with the logits' variance"},
+    "sink_variance": ("position", "std", "of", {"theory": "with the logits' variance"},
         ("position i", "std of aggregated values"), dict(style="-", log="xy")),
-    "anatomy": ("x", "y", "layer", {"theory": "uniform attention"}, ("position; rank of a neuron", ""),
-        dict(panel="panel", share="", style=".-", log="xy")),
+    "anatomy": ("x", "y", "of", {"theory": "uniform attention"}, ("position; rank of the neuron", ""),
+        dict(panel="panel", share="", style="-", log="xy")),
     "intervene": ("x", "alpha", "series", {"theory": "uniform attention"},
         ("layer; factor", "mean attention to the position"), dict(panel="panel", band="error", share="y")),
     "calibrations": ("step", "value", "calibration", {}, ("training step", "held-out loss, nats a token"),
@@ -96,7 +97,7 @@ def curves(
         axes.set_axis_off()
     grid = grid.flatten()
     for axes, value in zip(grid, panels):
-        for colour, name in zip(COLOURS, names):
+        for colour, name in zip(itertools.cycle(COLOURS), names):
             line = [p for p in points if p[series] == name and (not panel or p[panel] == value)]
             xs, ys = [p[x] for p in line], [p[y] for p in line]
             axes.plot(xs, ys, style, color=colour, markersize=5, label=str(name).replace("_", " "))
@@ -112,7 +113,7 @@ def curves(
         title = value if type(value) is str else f"{panel} {value}".replace("_", " ")
         axes.set(title=title if panel else "")
         axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
-        if all(type(point[x]) is int for point in points) and "x" not in log:
+        if all(type(p[x]) is int for p in points if not panel or p[panel] == value) and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2
         if ticks:
             axes.set_xticks(ticks, ticks)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from scipy.special import betaln, hyp2f1, logsumexp
 from scipy.stats import binom, binomtest
+from scipy.stats import t as student
 from torch import Tensor
 
 from common import UserError, sum_over_ranks
@@ -110,6 +111,13 @@ def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
     """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
+
+
+def interval(values, name: str = "mean", low: str = "low", high: str = "high") -> dict:
+    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
+    values = np.asarray(values, np.float64)
+    error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return {name: float(values.mean()), low: float(values.mean() - error), high: float(values.mean() + error)}
 
 
 def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:

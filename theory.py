@@ -147,10 +147,13 @@ def aggregated_std(config: ModelConfig, T: int, tokens: bool = False) -> Tensor:
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
     shared = (1 - 1 / i) * (s**2 * kept / d + tokens / config.vocab_size)
     std = (variance * (attention_concentration(T, s) + shared)).sqrt()
-    calibrated = {"amplify": i.sqrt() * std, "attenuate": (i / config.context_length).sqrt() * std}
-    return calibrated.get(
-        config.attn_calibration, 0 * std + 1 if config.attn_calibration == "headnorm" else std
-    )
+    scale = {
+        "none": 1,
+        "amplify": i.sqrt(),
+        "attenuate": (i / config.context_length).sqrt(),
+        "headnorm": 1 / std,
+    }
+    return std * scale[config.attn_calibration]
 
 
 # ---- the whole newborn network -----------------------------------------------------------------------------

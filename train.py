@@ -111,6 +111,8 @@ def build(s: Settings, tokens: data.TokenData) -> Transformer:
     else:
         config = replace(PRESETS[s.model], attn_calibration=s.attn_calibration)
         model = newborn(config, s.seed, s.embedding_seed, s.init)
+    if s.track_sinks and model.config.sublayers == "mlp":
+        raise UserError(f"--track-sinks: {s.init_from} has no attention")
     V, context = model.config.vocab_size, model.config.context_length
     if tokens.vocab_size > V:
         raise UserError(f"{tokens.folder} has {tokens.vocab_size} tokens, the model {V}: change --tokenizer")

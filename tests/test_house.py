@@ -18,6 +18,7 @@ ORDER = [
     "data",
     "probe",
     "attention",
+    "reading",
     "theory",
 ]
 ORDER += [

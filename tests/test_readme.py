@@ -13,12 +13,14 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, run_script
+from scipy.stats import t
 
 sys.path.insert(0, str(ROOT))
 
 import common
 import probe
 import seedprint
+import sinks
 import train
 from contraction import EXPERIMENTS
 from contraction import Settings as ContractionSettings
@@ -218,11 +220,58 @@ def lineage_sentences() -> list[str]:
     return [memory, seed, evasion]
 
 
+def calibrations_table() -> str:
+    """Means over seeds, with half the width of their 95 % intervals by Student's t."""
+    names = {"val_loss": "held-out loss", "text_loss": "on WikiText-2", "mean_alpha1": "mean alpha_1"}
+    names |= {"max_alpha1": "highest head", "sink_rate": "sink rate", "dominance_ratio": "dominance ratio"}
+    lines = [
+        f"| trained on | calibration | {' | '.join(names.values())} |",
+        "|---|---|" + "---|" * len(names),
+    ]
+    for (config, kind), part in split(read("calibrations.json")["rows"], "config", "calibration").items():
+        cells = []
+        for name in names:
+            values = [row[name] for row in part]
+            if None in values:
+                cells.append("n/a")
+                continue
+            half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+            cells.append(f"{np.mean(values):.3f} ± {half:.3f}")
+        lines.append(f"| {config} | {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def judged(name: str) -> str:
+    """A result's claims as a table."""
+    lines = ["| claim | measured | |", "|---|---|---|"]
+    for claim in read(name)["claims"]:
+        verdict = "holds" if claim["holds"] else "**does not hold**"
+        lines.append(f"| {claim['claim']} | {claim['measured']} | {verdict} |")
+    return "\n".join(lines)
+
+
+def sinks_sentences() -> list[str]:
+    """The sentences of README's section on sinks that hold numbers."""
+    found = split(read("calibrations.json")["rows"], "config", "calibration")["backcopy", "none"]
+    awake, asleep = (np.mean([row[key] for row in found]) for key in ("at_triggers", "elsewhere"))
+    sleep = f"pays {asleep:.2f} of its attention to BOS, but at the triggers {awake:.3f}"
+    rows = [row for row in read("sink_variance.json")["rows"] if row["theory"] and row["position"] >= 16]
+    off = max(abs(row["std"] / row["theory"] - 1) for row in rows)
+    return [sleep, f"within {100 * off:.1f} % of it from position 16 on"]
+
+
+def sinks_blocks() -> list[str]:
+    columns = "checkpoint sequence_length sink_rate mean_alpha1 max_alpha1 uniform_alpha1"
+    tables = [output("backcopy/rate.json", columns), calibrations_table(), judged("calibrations.json")]
+    return [*tables, judged("backcopy/intervene.json"), judged("laptop/intervene.json"), *sinks_sentences()]
+
+
 def test_every_table_is_what_the_results_say():
     readme = (ROOT / "README.md").read_text()
     tables = [probe_output(), "\n".join(results_table()), "\n".join(bench_table())]
     tables += [claims_table(), training_table()]
     tables += [compare_output(), calibration_table(), lineage_table(), cost_table(), *lineage_sentences()]
+    tables += sinks_blocks()
     for block in tables + sentences():
         assert block in readme, f"README.md should hold:\n{block}"
 
@@ -232,6 +281,7 @@ def test_every_file_and_flag_that_the_readme_names_exists():
     for path in re.findall(r"\]\(([\w./-]+)\)", readme):
         assert (ROOT / path).exists(), path
     described = {"probe": probe.Settings, "contraction": ContractionSettings, "train": train.Settings}
+    described |= {f"sinks.py {name}": found[1] for name, found in sinks.EXPERIMENTS.items()}
     described |= {f"seedprint.py {name}": command[0] for name, command in seedprint.COMMANDS.items()}
     for script, settings in described.items():
         flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
@@ -262,7 +312,8 @@ def test_the_fork_it_section_works(tmp_path):
 def test_committed_results_were_made_by_committed_code():
     names = ["probe", "ten_thousand/probe", "nano_llama/probe", *EXPERIMENTS]
     names += ["bench", "bench_training", "bench_files", "bench_streaming", "evade/compare", "lineage"]
-    names += [*seedprint.COMMANDS, "many_rows/compare"]
+    names += [*seedprint.COMMANDS, "many_rows/compare", "calibrations", "sink_variance"]
+    names += [f"{run}/{name}" for run in ("backcopy", "laptop") for name in ("rate", "anatomy", "intervene")]
     for name in [*names, "overlap_20/overlap", "nano_llama/layers", "nano_llama/cure"]:
         assert re.fullmatch(r"[0-9a-f]{40}", read(f"{name}.json")["environment"]["commit"]), name
 
@@ -280,5 +331,6 @@ if __name__ == "__main__":
         lineage_table(),
         cost_table(),
         *lineage_sentences(),
+        *sinks_blocks(),
         sep="\n",
     )

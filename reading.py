@@ -1,0 +1,91 @@
+"""What does a model read while it is measured? Held-out text of a data set, a text file, or random tokens.
+
+>>> import reading
+>>> s = reading.Settings(text="README.md", tokenizer="bytes", device="cpu")
+>>> reading.tokens(s, "tiny_llama@42", 64, 4096).shape
+torch.Size([100, 64])
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import common
+from checkpoint import find
+from common import UserError, setting
+from data import TokenData
+from init import keyed_generator
+from probe import random_tokens
+from tokenizer import load_tokenizer
+
+
+@dataclass
+class Settings(common.RunSettings):
+    """What a script that measures on text can be told of it."""
+
+    data: str | None = setting(None, "prepared data set to read held-out text from")
+    text: str | None = setting(None, "text file to read")
+    tokenizer: str | None = setting(None, "of --text: bytes or a .model file (default: the checkpoint's own)")
+    bos: bool = setting(False, "put the tokenizer's BOS at the first position")
+    input_seed: int = setting(0, "seed of random tokens, or of the places in --text")
+    num_sequences: int = setting(100, "sequences (Gu et al.: 100)")
+
+
+def check(s: Settings) -> None:
+    """UserError for settings that do not fit each other."""
+    if s.num_sequences < 2:
+        raise UserError(f"--num-sequences {s.num_sequences}: expected at least 2")
+    if (s.data and (s.text or s.tokenizer)) or (s.tokenizer and not (s.text or s.bos)):
+        raise UserError("--data has a tokenizer of its own; --tokenizer is for --text, and for --bos")
+
+
+open_data = functools.lru_cache(TokenData)  # its checksums are compared once
+
+
+@functools.lru_cache
+def encoded(file: str, tokenizer: str) -> Tensor:
+    """A text file's tokens, (n,); UserError if it cannot be read."""
+    try:
+        text = Path(file).read_text("utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    return torch.tensor(next(iter(load_tokenizer(tokenizer).encode([text]))), dtype=torch.int64)
+
+
+def own_tokenizer(spec: str) -> Path | None:
+    """The SentencePiece file beside a checkpoint, if there is one."""
+    file = found / "tokenizer.model" if isinstance(found := find(spec), Path) else None
+    return file if file and file.is_file() else None
+
+
+def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
+    """What the model of a spec reads: (n, T) tokens. UserError for text that is not there, or not its own."""
+    n, own, name = s.num_sequences, own_tokenizer(spec), s.tokenizer
+    if s.data:
+        data, name = open_data(s.data), str(open_data(s.data).tokenizer_file or open_data(s.data).tokenizer)
+        if own and (not data.tokenizer_file or own.read_bytes() != data.tokenizer_file.read_bytes()):
+            raise UserError(f"--data {s.data} was made by another tokenizer than {spec}'s own")
+        windows = data.num_windows("val", T)
+    elif s.text or s.bos:
+        name = name or (str(own) if own else None)
+        if name is None:
+            raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer")
+        windows = len(encoded(s.text, name)) // T if s.text else n
+    if (s.data or s.text) and windows < n:
+        place = s.data or s.text
+        raise UserError(f"{place} has {windows} sequences of {T} tokens: lower --num-sequences {n}")
+    if s.data:
+        read, _ = data.windows("val", data.held_out(n, T), T)
+    elif s.text:
+        places = keyed_generator("text", s.input_seed, T).choice(windows, size=n, replace=False)
+        read = encoded(s.text, name).unfold(0, T, T)[places]
+    else:
+        read = random_tokens(s.input_seed, range(n), T, vocab)
+    if s.bos:
+        read = torch.cat([torch.full_like(read[:, :1], load_tokenizer(name).bos), read[:, 1:]], dim=1)
+    if read.max() >= vocab:
+        raise UserError(f"the text has token {int(read.max())}, but {spec} knows {vocab}: which tokenizer?")
+    return read.to(s.device)
