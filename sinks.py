@@ -285,10 +285,6 @@ def run(name: str, s: Settings) -> dict:
     }
     if len(chosen) < len(models(s.model, s.seed)):
         raise UserError("a model is named twice")
-    if not (s.data or s.text) and any(isinstance(find(spec), Path) for spec in chosen):
-        print(
-            "tokens are random, which no model is trained on: name text by --data or --text", file=sys.stderr
-        )
     device, dtype = common.start(s)
     s, started = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch.")), time.perf_counter()
     rows, drawn, more = [], {}, {}
@@ -311,6 +307,8 @@ def run(name: str, s: Settings) -> dict:
     for label, points in drawn.items():
         which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(drawn) > 1 else ""
         draw(experiment, points, out / f"{experiment}{which}.png")
+    if not (s.data or s.text) and any(isinstance(find(spec), Path) for spec in chosen):
+        print("random tokens were read, as none is trained on: --data or --text names text", file=sys.stderr)
     return result
 
 
