@@ -65,7 +65,8 @@ def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
     """What the model of a spec reads: (n, T) tokens. UserError for text that is not there, or not its own."""
     n, own, name = s.num_sequences, own_tokenizer(spec), s.tokenizer
     if s.data:
-        data, name = open_data(s.data), str(open_data(s.data).tokenizer_file or open_data(s.data).tokenizer)
+        data = open_data(s.data)
+        name = str(data.tokenizer_file or data.tokenizer)
         if own and (not data.tokenizer_file or own.read_bytes() != data.tokenizer_file.read_bytes()):
             raise UserError(f"--data {s.data} was made by another tokenizer than {spec}'s own")
         windows = data.num_windows("val", T)

@@ -30,12 +30,12 @@ import common
 import findings
 import reading
 import theory
-from checkpoint import config_of, find, models, obtain, shared_context
+from checkpoint import config_of, find, load, models, shared_context
 from common import UserError, setting
 from evidence import some
 from figures import draw, save_figure
-from init import SCHEMES
-from model import MLP, PRESETS, Transformer
+from init import SCHEMES, newborn
+from model import CHOICES, MLP, PRESETS, Transformer
 from stats import interval
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -48,6 +48,7 @@ class Settings(reading.Settings):
     model: tuple[str, ...] = setting(("tiny_llama",), "presets, PRESET@SEED, runs or checkpoint folders")
     seed: tuple[int, ...] = setting((42,), "seeds of the presets' weights")
     init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
+    attn_calibration: str = setting("none", "of newborns' heads (BB 6.2)", CHOICES["attn_calibration"])
     sequence_length: int = setting(64, "tokens in a sequence (Gu et al.: 64)")
 
 
@@ -119,8 +120,8 @@ def variance(s: Settings, spec: str, model: Transformer):
 
     for part in attention.batches(reading.tokens(s, spec, T, model.config.vocab_size)):
         model.hidden(part, on_heads=watch)
-    born = not isinstance(find(spec), Path) and not (s.text or s.data or s.bos)
-    law = theory.aggregated_std(model.config, T, tokens=True).tolist() if born else [None] * T
+    lawful = not isinstance(find(spec), Path) and not (s.text or s.data or s.bos)
+    law = theory.aggregated_std(model.config, T, tokens=True).tolist() if lawful else [None] * T
     for layer, total in sums.items():
         for i, std in enumerate(attention.spread(total)):
             rows.append(dict(layer=layer, position=i + 1, std=std, theory=law[i] if layer == 1 else None))
@@ -234,7 +235,7 @@ def intervene(s: Intervene, spec: str, model: Transformer):
 
 # ---- the experiments ---------------------------------------------------------------------------------------
 
-attention_to = attention.attention_to
+attention_to = attention.attention_to  # a name that others build on
 LINKS = {  # of the chain that `anatomy` follows, with their titles
     "std": "std of aggregated values",
     "super_neurons": "neurons by rank: activation at 1 / elsewhere",
@@ -261,6 +262,8 @@ def check(s: Settings) -> None:
     for spec in s.model:
         if config_of(spec).sublayers == "mlp":
             raise UserError(f"{spec} has no attention, so no sinks")
+        if s.attn_calibration != "none" and spec not in PRESETS and isinstance(find(spec), Path):
+            raise UserError(f"--attn-calibration is for newborns: {spec} has its own")
     if isinstance(s, Rate) and not 0 < s.epsilon < 1:
         raise UserError(f"--epsilon {s.epsilon}: expected a number between 0 and 1")
     if isinstance(s, Intervene):
@@ -275,21 +278,26 @@ def check(s: Settings) -> None:
             raise UserError("--factor: expected numbers of at most a million")
 
 
+def born(label: str, s: Settings) -> Transformer:
+    """The newborn of PRESET@SEED, calibrated as the settings say."""
+    config, (_, *seeds) = replace(config_of(label), attn_calibration=s.attn_calibration), find(label)
+    return newborn(config, *seeds, s.init, s.device, getattr(torch, s.dtype))
+
+
 @torch.inference_mode()
 def run(name: str, s: Settings) -> dict:
     """Make an experiment with every checkpoint, judge it, write JSON and figure; returns the JSON."""
     sample, _, experiment, paper, columns = EXPERIMENTS[name]
     check(s)
-    chosen = {
-        f"{spec}@{seed}" if spec in PRESETS else spec: (spec, seed) for spec, seed in models(s.model, s.seed)
-    }
-    if len(chosen) < len(models(s.model, s.seed)):
+    pairs = models(s.model, s.seed)
+    chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: (spec, seed) for spec, seed in pairs}
+    if len(chosen) < len(pairs):
         raise UserError("a model is named twice")
     device, dtype = common.start(s)
     s, started = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch.")), time.perf_counter()
     rows, drawn, more = [], {}, {}
     for label, (spec, seed) in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
-        model = obtain(spec, seed, None, s.init, device, dtype)
+        model = load(spec, device, dtype) if seed is None else born(label, s)
         if not all(weight.isfinite().all() for weight in model.parameters()):
             raise UserError(f"{label}: a weight is not finite")
         found, points, extra = sample(s, label, model)

@@ -237,6 +237,14 @@ def test_variance_is_the_pooled_one(tmp_path):
         assert (row["theory"] is None) == (row["layer"] > 1)
 
 
+@pytest.mark.parametrize("calibration", CHOICES["attn_calibration"])
+def test_newborns_can_be_calibrated(calibration, tmp_path):
+    s = settings(model=("tiny_llama@3",), sequence_length=32, attn_calibration=calibration, out=str(tmp_path))
+    found = sinks.run("variance", replace(s, num_sequences=60))
+    rows = [row for row in found["rows"] if row["layer"] == 1 and row["position"] >= 16]
+    assert max(abs(row["std"] / row["theory"] - 1) for row in rows) < 0.06  # d = 256, 60 sequences
+
+
 # ---- anatomy -----------------------------------------------------------------------------------------------
 
 
@@ -440,6 +448,7 @@ def test_bfloat16_is_close():
         (["rates"], ["rate"]),
         (["rate", "extra"], ["extra"]),
         (["rate", "--epsilon", "nan"], ["--epsilon"]),
+        (["rate", "--attn-calibration", "attenuated"], ["attenuate"]),
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
         (["rate", "--num-sequences", 1], ["--num-sequences"]),
         (["rate", "--data", "a", "--text", "b"], ["--data", "--text"]),
