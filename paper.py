@@ -229,7 +229,8 @@ def calibrations(s: Settings) -> dict:
     result = common.report(s, "calibrations", "BB Figure 12, Table 7; SO", rows, claims, columns, **more)
     panels = [over_runs(lengths, "sequence_length", key) for key in SINKS]
     draw("calibrated_rate", sum(panels, []), Path(s.out) / "calibrated_rate.png")
-    draw("calibrations", over_runs(curve, "step", "loss"), Path(s.out) / "calibrations.png")
+    later = [point for point in curve if point["step"]]  # the loss at birth would hide the rest
+    draw("calibrations", over_runs(later, "step", "loss"), Path(s.out) / "calibrations.png")
     return result
 
 
