@@ -1,7 +1,7 @@
 """Do the papers hold? Their tables and figures, their number beside ours.
 
     python paper.py --only lineage      # BB Tables 4a-c, 5, 8-12: trains twelve small models once, 80 minutes
-    python paper.py --only calibrations --text wiki.txt   # BB Figure 12, Table 7; SO: 24 models, 80 minutes
+    python paper.py --only calibrations --text wiki.txt   # BB Figure 12, Table 7, SO: 32 models, 90 minutes
 
 Table 6 needs 7B models that you have on disk: python seedprint.py compare Llama-2-7b-hf vicuna-7b-v1.5
 """

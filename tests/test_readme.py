@@ -243,10 +243,11 @@ def calibrations_table() -> str:
 
 def judged(name: str) -> str:
     """A result's claims as a table."""
-    lines = ["| claim | measured | |", "|---|---|---|"]
+    lines = ["| claim | measured | paper | |", "|---|---|---|---|"]
     for claim in read(name)["claims"]:
         verdict = "holds" if claim["holds"] else "**does not hold**"
-        lines.append(f"| {claim['claim']} | {claim['measured']} | {verdict} |")
+        paper = "n/a" if claim["paper"] is None else claim["paper"]
+        lines.append(f"| {claim['claim']} | {claim['measured']} | {paper} | {verdict} |")
     return "\n".join(lines)
 
 
@@ -293,7 +294,10 @@ def test_every_file_and_flag_that_the_readme_names_exists():
 
 def test_the_fork_it_section_works(tmp_path):
     """Its two lines, put where they say, give a new preset; its snippet runs as it stands."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    before, section = (ROOT / "README.md").read_text().split("## Fork it")
+    (attention,), blocks = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (before, section))
+    done = run_script("-c", attention)
+    assert done.returncode == 0 and "[8, 6, 8, 2]" in done.stdout, done.stderr
     activation, preset = (line.split("  #")[0] for line in blocks[0].splitlines())
     for path in ROOT.glob("*.py"):
         (tmp_path / path.name).write_text(path.read_text())
