@@ -23,6 +23,7 @@ import reading
 import sinks
 import theory
 import train
+from common import UserError
 from model import CHOICES, PRESETS, ModelConfig
 from probe import random_tokens
 
@@ -470,8 +471,16 @@ def test_bfloat16_is_close():
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
-def test_mistakes_are_refused_in_one_line(arguments, words, tmp_path):
-    assert_refused(run_script("sinks.py", *arguments, "--out", tmp_path), *words)
+def test_mistakes_are_refused(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sinks.py", *map(str, arguments), "--out", str(tmp_path)])
+    with pytest.raises(UserError) as refusal:
+        sinks.main()
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_a_mistake_is_one_line_and_status_2(tmp_path):
+    assert_refused(run_script("sinks.py", "intervene", "--position", 65, "--out", tmp_path), "--position 65")
 
 
 def test_weights_of_nan_and_foreign_tokens_are_refused(tmp_path, run_folder):
@@ -487,7 +496,12 @@ def test_weights_of_nan_and_foreign_tokens_are_refused(tmp_path, run_folder):
     result = run_script("sinks.py", "rate", "--model", tmp_path / "small", *text, "--out", tmp_path)
     assert_refused(result, "97")
     data.prepare(
-        data.Settings(source=(str(run_folder / "pieces.jsonl"),), tokenizer="bytes", out=str(tmp_path / "b"))
+        data.Settings(
+            source=(str(run_folder / "pieces.jsonl"),),
+            tokenizer="bytes",
+            held_out=0.3,
+            out=str(tmp_path / "b"),
+        )
     )
     result = run_script(
         "sinks.py", "rate", "--model", run_folder / "model", "--data", tmp_path / "b", "--out", tmp_path
