@@ -155,8 +155,8 @@ def test_asleep_and_awake_against_explicit_attention():
 
 def test_mistakes(tmp_path):
     assert_refused(run_script("paper.py", "--only", "lineages", "--out", tmp_path), "lineage")
-    missing = ["--only", "calibrations", "--text", tmp_path / "missing.txt", "--out", tmp_path]
-    assert_refused(run_script("paper.py", *missing), "missing.txt")
+    with pytest.raises(UserError, match="missing.txt"):
+        paper.calibrations(paper.Settings(text=str(tmp_path / "missing.txt"), out=str(tmp_path)))
 
 
 def test_a_run_of_other_settings_is_not_reused(tmp_path, monkeypatch):

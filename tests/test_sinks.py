@@ -124,12 +124,11 @@ with torch.inference_mode():
     times = dict(plain=[], alpha=[])
     model.hidden(tokens)
     plain = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(2):
-        for name in times:
-            work = model.hidden if name == "plain" else lambda tokens: attention.attention_to(model, tokens)
-            begun = time.perf_counter()
-            work(tokens)
-            times[name].append(time.perf_counter() - begun)
+    for name in times:
+        work = model.hidden if name == "plain" else lambda tokens: attention.attention_to(model, tokens)
+        begun = time.perf_counter()
+        work(tokens)
+        times[name].append(time.perf_counter() - begun)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(1024 * (peak - plain), min(times["alpha"]) / min(times["plain"]))
 """
@@ -483,30 +482,25 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path):
     assert_refused(run_script("sinks.py", "intervene", "--position", 65, "--out", tmp_path), "--position 65")
 
 
+def refused(match: str, **given):
+    """A UserError of `rate` with a model of two layers and these settings."""
+    with pytest.raises(UserError, match=match):
+        sinks.run("rate", settings(sinks.Rate, **given))
+
+
 def test_weights_of_nan_and_foreign_tokens_are_refused(tmp_path, run_folder):
-    model = init.newborn(ModelConfig(**SMALL), 0)
+    model, out = init.newborn(ModelConfig(**SMALL), 0), str(tmp_path)
     model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = math.nan
     checkpoint.save(tmp_path / "nan", model)
-    assert_refused(
-        run_script("sinks.py", "rate", "--model", tmp_path / "nan", "--out", tmp_path), "nan", "finite"
-    )
+    refused("nan: a weight is not finite", model=(f"{tmp_path}/nan",), out=out)
     model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = 0.0
     checkpoint.save(tmp_path / "small", model)
-    text = ["--text", run_folder / "text.txt", "--tokenizer", run_folder / "data" / "tokenizer.model"]
-    result = run_script("sinks.py", "rate", "--model", tmp_path / "small", *text, "--out", tmp_path)
-    assert_refused(result, "97")
-    data.prepare(
-        data.Settings(
-            source=(str(run_folder / "pieces.jsonl"),),
-            tokenizer="bytes",
-            held_out=0.3,
-            out=str(tmp_path / "b"),
-        )
-    )
-    result = run_script(
-        "sinks.py", "rate", "--model", run_folder / "model", "--data", tmp_path / "b", "--out", tmp_path
-    )
-    assert_refused(result, "another tokenizer")
+    tokenizer = str(run_folder / "data" / "tokenizer.model")
+    text = dict(text=str(run_folder / "text.txt"), tokenizer=tokenizer)
+    refused("knows 97", model=(f"{tmp_path}/small",), out=out, **text)
+    source = (str(run_folder / "pieces.jsonl"),)
+    data.prepare(data.Settings(source=source, tokenizer="bytes", held_out=0.3, out=str(tmp_path / "b")))
+    refused("another tokenizer", model=(str(run_folder / "model"),), data=str(tmp_path / "b"), out=out)
 
 
 # ---- what is claimed ---------------------------------------------------------------------------------------
@@ -636,7 +630,8 @@ def test_backcopy_copies():
 
 
 def test_backcopy_wants_bytes_and_aligns_with_windows(tmp_path, monkeypatch):
-    assert_refused(run_script("data.py", "backcopy", "--out", tmp_path / "x"), "--tokenizer bytes")
+    with pytest.raises(UserError, match="--tokenizer bytes"):
+        data.prepare(data.Settings(source=("backcopy",), out=str(tmp_path / "x")))
     monkeypatch.setattr(data, "backcopy", lambda original=data.backcopy: original(count=400))
     folder = data.prepare(data.Settings(source=("backcopy",), tokenizer="bytes", out=str(tmp_path / "set")))
     tokens, targets = data.TokenData(folder).windows("train", range(5), 128)
