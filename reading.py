@@ -38,7 +38,9 @@ def check(s: Settings) -> None:
     """UserError for settings that do not fit each other."""
     if s.num_sequences < 2:
         raise UserError(f"--num-sequences {s.num_sequences}: expected at least 2")
-    if (s.data and (s.text or s.tokenizer)) or (s.tokenizer and not (s.text or s.bos)):
+    if s.data and s.text:
+        raise UserError("give --data or --text, not both")
+    if (s.data and s.tokenizer) or (s.tokenizer and not (s.text or s.bos)):
         raise UserError("--data has a tokenizer of its own; --tokenizer is for --text, and for --bos")
 
 
@@ -73,7 +75,7 @@ def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
     elif s.text or s.bos:
         name = name or (str(own) if own else None)
         if name is None:
-            raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer")
+            raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer, or bytes")
         windows = len(encoded(s.text, name)) // T if s.text else n
     if (s.data or s.text) and windows < n:
         place = s.data or s.text

@@ -258,6 +258,8 @@ def check(s: Settings) -> None:
     """UserError for settings that do not fit the models, or each other."""
     lengths = s.sequence_length if isinstance(s.sequence_length, tuple) else (s.sequence_length,)
     shared_context(s.model, () if s.sequence_length is None else lengths)
+    if 1 in lengths:
+        raise UserError("--sequence-length 1: one position has nothing else to attend to")
     reading.check(s)
     for spec in s.model:
         if config_of(spec).sublayers == "mlp":
@@ -274,8 +276,8 @@ def check(s: Settings) -> None:
             )
         if last < 1 or not all(1 <= layer <= last for layer in s.layers or ()):
             raise UserError(f"--layers: only a layer after them can tell, so at most {last} for these models")
-        if not all(abs(factor) <= 1e6 for factor in s.factor):
-            raise UserError("--factor: expected numbers of at most a million")
+        if not all(0 <= factor <= 1e6 for factor in s.factor):
+            raise UserError("--factor: expected numbers from 0 to a million")
 
 
 def born(label: str, s: Settings) -> Transformer:
