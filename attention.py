@@ -72,7 +72,7 @@ def sink_share(alpha: Tensor, epsilon: float) -> Tensor:
 
 def track(model: Transformer, data: TokenData, count: int, T: int) -> dict:
     """What `train.py --track-sinks` logs: raw alpha_1 and the sink rate at 0.3, on held-out windows of T."""
-    tokens, _ = data.windows("val", data.held_out(count, T), T)
+    tokens, _ = data.held_out(count, T)
     alpha = first_attention(model, tokens.to(model.model.norm.weight.device))
     rate, highest = sink_share(alpha, 0.3).mean().item(), alpha.mean(0).max().item()
     return dict(mean_alpha1=alpha.mean().item(), max_alpha1=highest, sink_rate=rate)

@@ -34,8 +34,9 @@ ICS_TOKENS = 4096
 
 @dataclass
 class Inputs(common.RunSettings):
-    """What the relabelling test reads, and how often it permutes."""
+    """The `models`, what the relabelling test reads, and how often it permutes."""
 
+    models: tuple[str, ...] = ()  # words of the command line, not a flag
     num_sequences: int = setting(16, "random sequences; each of their positions is a row")
     sequence_length: int = setting(64, "tokens in a sequence")
     input_seed: int = setting(0, "seed of the random sequences and of the permutations")
@@ -233,8 +234,9 @@ def ics(a, b) -> float:
     """Cosine of the two models' invariant terms, each standardised and then joined: the mean of their own."""
     tokens, cosines = min(ICS_TOKENS, a.config.vocab_size, b.config.vocab_size), []
     for x, y in zip(invariant_terms(a, tokens), invariant_terms(b, tokens)):
-        x, y = (x - x.mean()).double(), (y - y.mean()).double()
-        cosines.append(((x * y).sum() / (x.norm() * y.norm()).clamp(min=1e-300)).item())
+        x, y = (x - x.mean()).flatten(), (y - y.mean()).flatten()
+        xy, xx, yy = (float(p @ q) for p, q in ((x, y), (x, x), (y, y)))
+        cosines.append(xy / max((xx * yy) ** 0.5, 1e-300))
     return float(np.mean(cosines))
 
 

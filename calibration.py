@@ -10,7 +10,7 @@ through their own embedding, through one they share, or Gaussian vectors), and h
 
 import itertools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import numpy as np
 from scipy.stats import kstest, norm
 
 import common
-import findings
 from baselines import (
     Inputs,
     PaperInputs,
@@ -30,7 +29,7 @@ from baselines import (
     null_taus,
     paper_test,
 )
-from checkpoint import Newborn, tensors
+from checkpoint import Newborn, config_of, tensors
 from common import UserError, setting
 from evidence import (
     SAME,
@@ -44,6 +43,7 @@ from evidence import (
     unit_ranks,
     weight_correlation,
 )
+from experiment import conduct
 from figures import draw
 from init import SCHEMES, keyed_generator
 from model import PRESETS
@@ -67,30 +67,36 @@ class Settings(PaperInputs):
     permutations: int = setting(999, "relabellings; the smallest p is 1 / (1 + this)")
 
 
-def calibrate(words: list[str], s: Settings) -> dict:
+def calibrate(s: Settings) -> dict:
     """Every test in every setting; returns the JSON, written with calibrate.png and calibrate_tau.png.
 
     UserError for numbers that make no sense.
     """
-    if words:
-        raise UserError(f"unexpected argument '{words[0]}': calibrate makes its own births (see --help)")
+    if s.models:
+        raise UserError(f"unexpected argument '{s.models[0]}': calibrate makes its own births (see --help)")
     for name, smallest in dict(num_births=14, paper_births=3, first_seed=0).items():
         if getattr(s, name) < smallest:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected at least {smallest}")
     check(s, s.model, paper=True)
-    device, dtype = common.start(s)
-    s = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    started, rows, points, taus = time.perf_counter(), [], [], []
+    columns = "test inputs scheme model num_pairs rejections rate low high ks_p"
+    result = conduct(s, "calibrate", "BB B.3.1, Figure 13", every_setting, columns)
+    draw("calibrate_tau", result["taus"], Path(s.out) / "calibrate_tau.png")
+    return result
+
+
+def every_setting(s: Settings, device, dtype) -> dict:
+    """A row for each test in each setting, and points of the two figures, of the first scheme."""
+    rows, points, taus = [], [], []
     settings = list(itertools.product(s.model, s.schemes, (*INPUTS, WEIGHTS)))
     for model, scheme, inputs in common.progress(settings, desc="calibrate", unit=" settings"):
-        key = dict(inputs=inputs, scheme=scheme, model=model)
+        key, drawn = dict(inputs=inputs, scheme=scheme, model=model), scheme == s.schemes[0]
         if inputs == WEIGHTS:
-            by_test = exact_weights(s, model, scheme)
+            by_test, drawn = exact_weights(s, model, scheme), False
         else:
             by_test = {"relabelling": exact_p(s, model, scheme, inputs, device, dtype)}
             paper, pooled = paper_p(s, model, scheme, inputs, device, dtype)
             by_test |= paper
-            taus += spread(pooled, s, key)
+            taus += spread(pooled, s, key) if drawn else []
         for test, p in by_test.items():
             pairs = p[np.triu_indices(len(p), 1)] if p.ndim == 2 else p
             rejected = int((pairs <= 0.01).sum())
@@ -98,18 +104,8 @@ def calibrate(words: list[str], s: Settings) -> dict:
             row = dict(test=test) | key | dict(num_pairs=len(pairs), rejections=rejected)
             row |= dict(rate=rejected / len(pairs), low=low, high=high, median_p=float(np.median(pairs)))
             rows.append(row | dict(ks_p=float(kstest(pairs, "uniform").pvalue)))
-            points += quantiles(pairs, key | dict(test=test)) if inputs != WEIGHTS else []
-    made = common.environment(device, dtype, started)
-    claims, columns = (
-        findings.calibrate(rows),
-        "test inputs scheme model num_pairs rejections rate low high ks_p",
-    )
-    more = dict(environment=made, points=points, taus=taus)
-    result = common.report(s, "calibrate", "BB B.3.1, Figure 13", rows, claims, columns, **more)
-    for name, drawn in (("calibrate", points), ("calibrate_tau", taus)):
-        drawn = [point for point in drawn if point["scheme"] == s.schemes[0]]
-        draw(name, drawn, Path(s.out) / f"{name}.png")
-    return result
+            points += quantiles(pairs, key | dict(test=test)) if drawn else []
+    return dict(rows=rows, points=points, taus=taus)
 
 
 def births(s: Settings, model: str, scheme: str, inputs: str, count: int) -> list[Newborn]:
@@ -204,18 +200,22 @@ def spread(taus: np.ndarray, s: Settings, key: dict) -> list[dict]:
 # ---- what does each test need? -----------------------------------------------------------------------------
 
 
-def cost(specs: list[str], s: Inputs) -> dict:
+def cost(s: Inputs) -> dict:
     """Tokens and seconds until each test says p < 1e-6 of two kin, doubling sequences; writes cost.json."""
-    if len(specs) != 2:
+    if len(s.models) != 2:
         raise UserError("cost expects two models of one birth")
-    T = s.sequence_length
-    check(s, specs, paper=False)
-    a, b = (tensors(spec, s.init) for spec in specs)
-    if a.config.d_model != b.config.d_model:
-        raise UserError(f"{specs[0]} is {a.config.d_model} wide, {specs[1]} is {b.config.d_model}")
-    device, dtype = common.start(s)
-    started, vocab = time.perf_counter(), min(a.config.vocab_size, b.config.vocab_size)
-    at, pair = (s.input_seed, vocab, device, dtype), (a, b)
+    check(s, s.models, paper=False)
+    a, b = (config_of(spec) for spec in s.models)
+    if a.d_model != b.d_model:
+        raise UserError(f"{s.models[0]} is {a.d_model} wide, {s.models[1]} is {b.d_model}")
+    return conduct(s, "cost", "BB 5, 6.1", tokens_needed, figure=False)
+
+
+def tokens_needed(s: Inputs, device, dtype) -> dict:
+    """A row for each test of the two models."""
+    a, b = pair = tuple(tensors(spec, s.init) for spec in s.models)
+    T, vocab = s.sequence_length, min(a.config.vocab_size, b.config.vocab_size)
+    at = (s.input_seed, vocab, device, dtype)
 
     def relabelling(prepare, n: int) -> float:
         C = relation(*(all_positions(source, n, T, *at, prepare) for source in pair))
@@ -252,6 +252,4 @@ def cost(specs: list[str], s: Inputs) -> dict:
                 break
         row = dict(test=name, tokens=n * T, seconds=took, log10_p=log10_p, reached=log10_p <= SAME)
         rows.append(row | dict(times_fewer_tokens=AUTHORS / (n * T) if row["reached"] else None))
-    made = common.environment(device, dtype, started)
-    columns = "test tokens seconds log10_p reached times_fewer_tokens"
-    return common.report(s, "cost", "BB 5, 6.1", rows, findings.cost(rows), columns, environment=made)
+    return dict(rows=rows)

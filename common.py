@@ -13,23 +13,18 @@ import dataclasses
 import difflib
 import hashlib
 import itertools
-import json
 import math
 import operator
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 import types
 import typing
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,10 +35,15 @@ class UserError(Exception):
     """A user's mistake: the message says what is wrong, what was expected and what to do."""
 
 
-def run(main) -> None:
-    """Call `main()` as a script: exit status 0, 2 with one line for a UserError, 1 for anything else."""
+def run(plan) -> None:
+    """Do as a script what `plan(words)` makes of the command line: a list of (settings, work).
+
+    All mistakes that `plan` finds, it finds before the first work. Exit status: 0, 2 with one line for a
+    UserError, 1 for anything else.
+    """
     try:
-        main()
+        for _, work in plan(sys.argv[1:]):
+            work()
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank meets the same mistake
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))  # may quote strangers
@@ -89,12 +89,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_settings(settings_class, description: str, arguments: list[str] | None = None):
-    """A `settings_class`: its defaults, then a config file's lines, then flags (None: the command line's)."""
+    """A `settings_class`: its defaults, then a config file's lines, then flags (None: the command line's).
+
+    Fields that no `setting` describes are the caller's to fill.
+    """
     layout = argparse.RawDescriptionHelpFormatter
     parser = _Parser(description=description, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("config", nargs="?", metavar="CONFIG.py", help="a file of lines NAME = VALUE")
     kinds, flags, hints = {}, {}, typing.get_type_hints(settings_class)
-    for field in dataclasses.fields(settings_class):
+    described = [field for field in dataclasses.fields(settings_class) if field.metadata]
+    for field in described:
         hint, default, choices = hints[field.name], field.default, field.metadata["choices"]
         hint = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # X | None
         many = typing.get_origin(hint) is tuple
@@ -115,7 +119,7 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     config = vars(given).pop("config")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     settings = settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
-    for field in dataclasses.fields(settings):
+    for field in described:
         value = getattr(settings, field.name)
         words = value if isinstance(value, tuple) else () if value is None else (value,)
         for word in words if field.metadata["choices"] else ():
@@ -123,16 +127,16 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     return settings
 
 
-def leading_words() -> tuple[list[str], list[str]]:
-    """The command line's words before the first flag or config file, and the rest."""
-    words = list(itertools.takewhile(lambda w: not w.startswith("-") and not w.endswith(".py"), sys.argv[1:]))
-    return words, sys.argv[1 + len(words) :]
+def leading(words: list[str]) -> tuple[list[str], list[str]]:
+    """A command line's words before the first flag or config file, and the rest."""
+    first = list(itertools.takewhile(lambda w: not w.startswith("-") and not w.endswith(".py"), words))
+    return first, words[len(first) :]
 
 
-def subcommand(choices, default: str, what: str) -> tuple[str, list[str]]:
-    """The command line's first word, one of `choices` (`default` if it is a flag or a file), and the rest."""
-    words, rest = leading_words()
-    return (choose(words[0], choices, what), words[1:] + rest) if words else (default, rest)
+def subcommand(words: list[str], choices, default: str, what: str) -> tuple[str, list[str]]:
+    """A command line's first word, one of `choices` (`default` if it is a flag or a file), and the rest."""
+    first, _ = leading(words)
+    return (choose(first[0], choices, what), words[1:]) if first else (default, words)
 
 
 def _read_config(path: str, kinds: dict[str, tuple]) -> dict:
@@ -180,8 +184,8 @@ def _evaluate(node: ast.expr):
 # ---- device and processes ----------------------------------------------------------------------------------
 
 
-def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
-    """Begin an experiment: device and dtype chosen, torchrun's group joined, `out` writable."""
+def start(settings: RunSettings) -> tuple:
+    """Begin an experiment: torchrun's group joined, `out` writable; settings with device and dtype, these."""
     device = torch.device("cpu")
     if settings.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -198,7 +202,8 @@ def start(settings: RunSettings) -> tuple[torch.device, torch.dtype]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
     dtype = "bfloat16" if device.type == "cuda" or bfloat16_is_fast() else "float32"
-    return device, getattr(torch, dtype if settings.dtype == "auto" else settings.dtype)
+    dtype = dtype if settings.dtype == "auto" else settings.dtype
+    return dataclasses.replace(settings, device=str(device), dtype=dtype), device, getattr(torch, dtype)
 
 
 def bfloat16_is_fast() -> bool:
@@ -293,58 +298,3 @@ def sha256(path: Path) -> str:
         while block := file.read(2**22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
-    """What a result was made with; `started` is time.perf_counter() at the experiment's begin."""
-    name, commit = platform.machine(), None
-    with contextlib.suppress(OSError, StopIteration):  # /proc/cpuinfo, where there is one
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # git, where this is a checkout
-        git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
-        commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
-    made = dict(torch=torch.__version__, numpy=np.__version__, device=name, commit=commit)
-    made |= dict(dtype=str(dtype).removeprefix("torch."), seconds=round(time.perf_counter() - started, 2))
-    return made | dict(threads=torch.get_num_threads(), processes=world_size())
-
-
-def claim(text: str, paper, measured, holds: bool) -> dict:
-    """A line of a result: a claim, the paper's number (None: not known), what was measured, if it holds."""
-    return {"claim": text, "paper": paper, "measured": measured, "holds": bool(holds)}
-
-
-def report(settings, experiment: str, paper: str, rows: list, claims: list, columns: str, **more) -> dict:
-    """Rank 0 writes <out>/<experiment>.json, `more` its further keys, and prints; returns the JSON."""
-    result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
-    result |= {"rows": rows, "claims": claims} | more
-    lines = []  # one for each key, and for each item of a list: readable, and made for git diff
-    for key, value in result.items():
-        items = [json.dumps(item, allow_nan=False) for item in (value if type(value) is list else [value])]
-        text = "[\n  " + ",\n  ".join(items) + "\n ]" if type(value) is list else items[0]
-        lines.append(f'"{key}": {text}')
-    if rank() == 0:
-        with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
-            temporary.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
-        print_result(result, columns)
-    return result
-
-
-def print_result(result: dict, columns: str) -> None:
-    """Rows (of those along layers or positions 0, powers of two and the last) and claims, on stdout."""
-    table, rows = [columns.split()], result["rows"]
-    for along in ("layer", "position"):
-        last = max((row.get(along, 0) for row in rows), default=0)
-        rows = [row for row in rows if (i := row.get(along, 0)) & (i - 1) == 0 or i == last]
-    for row in rows:
-        cells = ["n/a" if (cell := row.get(c, "")) is None else cell for c in table[0]]
-        table.append([f"{cell:.4g}" if type(cell) is float else str(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for line in table:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
-    for line in result["claims"]:
-        paper = "" if line["paper"] is None else f", paper {line['paper']}"
-        verdict = "holds" if line["holds"] else "does not hold"
-        print(f"{verdict}: {line['claim']} (measured {line['measured']}{paper})")

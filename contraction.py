@@ -13,18 +13,16 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 import common
-import findings
 import theory
 from checkpoint import models, obtain, shared_context
 from common import UserError, setting
-from figures import draw
+from experiment import conduct
 from init import SCHEMES, STD, newborn, variant
 from model import ACTIVATIONS, PRESETS, ModelConfig, Transformer, rope_table
 from probe import RANKS, gaussian_vectors, preference_row, probe
@@ -317,31 +315,29 @@ def fill(name: str, given: Settings, strict: bool) -> Settings:
 
 
 @torch.inference_mode()
-def run(name: str, given: Settings, strict: bool = True) -> dict:
-    """Sample an experiment for every model and seed, judge it, write JSON and figure; return the JSON."""
-    (sample, paper, _), s = EXPERIMENTS[name], fill(name, given, strict)
-    device, dtype = common.start(s)
-    s, started = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch.")), time.perf_counter()
-    rows, points, chosen = [], [], models(s.model, s.seed) if s.model else [(None, seed) for seed in s.seed]
-    for model, seed in common.progress(chosen, desc=name, unit=" models"):
-        more_rows, more_points = sample(s, model, seed)
-        rows, points = rows + more_rows, points + more_points
-    rows = rows if "seed" in rows[0] else over_seeds(rows)
-    claims, columns = getattr(findings, name)(rows), COLUMNS.get(name, " ".join(rows[0]))
-    more = {"environment": common.environment(device, dtype, started), "points": points}
-    result = common.report(s, name, paper, rows, claims, columns, **more)
-    draw(name, points or rows, Path(s.out) / f"{name}.png")
-    return result
+def run(name: str, settings: Settings) -> dict:
+    """Sample an experiment for every model and seed; write JSON and figure; return the JSON."""
+    sample, paper, _ = EXPERIMENTS[name]
+
+    def measure(s: Settings, *_) -> dict:
+        chosen = models(s.model, s.seed) if s.model else [(None, seed) for seed in s.seed]
+        rows, points = [], []
+        for model, seed in common.progress(chosen, desc=name, unit=" models"):
+            more_rows, more_points = sample(s, model, seed)
+            rows, points = rows + more_rows, points + more_points
+        return {"rows": rows if "seed" in rows[0] else over_seeds(rows), "points": points}
+
+    return conduct(settings, name, paper, measure, COLUMNS.get(name, ""))
 
 
-def main() -> None:
-    """Parse the command line and run one experiment, or all."""
-    name, arguments = common.subcommand([*EXPERIMENTS, "all"], "all", "experiment")
-    given = common.parse_settings(Settings, __doc__, arguments)
-    for work in (fill, run):  # every mistake is found before the first experiment starts
-        for one in EXPERIMENTS if name == "all" else [name]:
-            work(one, given, strict=name != "all")
+def plan(words: list[str]) -> list:
+    """The settings of a command line's experiment, or of all, and what to do."""
+    name, words = common.subcommand(words, [*EXPERIMENTS, "all"], "all", "experiment")
+    given = common.parse_settings(Settings, __doc__, words)
+    names = EXPERIMENTS if name == "all" else [name]
+    filled = {one: fill(one, given, strict=name != "all") for one in names}
+    return [(s, functools.partial(run, one, s)) for one, s in filled.items()]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

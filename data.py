@@ -13,6 +13,7 @@ BOS; its hash alone decides whether it is held out. The folder appears when all 
 """
 
 import ast
+import functools
 import glob
 import gzip
 import hashlib
@@ -310,18 +311,23 @@ class TokenData:
             numbers.append(int(self.epochs[key][i % size]))
         return self.windows("train", numbers, T)
 
-    def held_out(self, count: int, T: int) -> list[int]:
-        """Numbers of `count` validation windows, evenly spaced: always the same ones."""
+    def held_out(self, count: int, T: int) -> tuple[Tensor, Tensor]:
+        """Up to `count` validation windows, evenly spaced: always the same ones."""
         size = self.num_windows("val", T)
-        return np.unique(np.linspace(0, size - 1, min(count, size)).astype(int)).tolist()
+        numbers = np.unique(np.linspace(0, size - 1, min(count, size)).astype(int))
+        return self.windows("val", numbers.tolist(), T)
 
 
-def main() -> None:
-    """Parse the command line, prepare, and say what there is."""
-    words, arguments = common.leading_words()
+def plan(words: list[str]) -> list:
+    """The settings of a command line, and what to do."""
+    words, arguments = common.leading(words)
     settings = common.parse_settings(Settings, __doc__, arguments)
-    if words:
-        settings.source = tuple(words)
+    settings.source = tuple(words) or settings.source
+    return [(settings, functools.partial(describe, settings))]
+
+
+def describe(settings: Settings) -> None:
+    """Prepare a data set, and say what there is."""
     folder = prepare(settings)
     meta = json.loads((folder / "meta.json").read_text())
     tokens = {split: sum(s["tokens"] for s in meta["shards"] if s["split"] == split) for split in SPLITS}
@@ -330,4 +336,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

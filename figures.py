@@ -56,6 +56,8 @@ FIGURES = {
         dict(panel="panel", share="", style="-", log="xy")),
     "intervene": ("x", "alpha", "series", {"theory": "uniform attention"},
         ("layer; factor", "mean attention to the position"), dict(panel="panel", band="error", share="y")),
+    "births": ("step", "loss", "init", {"zero": "no difference"}, ("training step", "nats a token"),
+        dict(panel="panel", band="error", share="x")),
     "calibrations": ("step", "value", "calibration", {}, ("training step", "held-out loss, nats a token"),
         dict(panel="panel", band="error", share="")),
     "calibrated_rate": ("sequence_length", "value", "calibration", {"theory": "uniform attention"},

@@ -1,283 +1,300 @@
-"""Do the papers hold? Their tables and figures, their number beside ours.
+"""Do the papers hold? Every table and figure of both, their number beside ours.
 
-    python paper.py --only lineage      # BB Tables 4a-c, 5, 8-12: trains twelve small models once, 80 minutes
-    python paper.py --only calibrations --text wiki.txt   # BB Figure 12, Table 7, SO: 32 models, 90 minutes
+    python paper.py                                    # four hours on 2 cores, most of it training; resumes
+    python paper.py --only layers mlp --out mine       # some of it
+    python paper.py --scale smoke --out /tmp/smoke     # does everything work? four minutes
 
-Table 6 needs 7B models that you have on disk: python seedprint.py compare Llama-2-7b-hf vicuna-7b-v1.5
+Each experiment is a command of this project. Its training runs are made once and reused, and it is left out
+where <out> holds its result with the same settings (to measure anew, give another --out, or remove the file).
+One that fails does not stop the others. <out>/README.md then has a line for each table and figure, made from
+the JSON files alone. `--scale paper` asks for the papers' own sizes, and so for GPUs and weeks.
 """
 
-import itertools
+import importlib
 import json
+import shlex
+import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
-import attention
-import checkpoint
 import common
-import reading
-import sinks
 import train
-from baselines import THRESHOLD
-from common import UserError, claim, setting
-from data import TRIGGERS, TokenData
-from evidence import SAME_BIRTH
-from figures import draw
-from model import CHOICES, Transformer
-from seedprint import Compare, examine, open_models
-from stats import column, interval, split
+from checkpoint import config_of
+from common import UserError, atomic_path, setting
+from experiment import conduct
+from findings import claim
 
-SEEDS = (42, 123, 1000, 2000)
-SINKS = ("sink_rate", "mean_alpha1")
-STEPS = {"tiny_llama": (150, 600, 600, 150), "tiny_qwen": (60, 60, 60, 60)}  # of each seed's training
-CONTINUED = {"tiny_llama": 200, "tiny_qwen": 40}  # steps on the second corpus, of seeds 1000 and 123
-T_TEST, U_TEST = "paper_t_p", "paper_u_p"
-PAPER = {  # p that survive in the paper, a table's rows in order
-    ("tiny_llama", "4a", T_TEST): (0.357, 0.678, 0.363, 0.434),
-    ("tiny_llama", "4a", U_TEST): (0.532, 0.565, 0.335, 0.481),
-    ("tiny_llama", "4b", T_TEST): (2.20e-8, 7.09e-6, 5.58e-4, 4.00e-10),
-    ("tiny_llama", "4b", U_TEST): (6.28e-8, 1.37e-5, 2.81e-3, 1.27e-9),
-    ("tiny_llama", "4c", T_TEST): (0.385, 0.035, 0.426, 0.388),
-    ("tiny_llama", "4c", U_TEST): (0.486, 0.096, 0.337, 0.287),
-    ("tiny_qwen", "4a", T_TEST): (0.094, 0.125, 0.451, 0.130),
-    ("tiny_qwen", "4a", U_TEST): (0.074, 0.094, 0.529, 0.095),
-    ("tiny_qwen", "4b", T_TEST): (7.36e-15, 4.41e-13, 1.06e-24, 4.87e-24),
-    ("tiny_qwen", "4b", U_TEST): (3.38e-13, 2.01e-11, 2.05e-19, 1.92e-20),
-    ("tiny_qwen", "4c", T_TEST): (0.286, 0.036, 0.026, 0.112),
-    ("tiny_qwen", "4c", U_TEST): (0.254, 0.040, 0.043, 0.123),
-}
-NAMES = {"tiny_qwen": {"4a": "9", "4b": "10", "4c": "11", "5": "12"}, "tiny_llama": {"4b": "4b, 8"}}
+CHILD, STRANGER = "{runs}/lineage/tiny_llama-1000", "{runs}/lineage/tiny_llama-123"
+KIN = f"tiny_llama@1000 {CHILD} {CHILD}-docstrings {STRANGER} tiny_llama@123:1000"
+BIRTHS = f"tiny_llama@1000 tiny_llama@123 {CHILD} {STRANGER} {CHILD}-docstrings {STRANGER}-docstrings"
+SINKING = "--model {runs}/backcopy --data data/backcopy-bytes --bos"
+READING = "--model {runs}/laptop --data data/python-bpe_4096"
+TINY = "--model tiny_gpt2 --seed 1 2 --num-sequences 8"  # flags that make an experiment quick
+SHORT, PROBE = TINY + " --sequence-length 12", "--model tiny_gpt2 --num-sequences 20 --sequence-length 4 8"
+LOOK = "--num-sequences 20"
+FULL = "--num-sequences 10000 --sequence-length 1024"
+COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the papers' scale adds
+    "setup": ("paper.py --only setup", "", ""),
+    "probe": ("probe.py --seed 42 43", PROBE, FULL),
+    "ten_thousand/probe": ("probe.py --seed 42 --num-sequences 10000", PROBE, FULL),
+    "lengths/probe": ("probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500", PROBE,
+        "--num-sequences 10000 --sequence-length 64 256 1024"),
+    "nano_llama/probe": ("probe.py --model nano_llama", PROBE, FULL),
+    "gpt2_1b/probe": ("probe.py --model gpt2_1b --num-sequences 300", PROBE, FULL),
+    "layers": ("contraction.py layers", SHORT, FULL),
+    "nano_llama/layers": ("contraction.py layers --model nano_llama --seed 42 --num-sequences 300 "
+        "--sequence-length 64", SHORT, FULL),
+    "ablation": ("contraction.py ablation", SHORT, FULL),
+    "overlap": ("contraction.py overlap", SHORT, FULL),
+    "mlp": ("contraction.py mlp", TINY, "--num-sequences 10000"),
+    "engage": ("contraction.py engage", TINY, "--num-sequences 10000"),
+    "amplify": ("contraction.py amplify", SHORT, ""),
+    "intra": ("contraction.py intra", SHORT, ""),
+    "variance": ("contraction.py variance", SHORT, ""),
+    "predict": ("contraction.py predict", SHORT, FULL),
+    "cure": ("contraction.py cure", SHORT, FULL),
+    "nano_llama/cure": ("contraction.py cure --model nano_llama --seed 42 43", SHORT, FULL),
+    "width": ("contraction.py width", "--seed 1 2 --num-sequences 200", ""),
+    "lineage": ("families.py lineage --runs {runs}", "--size smoke", "--size paper"),
+    "calibrations": ("families.py calibrations --runs {runs}", "--size smoke", "--size paper"),
+    "births": ("families.py births --runs {runs}", "--size smoke", "--size paper"),
+    "compare": (f"seedprint.py compare {KIN}", "", ""),
+    "matrix": (f"seedprint.py matrix {BIRTHS}", "", ""),
+    "identify": (f"seedprint.py identify {CHILD}", "--seeds 990-1010", ""),
+    "outside/identify": (f"seedprint.py identify {CHILD} --seeds 2000-101999", "--seeds 2000-2020", ""),
+    "cost": (f"seedprint.py cost tiny_llama@1000 {CHILD}", "--permutations 99", ""),
+    "calibrate": ("seedprint.py calibrate", "--model tiny_gpt2 --schemes gpt2 --num-births 14 "
+        "--paper-births 3 --paper-sequences 20 --permutations 99", "--paper-sequences 10000"),
+    "persistence": (f"seedprint.py persistence {CHILD} --stranger {STRANGER}", "--paper-sequences 50", ""),
+    "qwen/persistence": ("seedprint.py persistence {runs}/lineage/tiny_qwen-1000 --stranger "
+        "{runs}/lineage/tiny_qwen-123", "--paper-sequences 50", ""),
+    "sink_variance": ("sinks.py variance --model nano_gpt2 --sequence-length 256",
+        f"--model tiny_gpt2 --sequence-length 32 {LOOK}", "--sequence-length 1024"),
+    "backcopy/rate": (f"sinks.py rate {SINKING}", LOOK, ""),
+    "backcopy/anatomy": (f"sinks.py anatomy {SINKING} --sequence-length 128", LOOK, ""),
+    "backcopy/intervene": (f"sinks.py intervene {SINKING} --sequence-length 128", LOOK, ""),
+    "laptop/rate": (f"sinks.py rate {READING}", LOOK, ""),
+    "laptop/anatomy": (f"sinks.py anatomy {READING}", LOOK, ""),
+    "laptop/intervene": (f"sinks.py intervene {READING}", LOOK, ""),
+}  # fmt: skip
+GPUS = "torchrun --nproc-per-node 8 "
+COVERAGE = (  # what a paper has, the result that speaks of it, words in its claims; a command: not run here
+    ("Table 1a, Figure 1a", "probe", "Finding 1.1"), ("Figure 1a", "ten_thousand/probe", "Figure 1a"),
+    ("Table 1b", "nano_llama/probe", "Finding 1.1"), ("Table 1c", "gpt2_1b/probe", "Finding 1.1"),
+    ("Tables 1a-c, 10,000 x 1,024", "python probe.py --model nano_gpt2 nano_llama gpt2_1b --device cuda", ""),
+    ("Finding 1.2", "lengths/probe", "Finding 1.2"), ("Finding 1.3", "probe", "Finding 1.3"),
+    ("Figure 1b, Figure 10", "probe", "Figure 10"),
+    ("Finding 2.1, Figure 2", "layers", "Finding 2.1"), ("Figure 7", "layers", "Figure 7"),
+    ("Figures 2 and 7 by theory (ours)", "layers", "of its theory"),
+    ("Finding 2.2", "overlap", "Finding 2.2"), ("Finding 2.2, by weights alone (ours)", "predict", ""),
+    ("Table 2", "ablation", "Table 2"), ("Figure 3", "ablation", "Figure 3"),
+    ("Figure 4", "mlp", "Figure 4"), ("Figure 5, Proposition 2", "mlp", "stack mlp0"),
+    ("Footnote 5", "mlp", "footnote 5"), ("Figure 6", "engage", "Figure 6"),
+    ("Table 3", "amplify", "Table 3"), ("Proposition 4", "amplify", "of its theory"),
+    ("Figure 8", "intra", "Figure 8"), ("Proposition 5", "intra", "Proposition 5"),
+    ("its exact law (ours)", "intra", "exact theory"),
+    ("Figure 9, Equation 2", "variance", "uniform theory"),
+    ("with the logits' variance (ours)", "variance", "its theory"),
+    ("Figure 11", "persistence", "Figure 11"),
+    ("Table 4a", "lineage", "Table 4a: paper"), ("Table 4b", "lineage", "Table 4b, 8: paper"),
+    ("Table 4c", "lineage", "Table 4c: paper"), ("Table 5", "lineage", "Table 5:"),
+    ("Table 6", "python seedprint.py compare Llama-2-7b-hf vicuna-7b-v1.5 --paper-test", ""),
+    ("Table 7", "calibrations", "Table 7"),
+    ("Table 7, 26 billion tokens", GPUS + "train.py configs/nano_llama.py --attn-calibration attenuate", ""),
+    ("Table 8", "lineage", "Table 4b, 8:"), ("Table 9", "lineage", "Table 9: paper"),
+    ("Table 10", "lineage", "Table 10: paper"), ("Table 11", "lineage", "Table 11: paper"),
+    ("Table 12", "lineage", "Table 12:"),
+    ("Tables 4, 5, 8-12, by our tests", "lineage", ": verdict"),
+    ("Tables 4 to 12, 10 billion tokens", "python families.py lineage --size paper", ""),
+    ("Table 13", "setup", "Table 13"), ("Table 14", "setup", "Table 14"),
+    ("Figure 12", "calibrations", "Figure 12"), ("Figure 12, a model with sinks", "backcopy/rate", ""),
+    ("Figure 13", "calibrate", "own embedding"), ("Figure 13, Gaussian inputs", "calibrate", "gaussian"),
+    ("Figure 14", "qwen/persistence", "Figure 14"), ("Figure 14, LLaMA style", "persistence", "Figure 14"),
+    ("SO: variance", "sink_variance", ""), ("SO: the chain", "backcopy/anatomy", ""),
+    ("SO: the chain, on text", "laptop/anatomy", ""),
+    ("SO: interventions", "backcopy/intervene", ""), ("SO: interventions, on text", "laptop/intervene", ""),
+    ("SO: headnorm", "calibrations", "headnorm"),
+    ("Ours: the cure", "cure", ""), ("Ours: a LLaMA's cure", "nano_llama/cure", ""),
+    ("Ours: width", "width", ""), ("Ours: training the unprejudiced", "births", ""),
+    ("Ours: which seed?", "identify", ""), ("Ours: none of these seeds", "outside/identify", ""),
+    ("Ours: kin and strangers", "compare", ""), ("Ours: a family tree", "matrix", ""),
+    ("Ours: cost", "cost", ""),
+)  # fmt: skip
 
 
 @dataclass
 class Settings(common.RunSettings):
     """What `paper.py` can be told."""
 
-    only: tuple[str, ...] = setting(("lineage",), "experiments to make", ("lineage", "calibrations"))
-    runs: str = setting("runs", "folder of the training runs, made once and reused")
+    only: tuple[str, ...] = setting((), "experiments to make (default: all)", COMMANDS)
+    scale: str = setting("laptop", "how large", ("smoke", "laptop", "paper"))
+    runs: str | None = setting(None, "folder of the training runs (default: runs; smoke: in --out)")
     text: str | None = setting(None, "held-out English, for Table 7's perplexity")
 
 
-def trained(s: train.Settings) -> str:
-    """The run of these settings, trained if it is not there, taken up again if it was stopped.
+# ---- Tables 13 and 14 --------------------------------------------------------------------------------------
 
-    UserError if the folder holds a run of other settings.
-    """
-    done = checkpoint.steps(s.out)
-    s = replace(s, resume=bool(done), dtype=str(common.start(s)[1]).removeprefix("torch."))
-    train.check(s)
-    if not done or int(done[-1].name.removeprefix("step_")) < s.max_iters:
-        train.train(s)
-    return s.out
+TABLES = {
+    "13": dict(d_model=768, d_ff=2048, num_layers=12, num_heads=12, head_size=64, vocab_size=32_000,
+        norm="rmsnorm", mlp="swiglu", context_length=2048),
+    "14": dict(warmup_iters=2000, max_iters=200_000, global_batch_size=128, micro_batch_size=32,
+        weight_decay=0.1, grad_clip=1.0),
+}  # fmt: skip
 
 
-def family(model: str, s: Settings) -> tuple[dict, dict]:
-    """Runs of the four seeds on one corpus in one order, and of two of them continued on a second one."""
-    settings, runs = (
-        train.Settings(model=model, save_every=50, device=s.device, dtype=s.dtype),
-        f"{s.runs}/lineage",
-    )
-    first = {}
-    for seed, steps in zip(SEEDS, STEPS[model]):
-        first[seed] = trained(replace(settings, seed=seed, max_iters=steps, out=f"{runs}/{model}-{seed}"))
-    tokenizer = f"{train.data.default_folder(train.data.Settings())}/tokenizer.model"
-    second = replace(settings, source=("docstrings",), tokenizer=tokenizer, learning_rate=5e-4)
-    second = replace(second, warmup_iters=20, max_iters=CONTINUED[model])
-    return first, {
-        seed: trained(replace(second, seed=seed, init_from=first[seed], out=f"{first[seed]}-docstrings"))
-        for seed in (1000, 123)
-    }
+def setup(s: common.RunSettings, *_) -> dict:
+    """The papers' hyperparameters beside those of `nano_llama` and its configuration file."""
+    config = f"{Path(__file__).parent}/configs/nano_llama.py"
+    sources = {"13": config_of("nano_llama"), "14": common.parse_settings(train.Settings, "", [config])}
+    rows = [dict(table=table, name=name, paper=value, ours=getattr(sources[table], name))
+        for table, values in TABLES.items() for name, value in values.items()]  # fmt: skip
+    return dict(rows=rows)
 
 
-def pairs(first: dict, second: dict) -> list[tuple]:
-    """(table, base, suspect, whether they are kin) of every row of the tables."""
-    born, rows = {seed: f"{run}/step_0000000" for seed, run in first.items()}, []
-    for seed, other in zip(SEEDS, (*SEEDS[1:], SEEDS[0])):
-        rows.append(("4a", born[seed], born[other], False))  # two newborns
-        rows.append(("4b", born[seed], first[seed], True))  # a newborn and its child
-        rows.append(
-            ("4c", born[other], first[seed], False)
-        )  # and another's, of the same data in the same order
-    continued = [("5", first[1000], second[seed], seed == 1000) for seed in (1000, 123)]
-    return sorted(rows + continued, key=lambda row: row[0])
-
-
-def lineage(s: Settings) -> dict:
-    """BB Tables 4a-c, 5 and 8 to 12: every method's verdict on kin and strangers."""
-    options = Compare(paper_test=True, baselines=True, device=s.device, dtype=s.dtype, out=s.out)
-    device, dtype = common.start(s)
-    started, rows = time.perf_counter(), []
-    for model in STEPS:
-        listed = pairs(*family(model, s))
-        text = TokenData(train.data.default_folder(train.data.Settings()))
-        for i, (table, base, suspect, kin) in enumerate(common.progress(listed, desc=model, unit=" pairs")):
-            (a, b), vocab = open_models([base, suspect], options)
-            row, _ = examine(a, b, options, vocab, text, device, dtype)
-            del row["reef_matrix"], row["skipped"]
-            says = {name: row[name] < 0.01 for name in (T_TEST, U_TEST)}
-            says |= {name: row[name] >= THRESHOLD for name in ("intrinsic", "reef", "pcs", "ics")}
-            says |= {"relabelling": row["permutation_p"] < 0.01, "verdict": row["verdict"] == SAME_BIRTH}
-            key = dict(table=NAMES[model].get(table, table), base=base, suspect=suspect, kin=kin)
-            for name in (T_TEST, U_TEST):
-                theirs = PAPER.get((model, table, name))
-                row[f"{name}_theirs"] = theirs[i % 4] if theirs else None
-            rows.append(key | row | {f"{name}_right": said == kin for name, said in says.items()})
-    columns = "table base suspect kin paper_t_p paper_u_p intrinsic reef pcs ics relabel_z body_z verdict"
-    made = common.environment(device, dtype, started)
-    return common.report(
-        s, "lineage", "BB Tables 4, 5, 8-12", rows, judge_lineage(rows), columns, environment=made
-    )
-
-
-def judge_lineage(rows: list[dict]) -> list[dict]:
-    """BB Tables 4, 5, 8 to 12: who is right?"""
+def judge_setup(rows: list[dict]) -> list[dict]:
+    """BB Tables 13 and 14: are ours the same?"""
     claims = []
-    judged = ("paper_t_p", "paper_u_p", "intrinsic", "reef", "pcs", "ics", "relabelling", "verdict")
-    for table, part in split(rows, "table").items():
-        for name in judged:
-            right = column(part, f"{name}_right")
-            text = f"Table {table}: {name.replace('_', ' ')} is right on every pair"
-            claims.append(claim(text, None, f"{right.sum()} of {len(part)}", right.all()))
+    for table in TABLES:
+        part = [row for row in rows if row["table"] == table]
+        same = sum(row["paper"] == row["ours"] for row in part)
+        text = f"nano_llama's numbers are the paper's (Table {table})"
+        claims.append(claim(text, f"{len(part)} of {len(part)}", f"{same} of {len(part)}", same == len(part)))
     return claims
 
 
-# ---- four calibrations trained alike (BB 6.2, SO) ----------------------------------------------------------
-
-CALIBRATED = {"laptop": (42, 123, 1000), "backcopy": (42, 123, 1000, 2000, 7)}  # config: seeds
-EXPECTED = (  # a calibration, another, of what it has less (-1) or more (1), in words, the paper's number
-    ("amplify", "none", "sink_rate", -1, "amplify lowers the sink rate (Figure 12)", None),
-    ("attenuate", "amplify", "sink_rate", -1, "attenuate lowers it further (Figure 12)", None),
-    ("attenuate", "none", "mean_alpha1", -1, "attenuate lowers raw alpha_1 (ours)", None),
-    ("headnorm", "none", "mean_alpha1", -1, "headnorm lowers raw alpha_1 (ours)", None),
-    ("headnorm", "none", "mean_loss", -1, "headnorm learns faster: mean loss of all evaluations (SO)", None),
-    ("headnorm", "none", "val_loss", -1, "headnorm ends at a lower held-out loss (ours)", None),
-    ("attenuate", "none", "text_loss", -1, "attenuate is better on WikiText-2 (Table 7)", -0.015),
-    ("amplify", "none", "text_loss", 1, "amplify is worse on WikiText-2 (Table 7)", 0.029),
-)
+# ---- every experiment --------------------------------------------------------------------------------------
 
 
-def calibrated_run(config: str, calibration: str, seed: int, s: Settings) -> tuple[str, TokenData]:
-    """A training run as the config file says, made once, and its data set."""
-    settings = common.parse_settings(train.Settings, "", [f"configs/{config}.py"])
-    out = f"{s.runs}/calibrations/{config}-{calibration}-{seed}"
-    settings = replace(settings, attn_calibration=calibration, seed=seed, out=out, device=s.device)
-    settings = replace(settings, dtype=s.dtype, keep="last", track_sinks=True)
-    return trained(settings), train.open_data(settings, torch.device(s.device))
+def command(name: str, s: Settings) -> str:
+    """The command line of an experiment at the scale of `s`, as a user would type it after `python`."""
+    plain, smoke, full = COMMANDS[name]
+    text = plain if s.text is None or name != "calibrations" else f"{plain} --text {shlex.quote(s.text)}"
+    text = f"{text} {dict(smoke=smoke, laptop='', paper=full)[s.scale]}".strip()
+    out = "" if "/" not in name else f" --out {Path(s.out) / Path(name).parent}"
+    return text.replace("{runs}", s.runs) + (out or f" --out {s.out}" * (s.out != "results"))
 
 
-def text_loss(run: str, model: Transformer, s: Settings, dtype) -> float | None:
-    """Mean loss, in nats a token, on 128 windows of the held-out text (BB Table 7); None without one."""
-    if s.text is None or not (checkpoint.find(run) / "tokenizer.model").exists():
+def planned(name: str, s: Settings) -> tuple:
+    """The settings of an experiment's command, and what to do."""
+    if name == "setup":
+        wanted = common.RunSettings(s.device, s.dtype, s.out)
+        return wanted, partial(conduct, wanted, "setup", "BB Tables 13, 14", setup, "", judge_setup, False)
+    words = shlex.split(f"{command(name, s)} --device {s.device} --dtype {s.dtype}")
+    ((wanted, work),) = importlib.import_module(Path(words[0]).stem).plan(words[1:])
+    return wanted, work
+
+
+def stored(name: str, s: Settings) -> dict | None:
+    """An experiment's result, if there is a whole one."""
+    try:
+        result = json.loads((Path(s.out) / f"{name}.json").read_text())
+        return result if {"settings", "rows", "claims", "environment"} <= result.keys() else None
+    except (OSError, ValueError, AttributeError):
         return None
-    T, device, total = model.config.context_length, torch.device(s.device), 0.0
-    wanted = reading.Settings(text=s.text, num_sequences=128, device=s.device)
-    with torch.inference_mode():
-        for part in reading.tokens(wanted, run, T + 1, model.config.vocab_size).split(16):
-            total += train.loss_sum(model, part[:, :-1], part[:, 1:], device, dtype).item()
-    return total / (128 * T)
 
 
-@torch.inference_mode()
-def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
-    """What the head with the largest alpha_1 pays to position 1 at `backcopy`'s triggers, and elsewhere.
-
-    Of queries from position 3 on, the first that can be triggers and have letters to attend to.
-    """
-    weights, first = [], torch.ones(1, dtype=torch.int64, device=tokens.device)
-    watch = lambda layer, heads, q, k, v: weights.append(attention.weights_on(q, k, first))  # noqa: E731
-    model.hidden(tokens, on_heads=watch)
-    weights = torch.cat(weights, dim=1)[:, :, 2:, 0]  # (n, all heads, T - 2)
-    weights = weights[:, weights.mean((0, 2)).argmax()]
-    awake = torch.isin(tokens[:, 2:], torch.tensor([ord(a) for a in TRIGGERS], device=tokens.device))
-    return dict(at_triggers=weights[awake].mean().item(), elsewhere=weights[~awake].mean().item())
+def is_done(name: str, s: Settings, wanted) -> bool:
+    """Is there a result with the `wanted` settings? "auto" is any device and dtype, no text any text."""
+    result = stored(name, s)
+    if result is None:
+        return False
+    asked = json.loads(json.dumps(asdict(wanted)))
+    free = {
+        "out",
+        *(key for key, value in asked.items() if value == "auto" or (key, value) == ("text", None)),
+    }
+    return all(result["settings"].get(key) == value for key, value in asked.items() if key not in free)
 
 
-def calibrations(s: Settings) -> dict:
-    """BB Figure 12, Table 7 and SO: sinks, perplexity and convergence of the four, on the same batches."""
-    device, dtype = common.start(s)
+def run(s: Settings) -> None:
+    """Make what is not there, write README.md, and say what failed; UserError if something did."""
+    failed, made, begun = {}, [], time.perf_counter()
+    for i, name in enumerate(s.only or COMMANDS, start=1):
+        minutes = (time.perf_counter() - begun) / 60
+        place = f"[{i} of {len(s.only or COMMANDS)}, {minutes:.0f} min] {name}"
+        try:
+            wanted, work = planned(name, s)
+            if is_done(name, s, wanted):
+                print(f"{place}: {Path(s.out) / name}.json has it", flush=True)
+                continue
+            print(f"{place}: python {command(name, s)}", flush=True)
+            work()
+            made.append(name)
+        except Exception as error:  # of whatever kind: the others go on
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"{place} failed: {failed[name]}", file=sys.stderr, flush=True)
+    with atomic_path(Path(s.out) / "README.md") as new:
+        new.write_text(report(s))
+    count = len(s.only or COMMANDS) - len(failed)
+    print(f"{count} experiments are there, {len(made)} made now; the tables: {Path(s.out) / 'README.md'}")
+    if failed:
+        raise UserError("; ".join(f"{name} failed ({reason})" for name, reason in failed.items()))
+
+
+# ---- the tables --------------------------------------------------------------------------------------------
+
+
+def report(s: Settings) -> str:
+    """README.md of the results: a line for each claim about a table or figure, from the JSON files alone."""
+    results = {name: stored(name, s) for name in COMMANDS}
+    lines, holds, total = [], 0, 0
+    for item, name, words in COVERAGE:
+        if name not in COMMANDS:
+            lines.append(f"| {item} | | | not run here | | | `{name}` |")
+            continue
+        if results[name] is None:
+            lines.append(f"| {item} | | | not made | | | `python {command(name, s)}` |")
+            continue
+        for found in results[name]["claims"]:
+            if words in found["claim"]:
+                paper = "n/a" if found["paper"] is None else found["paper"]
+                figure = Path(s.out) / f"{name}.png"
+                shown = f"[figure]({name}.png)" if figure.exists() else ""
+                holds, total = holds + found["holds"], total + 1
+                verdict = "holds" if found["holds"] else "**does not hold**"
+                cells = (
+                    item,
+                    found["claim"],
+                    paper,
+                    found["measured"],
+                    verdict,
+                    shown,
+                    f"`python {command(name, s)}`",
+                )
+                lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    done = [result for result in results.values() if result]
+    spent = sum(result.get("training_seconds", 0) for result in done) / 60
+    minutes = sum(result["environment"]["seconds"] for result in done) / 60
+    devices = ", ".join(dict.fromkeys(result["environment"]["device"] for result in done))
+    words = (
+        f"{holds} of {total} claims hold. {len(done)} of {len(results)} experiments are there: {minutes:.0f} "
+    )
+    words += f"minutes of measuring and {spent:.0f} of training steps, on {devices}.\n"
+    head = "| of the paper | claim | paper | ours | | figure | command |\n|---|---|---|---|---|---|---|\n"
+    return TITLE.format(scale=s.scale) + words + "\n" + head + "\n".join(lines) + "\n"
+
+
+TITLE = """# Do the papers hold?
+
+Every table and figure of *Transformers Are Born Biased*, and what *The Structural Origin of Attention Sink*
+(SO) claims, at {scale} scale. Written by `python paper.py` from the JSON files beside it; whether a claim
+holds is computed from their rows. "n/a": the number does not survive in our copy of the paper. "Not run
+here": it needs what no laptop has.
+
+"""
+
+
+def plan(words: list[str]) -> list:
+    """The settings of a command line, and what to do."""
+    s = common.parse_settings(Settings, __doc__, words)
+    s.runs = s.runs or (f"{s.out}/runs" if s.scale == "smoke" else "runs")
     if s.text and not Path(s.text).is_file():
         raise UserError(f"no text file '{s.text}'")
-    s, started, rows, curve, lengths = replace(s, device=device.type), time.perf_counter(), [], [], []
-    for config, kind in itertools.product(CALIBRATED, CHOICES["attn_calibration"]):
-        for seed in CALIBRATED[config]:
-            run, data = calibrated_run(config, kind, seed, s)
-            model, key = checkpoint.load(run, device), dict(config=config, calibration=kind, seed=seed)
-            logged = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-            losses = [dict(step=line["step"], loss=line["val_loss"]) for line in logged if "val_loss" in line]
-            wanted = sinks.Rate(data=str(data.folder), device=device.type, bos=config == "backcopy")
-            found, _, _ = sinks.rate(wanted, run, model)
-            chain, _, more = sinks.anatomy(replace(wanted, sequence_length=64), run, model)
-            ratios = [column(layer, "dominance_ratio") for layer in split(chain, "layer").values()]
-            row = key | dict(val_loss=losses[-1]["loss"], mean_loss=float(column(losses[1:], "loss").mean()))
-            row["text_loss"] = text_loss(run, model, s, dtype)
-            at64 = next(row for row in found if row["sequence_length"] == 64)
-            row |= {name: at64[name] for name in ("sink_rate", "mean_alpha1", "max_alpha1", "uniform_alpha1")}
-            row["dominance_ratio"] = float(np.mean([ratio[0] / np.median(ratio) for ratio in ratios]))
-            row["super_neuron_ratio"] = more["super_neurons"][0]["ratio"]
-            if config == "backcopy":
-                row |= asleep_and_awake(model, reading.tokens(wanted, run, 128, model.config.vocab_size))
-            rows.append(row)
-            curve += [key | point for point in losses]
-            lengths += [key | row for row in found]
-    more = dict(environment=common.environment(device, dtype, started), curve=curve, lengths=lengths)
-    columns = "config calibration seed val_loss text_loss sink_rate mean_alpha1 max_alpha1 dominance_ratio"
-    claims = judge_calibrations(rows)
-    result = common.report(s, "calibrations", "BB Figure 12, Table 7; SO", rows, claims, columns, **more)
-    panels = [over_runs(lengths, "sequence_length", key) for key in SINKS]
-    draw("calibrated_rate", sum(panels, []), Path(s.out) / "calibrated_rate.png")
-    later = [point for point in curve if point["step"]]  # the loss at birth would hide the rest
-    draw("calibrations", over_runs(later, "step", "loss"), Path(s.out) / "calibrations.png")
-    return result
-
-
-def over_runs(points: list[dict], x: str, y: str) -> list[dict]:
-    """Mean and standard deviation of `y` over seeds, at each `x`: the points of a figure."""
-    drawn = []
-    for (config, kind, at), part in split(points, "config", "calibration", x).items():
-        values = column(part, y)
-        point = {"panel": f"{config}: {y.replace('_', ' ')}", "calibration": kind, x: at}
-        point["theory"] = part[0]["uniform_alpha1"] if y == "mean_alpha1" else None
-        drawn.append(point | dict(value=float(values.mean()), error=float(values.std())))
-    return drawn
-
-
-def judge_calibrations(rows: list[dict]) -> list[dict]:
-    """The papers' orderings on each configuration: mean differences of paired runs, and 95 % intervals."""
-    claims = []
-    for config, part in split(rows, "config").items():
-        runs = split(part, "calibration")
-        for kind, than, key, sign, text, paper in EXPECTED:
-            if all(row[key] is not None for row in part):
-                found = interval(column(runs[kind], key) - column(runs[than], key))
-                mean, low, high = found.values()
-                measured = f"{mean:+.4f}, {low:+.4f} to {high:+.4f}" + " nats" * key.endswith("loss")
-                claims.append(claim(f"{config}: {text}", paper, measured, sign * mean > 0 and low * high > 0))
-        none, attenuate = (column(runs[kind], "sink_rate") for kind in ("none", "attenuate"))
-        text = f"{config}: attenuate keeps every sink rate below 0.01, where none has sinks (Figure 12)"
-        measured = f"at most {attenuate.max():.3f}; none at least {none.min():.3f}"
-        claims.append(claim(text, None, measured, none.min() > 0.01 > attenuate.max()))
-        if "elsewhere" in part[0]:
-            mean, low, high = interval(
-                column(runs["none"], "elsewhere") - column(runs["none"], "at_triggers")
-            ).values()
-            text = f"{config}: its head pays more to BOS where it has nothing to copy (Guo et al. 2024)"
-            claims.append(claim(text, None, f"{mean:+.3f}, {low:+.3f} to {high:+.3f}", low > 0))
-    return claims
-
-
-EXPERIMENTS = {"lineage": lineage, "calibrations": calibrations}
-
-
-def main() -> None:
-    """Parse the command line and make the experiments."""
-    s = common.parse_settings(Settings, __doc__)
-    for name in s.only:
-        EXPERIMENTS[name](s)
+    common.start(s)  # can we write there?
+    return [(s, partial(run, s))]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

@@ -14,6 +14,7 @@ token and how often (`top1_*`), how often the luckiest token of N uniform draws 
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ import torch
 from matplotlib.figure import Figure
 
 import common
-import findings
 from checkpoint import find, models, obtain, shared_context
 from common import UserError, setting
+from experiment import conduct
 from figures import BLUE, VERMILION, save_figure
 from init import SCHEMES, STD, keyed_generator
 from model import Transformer, forward_flops
@@ -31,7 +32,7 @@ from stats import CosineStatistics, binomial_log10_p, uniform_counts
 from tokenizer import token_text
 
 COLUMNS = "model seed sequence_length num_sequences top1_token top1_count uniform_max_count ratio log10_p"
-COLUMNS += " direction_token mean_cosine"
+COLUMNS += " direction_token mean_cosine top1_text"
 DEFAULTS = {"cpu": (1000, [64], 2048), "cuda": (10_000, [1024], 65_536)}  # sequences, lengths, batch's tokens
 RANKS = 20  # favourites drawn in Figure 1a
 
@@ -113,6 +114,7 @@ def probe(
 def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> dict:
     """The part of a row that `measured`, what `probe` returned, decides; ties go to the lower token."""
     counts, n = measured["token_counts"], int(measured["token_counts"].sum())
+    dimensions = measured["dimension_counts"]
     token, top = int(counts.argmax()), int(counts.max())
     direction = measured["cosines"].direction().float()
     with torch.inference_mode():
@@ -130,6 +132,7 @@ def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> 
         "direction_matches": direction_token == token,
         "mean_cosine": mean,
         "std_cosine": std,
+        "dimension_ratio": int(dimensions.max()) / float(uniform_counts(n, len(dimensions), 1)[0]),
     }
 
 
@@ -156,11 +159,9 @@ def figure_detail(measured: dict, baseline: np.ndarray) -> dict:
     }
 
 
-def run(settings: Settings) -> dict:
-    """Probe every model, seed and length of `settings`; write probe.json and probe.png; return the JSON."""
-    check(settings)
-    device, dtype = common.start(settings)
-    started, (num_sequences, lengths, batch_tokens) = time.perf_counter(), DEFAULTS[device.type]
+def measure(settings: Settings, device: torch.device, dtype: torch.dtype) -> dict:
+    """Probe every model, seed and length of `settings`: `rows`, and `details` for the figure."""
+    num_sequences, lengths, batch_tokens = DEFAULTS[device.type]
     context = shared_context(settings.model)
     num_sequences = settings.num_sequences or num_sequences
     lengths = settings.sequence_length or [min(T, context) for T in lengths]
@@ -182,10 +183,13 @@ def run(settings: Settings) -> dict:
             named = {f"{k}_text": text(row[f"{k}_token"]) for k in ("top1", "direction") if text}
             rows.append(key | row | named)
             details.append(key | speed | figure_detail(measured, baseline))
-    more = {"environment": common.environment(device, dtype, started), "details": details}
+    return {"rows": rows, "details": details}
+
+
+def run(settings: Settings) -> dict:
+    """Make the experiment; write probe.json and probe.png; return the JSON."""
     paper = "BB Table 1, Figures 1a and 10"
-    columns = COLUMNS + " top1_text" * any("top1_text" in row for row in rows)
-    result = common.report(settings, "probe", paper, rows, findings.probe(rows), columns, **more)
+    result = conduct(settings, "probe", paper, measure, COLUMNS, figure=False)
     plot(result, Path(settings.out) / "probe.png")
     return result
 
@@ -225,10 +229,12 @@ def plot(result: dict, path: Path) -> None:
     save_figure(figure, path)
 
 
-def main() -> None:
-    """Parse the command line and run."""
-    run(common.parse_settings(Settings, __doc__))
+def plan(words: list[str]) -> list:
+    """The settings of a command line, and what to do."""
+    settings = common.parse_settings(Settings, __doc__, words)
+    check(settings)
+    return [(settings, partial(run, settings))]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

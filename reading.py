@@ -81,7 +81,7 @@ def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
         place = s.data or s.text
         raise UserError(f"{place} has {windows} sequences of {T} tokens: lower --num-sequences {n}")
     if s.data:
-        read, _ = data.windows("val", data.held_out(n, T), T)
+        read, _ = data.held_out(n, T)
     elif s.text:
         places = keyed_generator("text", s.input_seed, T).choice(windows, size=n, replace=False)
         read = encoded(s.text, name).unfold(0, T, T)[places]

@@ -15,9 +15,9 @@ in the README. Models are read one block at a time: two of 7B parameters fit int
 import itertools
 import math
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,28 +28,22 @@ from scipy.stats import norm
 
 import calibration
 import common
-import findings
-from baselines import (
-    Inputs,
-    PaperInputs,
-    check,
-    kendall,
-    last_positions,
-    paper_test,
-    similarities,
-    top_dimensions,
-)
+from baselines import Inputs, PaperInputs, check, kendall, last_positions, similarities, top_dimensions
+from baselines import paper_test as paper_test
 from checkpoint import Newborn, steps, tensors
 from common import UserError, setting
 from data import TokenData
-from evidence import all_positions, compare_pair, diagonal_test, relabelling_test, relation
+from evidence import all_positions, compare_pair, diagonal_test, relation
+from evidence import relabelling_test as relabelling_test  # two tests of plain arrays, for others to call
+from experiment import conduct
 from figures import draw, save_figure
 from init import STD
 from init import draw as draw_birth
 from probe import random_tokens
 from stats import student_log10_tail
 
-__all__ = ["paper_test", "relabelling_test"]  # the two tests of plain arrays, for other code to call
+VERDICT = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
+JUDGED = " paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z intrinsic reef pcs ics"
 STRANGER = 2**31 - 1  # seed of the newborn that `persistence` compares where it is given none
 
 
@@ -70,6 +64,7 @@ class Compare(PaperInputs):
 class Identify(common.RunSettings):
     """What `seedprint.py identify` can be told."""
 
+    models: tuple[str, ...] = ()
     seeds: str = setting("0-99999", "candidates, FIRST-LAST")
     parameter: str = setting("model.layers.0.self_attn.v_proj.weight", "matrix to look for")
     numbers: int = setting(65_536, "of its first numbers to draw for each candidate")
@@ -84,10 +79,11 @@ class Persistence(PaperInputs):
     )
 
 
-def open_models(specs, s: Inputs, least: int = 2) -> tuple[list, int]:
+def open_models(s: Inputs) -> tuple[list, int]:
     """The models' sources and the size of the vocabulary they share; UserError if they cannot be compared."""
-    if len(specs) < least:
-        raise UserError(f"expected at least {least} models: checkpoint folders, or PRESET@SEED")
+    specs = s.models
+    if len(specs) < 2:
+        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
     check(s, specs, getattr(s, "paper_test", isinstance(s, Persistence)))
     sources = [tensors(spec, s.init) for spec in specs]
     widths = [source.config.d_model for source in sources]
@@ -101,25 +97,24 @@ def open_models(specs, s: Inputs, least: int = 2) -> tuple[list, int]:
 # ---- pairs -------------------------------------------------------------------------------------------------
 
 
-def compare(specs: list[str], s: Compare) -> dict:
+def compare(s: Compare) -> dict:
     """The first model against each of the others; writes compare.json and compare.png; returns the JSON."""
-    sources, vocab = open_models(specs, s)
+    specs, (sources, vocab) = s.models, open_models(s)
     text = TokenData(s.data) if s.data else None
-    s, device, dtype, started = begin(s)
-    rows, points, details = [], [], []
-    for i, (spec, source) in enumerate(zip(specs[1:], sources[1:]), start=1):
-        row, C = examine(sources[0], source, s, vocab, text, device, dtype)
-        details.append({name: row.pop(name) for name in ("skipped", "reef_matrix") if name in row})
-        rows.append(dict(base=specs[0], suspect=spec) | row)
-        name = f"{i}: {spec if len(spec) < 24 else '...' + spec[-20:]}"
-        points += histogram(C["relabel"], f"activations, {name}", row["num_rows"])
-        points += histogram(C["body"], f"weights, {name}", None) if "body" in C else []
-    columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
-    columns += " paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z" * s.paper_test
-    columns += " intrinsic reef pcs ics" * s.baselines
-    result = finish(s, "compare", "BB 6.1", rows, columns, started, details=details, points=points)
-    draw("compare", points, Path(s.out) / "compare.png")
-    for row in rows if common.rank() == 0 else ():
+
+    def measure(s: Compare, device, dtype) -> dict:
+        rows, points, details = [], [], []
+        for i, (spec, source) in enumerate(zip(specs[1:], sources[1:]), start=1):
+            row, C = examine(sources[0], source, s, vocab, text, device, dtype)
+            details.append({name: row.pop(name) for name in ("skipped", "reef_matrix") if name in row})
+            rows.append(dict(base=specs[0], suspect=spec) | row)
+            name = f"{i}: {spec if len(spec) < 24 else '...' + spec[-20:]}"
+            points += histogram(C["relabel"], f"activations, {name}", row["num_rows"])
+            points += histogram(C["body"], f"weights, {name}", None) if "body" in C else []
+        return dict(rows=rows, points=points, details=details)
+
+    result = conduct(s, "compare", "BB 6.1", measure, VERDICT + JUDGED)
+    for row in result["rows"] if common.rank() == 0 else ():
         print(f"{row['suspect']}: {row['verdict']} ({row['rests_on']})")
     return result
 
@@ -136,25 +131,11 @@ def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype)
     if s.baselines:
         tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
         if text:
-            tokens = text.windows("val", text.held_out(200, s.sequence_length), s.sequence_length)[0]
+            tokens, _ = text.held_out(200, s.sequence_length)
         if tokens.max() >= vocab:
             raise UserError(f"--data {s.data} has tokens that the models do not")
         row |= similarities(a, b, tokens, device, dtype)
     return row, C
-
-
-def begin(s) -> tuple:
-    """Settings with the chosen device and dtype, those two, and the time."""
-    device, dtype = common.start(s)
-    s = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    return s, device, dtype, time.perf_counter()
-
-
-def finish(s, name: str, paper: str, rows: list, columns: str, started: float, **more) -> dict:
-    """Judge, write and print an experiment's rows; `s` as `begin` returned it."""
-    made = common.environment(torch.device(s.device), getattr(torch, s.dtype), started)
-    claims = getattr(findings, name)(rows)
-    return common.report(s, name, paper, rows, claims, columns, environment=made, **more)
 
 
 def histogram(C: torch.Tensor, title: str, num_rows: int | None) -> list[dict]:
@@ -171,27 +152,29 @@ def histogram(C: torch.Tensor, title: str, num_rows: int | None) -> list[dict]:
     return points
 
 
-def matrix(specs: list[str], s: Inputs) -> dict:
+def matrix(s: Inputs) -> dict:
     """All pairs; writes matrix.json and matrix.png, a heat map and a family tree; returns the JSON."""
+    specs, (sources, vocab) = s.models, open_models(s)
     if len(set(specs)) < len(specs):
         raise UserError("matrix expects every model once")
-    sources, vocab = open_models(specs, s)
-    s, device, dtype, started = begin(s)
-    rows, at = [], (s.input_seed, vocab, device, dtype)
-    prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in sources]
-    pairs = list(itertools.combinations(range(len(specs)), 2))
-    for i, j in common.progress(pairs, desc="matrix", unit=" pairs"):
-        pair = sources[i], sources[j], (prints[i], prints[j])
-        row, _ = compare_pair(*pair, s.input_seed, s.permutations)
-        del row["skipped"]
-        rows.append(dict(a=specs[i], b=specs[j]) | row)
-    columns = "a b verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
-    result = finish(s, "matrix", "BB Table 4", rows, columns, started)
-    plot_matrix(specs, rows, Path(s.out) / "matrix.png")
+
+    def measure(s: Inputs, *on) -> dict:
+        rows, at = [], (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on)
+        prints = [all_positions(source, *at) for source in sources]
+        pairs = list(itertools.combinations(range(len(specs)), 2))
+        for i, j in common.progress(pairs, desc="matrix", unit=" pairs"):
+            pair = sources[i], sources[j], (prints[i], prints[j])
+            row, _ = compare_pair(*pair, s.input_seed, s.permutations)
+            del row["skipped"]
+            rows.append(dict(a=specs[i], b=specs[j]) | row)
+        return dict(rows=rows)
+
+    result = conduct(s, "matrix", "BB Table 4", measure, "a b " + VERDICT, figure=False)
+    plot_matrix(specs, result["rows"], Path(s.out) / "matrix.png")
     return result
 
 
-def plot_matrix(specs: list[str], rows: list[dict], path: Path) -> None:
+def plot_matrix(specs: tuple[str, ...], rows: list[dict], path: Path) -> None:
     """Correlations of body weights, with the z of activations written in, and the tree of their distances."""
     value, z = np.eye(len(specs)), np.full((len(specs), len(specs)), np.nan)
     for row in rows:
@@ -226,19 +209,19 @@ def plot_matrix(specs: list[str], rows: list[dict], path: Path) -> None:
 # ---- which seed? -------------------------------------------------------------------------------------------
 
 
-def identify(specs: list[str], s: Identify) -> dict:
+def identify(s: Identify) -> dict:
     """The seed of `init.py` whose draw of one matrix lies closest to the suspect's; writes identify.json.
 
     A newborn's numbers are Gaussian, so their cosine with any fixed numbers has a known law, and the search
     among all candidates costs its number (Bonferroni). UserError if the matrix is not there.
     """
-    if len(specs) != 1:
+    if len(s.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
     found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", s.seeds)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if not 0 <= last - first < 10**7:
         raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999, ten million at most")
-    source = tensors(specs[0])
+    source = tensors(s.models[0])
     shape = source.shapes.get(s.parameter, ())
     if s.numbers < 4:
         raise UserError(f"--numbers {s.numbers}: expected at least 4")
@@ -247,11 +230,10 @@ def identify(specs: list[str], s: Identify) -> dict:
             name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name
         )
         raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}")
-    s, _, _, started = begin(s)
     weight, size = source.read(s.parameter).flatten()[: s.numbers].double().numpy(), 256
     m = len(weight)
     if not np.isfinite(weight).all():
-        raise UserError(f"{specs[0]}: {s.parameter} is not finite: check it for NaN")
+        raise UserError(f"{s.models[0]}: {s.parameter} is not finite: check it for NaN")
     unit = (weight / max(np.linalg.norm(weight), 1e-300)).astype(np.float32)
 
     def cosines(start: int) -> list[tuple[float, int]]:
@@ -261,64 +243,68 @@ def identify(specs: list[str], s: Identify) -> dict:
             found.append((float(numbers @ unit) / float(np.linalg.norm(numbers)), seed))
         return found
 
-    best = []
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        starts = range(first, last + 1, size)
-        for part in common.progress(
-            pool.map(cosines, starts), total=len(starts), desc="seeds", unit=f" x {size}"
-        ):
-            best = sorted(best + part, reverse=True)[:10]
-    rows, candidates = [], last - first + 1
-    for cosine, seed in best:
-        t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-        family = float(min(0.0, student_log10_tail(t, m - 1) + np.log10(candidates)))
-        rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
-    return finish(s, "identify", "ours", rows, "seed cosine z family_log10_p", started, candidates=candidates)
+    def measure(*_) -> dict:
+        best, starts, rows, candidates = [], range(first, last + 1, size), [], last - first + 1
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
+            parts = pool.map(cosines, starts)
+            for part in common.progress(parts, total=len(starts), desc="seeds", unit=f" x {size}"):
+                best = sorted(best + part, reverse=True)[:10]
+        for cosine, seed in best:
+            t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
+            family = float(min(0.0, student_log10_tail(t, m - 1) + np.log10(candidates)))
+            rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
+        return dict(rows=rows, candidates=candidates)
+
+    return conduct(s, "identify", "ours", measure, figure=False)
 
 
 # ---- a life ------------------------------------------------------------------------------------------------
 
 
-def persistence(specs: list[str], s: Persistence) -> dict:
+def persistence(s: Persistence) -> dict:
     """Every checkpoint of a run against its birth, and a stranger beside it (BB Figures 11 and 14).
 
     `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions; the stranger is of the same
     step where --stranger is a run that has it. Writes persistence.json and persistence.png.
     """
-    run = steps(specs[0]) if len(specs) == 1 else []
+    run = steps(s.models[0]) if len(s.models) == 1 else []
     if len(run) < 2 or run[0].name != "step_0000000":
         raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
     others = {path.name: path for path in steps(s.stranger)} if s.stranger else {}
-    sources, vocab = open_models([str(run[0]), str(run[-1]), *([s.stranger] if s.stranger else [])], s)
+    opened = replace(s, models=(str(run[0]), str(run[-1]), *([s.stranger] if s.stranger else [])))
+    sources, vocab = open_models(opened)
     birth = sources[0]
     stranger = sources[2] if s.stranger else Newborn(birth.config, STRANGER, scheme=s.init)
-    s, device, dtype, started = begin(s)
-    paper = (s.paper_sequences, s.paper_length, "tokens", s.input_seed, vocab, device, dtype)
-    inputs = (s.num_sequences, s.sequence_length, s.input_seed, vocab, device, dtype)
-    born, born_rows = last_positions(birth, *paper), all_positions(birth, *inputs)
-    chosen = top_dimensions(born.numpy(), s.side, s.top_k or birth.config.d_model // 2)
-    strange, rows, points, p = last_positions(stranger, *paper), [], [], []
-    for folder in common.progress(run, desc="checkpoints"):
-        child, step = tensors(str(folder)), int(folder.name.removeprefix("step_"))
-        output = last_positions(child, *paper)
-        if folder.name in others:
-            strange = last_positions(tensors(str(others[folder.name])), *paper)
-        row = dict(step=step)
-        for who, model, other in (("", "its own birth", output), ("stranger_", "another birth", strange)):
-            tau = kendall(born.numpy(), other.numpy(), chosen, s.softmax_temperature)
-            row |= {f"{who}mean_tau": float(tau.mean()), f"{who}std_tau": float(tau.std())}
-            points.append(dict(step=step, tau=float(tau.mean()), std=float(tau.std()), model=model))
-        C = relation(born_rows, all_positions(child, *inputs))
-        test = diagonal_test(C, ("relabel", s.input_seed), s.permutations)
-        row |= {f"relabel_{name}": test[name] for name in ("z", "log10_p")} | dict(permutation_p=test["p"])
-        rows.append(row | paper_test(born, output, s.side, s.top_k, s.softmax_temperature))
-        logs = {f"{n}-test": math.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
-        for name, log10_p in ({"relabelling": test["log10_p"]} | logs).items():
-            p.append(dict(step=step, test=name, minus_log10_p=-log10_p, level=2.0))
+
+    def measure(s: Persistence, *on) -> dict:
+        paper = (s.paper_sequences, s.paper_length, "tokens", s.input_seed, vocab, *on)
+        inputs, chosen_as = (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on), (s.side, s.top_k)
+        born, born_rows = last_positions(birth, *paper), all_positions(birth, *inputs)
+        chosen = top_dimensions(born.numpy(), s.side, s.top_k or birth.config.d_model // 2)
+        strange, rows, points, p = last_positions(stranger, *paper), [], [], []
+        for folder in common.progress(run, desc="checkpoints"):
+            child, step = tensors(str(folder)), int(folder.name.removeprefix("step_"))
+            output = last_positions(child, *paper)
+            if folder.name in others:
+                strange = last_positions(tensors(str(others[folder.name])), *paper)
+            row = dict(step=step)
+            for who, model, other in (("", "its own birth", output), ("stranger_", "another birth", strange)):
+                tau = kendall(born.numpy(), other.numpy(), chosen, s.softmax_temperature)
+                row |= {f"{who}mean_tau": float(tau.mean()), f"{who}std_tau": float(tau.std())}
+                points.append(dict(step=step, tau=float(tau.mean()), std=float(tau.std()), model=model))
+            C = relation(born_rows, all_positions(child, *inputs))
+            test = diagonal_test(C, ("relabel", s.input_seed), s.permutations)
+            row |= dict(relabel_z=test["z"], relabel_log10_p=test["log10_p"], permutation_p=test["p"])
+            rows.append(row | paper_test(born, output, *chosen_as, s.softmax_temperature))
+            logs = {f"{n}-test": math.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
+            for name, log10_p in ({"relabelling": test["log10_p"]} | logs).items():
+                p.append(dict(step=step, test=name, minus_log10_p=-log10_p, level=2.0))
+        points, p = ([point for point in drawn if point["step"]] for drawn in (points, p))  # log axes
+        return dict(rows=rows, points=points, p=p)
+
     columns = "step mean_tau std_tau stranger_mean_tau stranger_std_tau relabel_z paper_t_p paper_u_p"
-    result = finish(s, "persistence", "BB Figures 11 and 14", rows, columns, started, points=points, p=p)
-    for name, drawn in (("persistence", points), ("persistence_p", p)):
-        draw(name, [point for point in drawn if point["step"]], Path(s.out) / f"{name}.png")
+    result = conduct(s, "persistence", "BB Figures 11 and 14", measure, columns)
+    draw("persistence_p", result["p"], Path(s.out) / "persistence_p.png")
     return result
 
 
@@ -332,16 +318,17 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    """Parse the command line and run the subcommand."""
-    words, arguments = common.leading_words()
+def plan(words: list[str]) -> list:
+    """The settings of a command line, and what to do; the models are its words after the subcommand."""
+    words, arguments = common.leading(words)
     if not words and {"-h", "--help"} & {*arguments}:
         print(__doc__ + "\nEach subcommand has a --help of its own.")
-        return
-    chosen = common.choose(words[0] if words else "", COMMANDS, "subcommand")
-    settings_class, work = COMMANDS[chosen]
-    work(words[1:], common.parse_settings(settings_class, __doc__, arguments))
+        return []
+    settings_class, work = COMMANDS[common.choose(words[0] if words else "", COMMANDS, "subcommand")]
+    settings = common.parse_settings(settings_class, __doc__, arguments)
+    settings.models = tuple(words[1:])
+    return [(settings, partial(work, settings))]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

@@ -14,7 +14,6 @@ ourselves is called ours.
 import itertools
 import re
 import sys
-import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,12 +26,12 @@ from torch import Tensor
 
 import attention
 import common
-import findings
 import reading
 import theory
 from checkpoint import config_of, find, load, models, shared_context
 from common import UserError, setting
 from evidence import some
+from experiment import conduct
 from figures import draw, save_figure
 from init import SCHEMES, newborn
 from model import CHOICES, MLP, PRESETS, Transformer
@@ -280,6 +279,15 @@ def check(s: Settings) -> None:
             raise UserError("--factor: expected numbers from 0 to a million")
 
 
+def labels(s: Settings) -> dict[str, tuple]:
+    """(spec, seed) of every model, as `checkpoint.models` has it, by label; UserError if two are one."""
+    pairs = models(s.model, s.seed)
+    chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: (spec, seed) for spec, seed in pairs}
+    if len(chosen) < len(pairs):
+        raise UserError("a model is named twice")
+    return chosen
+
+
 def born(label: str, s: Settings) -> Transformer:
     """The newborn of PRESET@SEED, calibrated as the settings say."""
     config, (_, *seeds) = replace(config_of(label), attn_calibration=s.attn_calibration), find(label)
@@ -287,46 +295,43 @@ def born(label: str, s: Settings) -> Transformer:
 
 
 @torch.inference_mode()
-def run(name: str, s: Settings) -> dict:
-    """Make an experiment with every checkpoint, judge it, write JSON and figure; returns the JSON."""
+def run(name: str, settings: Settings) -> dict:
+    """Make an experiment with every checkpoint; write JSON and figures; returns the JSON."""
+    check(settings)
     sample, _, experiment, paper, columns = EXPERIMENTS[name]
-    check(s)
-    pairs = models(s.model, s.seed)
-    chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: (spec, seed) for spec, seed in pairs}
-    if len(chosen) < len(pairs):
-        raise UserError("a model is named twice")
-    device, dtype = common.start(s)
-    s, started = replace(s, device=str(device), dtype=str(dtype).removeprefix("torch.")), time.perf_counter()
-    rows, drawn, more = [], {}, {}
-    for label, (spec, seed) in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
-        model = load(spec, device, dtype) if seed is None else born(label, s)
-        if not all(weight.isfinite().all() for weight in model.parameters()):
-            raise UserError(f"{label}: a weight is not finite")
-        found, points, extra = sample(s, label, model)
-        rows += [dict(checkpoint=label) | row for row in found]
-        drawn[label] = [dict(checkpoint=label) | point for point in points]
-        for key, items in extra.items():
-            more[key] = more.get(key, []) + items
-    claims = getattr(findings, experiment)(more.get("summary", rows))
-    more["environment"] = common.environment(device, dtype, started)
-    result = common.report(s, experiment, paper, rows, claims, columns, **more)
-    out = Path(s.out)
+    chosen, drawn, out = labels(settings), {}, Path(settings.out)
+
+    def measure(s: Settings, device, dtype) -> dict:
+        found = defaultdict(list)
+        for label, (spec, seed) in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
+            model = load(spec, device, dtype) if seed is None else born(label, s)
+            if not all(weight.isfinite().all() for weight in model.parameters()):
+                raise UserError(f"{label}: a weight is not finite")
+            rows, points, more = sample(s, label, model)
+            drawn[label] = [dict(checkpoint=label) | point for point in points]
+            found["rows"] += [dict(checkpoint=label) | row for row in rows]
+            for key, items in more.items():
+                found[key] += items
+        return dict(found)
+
+    result = conduct(settings, experiment, paper, measure, columns, figure=False)
     if name == "rate":
         drawn = {"": [point for points in drawn.values() for point in points]}  # in one figure
-        plot_heads(more["heads"], out / "rate_heads.png")
+        plot_heads(result["heads"], out / "rate_heads.png")
     for label, points in drawn.items():
         which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(drawn) > 1 else ""
         draw(experiment, points, out / f"{experiment}{which}.png")
-    if not (s.data or s.text) and any(isinstance(find(spec), Path) for spec in chosen):
+    if not (settings.data or settings.text) and any(isinstance(find(spec), Path) for spec in chosen):
         print("random tokens were read, as none is trained on: --data or --text names text", file=sys.stderr)
     return result
 
 
-def main() -> None:
-    """Parse the command line and make the experiment."""
-    name, arguments = common.subcommand(EXPERIMENTS, "rate", "subcommand")
-    run(name, common.parse_settings(EXPERIMENTS[name][1], __doc__, arguments))
+def plan(words: list[str]) -> list:
+    """The settings of a command line, and what to do."""
+    name, words = common.subcommand(words, EXPERIMENTS, "rate", "subcommand")
+    settings = common.parse_settings(EXPERIMENTS[name][1], __doc__, words)
+    return [(settings, partial(run, name, settings))]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

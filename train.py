@@ -21,6 +21,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -201,12 +202,12 @@ def accumulate(model, tokens: data.TokenData, s: Settings, step: int, device: to
 @torch.no_grad()
 def evaluate(model: Transformer, tokens: data.TokenData, s: Settings, device: torch.device, dtype) -> float:
     """Mean loss, in nats a token, over fixed held-out windows, shared among the ranks."""
-    numbers = tokens.held_out(s.eval_sequences, s.sequence_length)
-    mine, total = common.shard(len(numbers)), torch.zeros((), dtype=torch.float64, device=device)
+    windows = tokens.held_out(s.eval_sequences, s.sequence_length)
+    mine, total = common.shard(len(windows[0])), torch.zeros((), dtype=torch.float64, device=device)
     for start in range(mine.start, mine.stop, s.micro_batch_size):
-        part = numbers[start : min(start + s.micro_batch_size, mine.stop)]
-        total += loss_sum(model, *tokens.windows("val", part, s.sequence_length), device, dtype)
-    return (common.sum_over_ranks(total) / (len(numbers) * s.sequence_length)).item()
+        part = slice(start, min(start + s.micro_batch_size, mine.stop))
+        total += loss_sum(model, *(window[part] for window in windows), device, dtype)
+    return (common.sum_over_ranks(total) / windows[0].numel()).item()
 
 
 @torch.no_grad()
@@ -272,8 +273,7 @@ def listening():
 
 def train(s: Settings) -> Path:
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
-    device, dtype = common.start(s)
-    s = replace(s, dtype=str(dtype).removeprefix("torch."))
+    s, device, dtype = common.start(s)
     check(s)
     run, tokens, master, T = Path(s.out), open_data(s, device), common.rank() == 0, s.sequence_length
     raw, tokenizer = build(s, tokens).to(device).train(), tokens.load_tokenizer()
@@ -314,6 +314,8 @@ def train(s: Settings) -> Path:
                 if "val_loss" in row or done:
                     plot(run)
             if done:
+                if master:
+                    print(f"{checkpoint.steps(run)[-1]}; --resume goes on from there")
                 return run
             begun = time.perf_counter()
             share = accumulate(model, tokens, s, step, device, dtype)
@@ -338,12 +340,11 @@ def train(s: Settings) -> Path:
                 seconds = []
 
 
-def main() -> None:
-    """Parse the command line and train."""
-    run = train(common.parse_settings(Settings, __doc__))
-    if common.rank() == 0:
-        print(f"{checkpoint.steps(run)[-1]}; --resume goes on from there")
+def plan(words: list[str]) -> list:
+    """The settings of a command line, and what to do."""
+    s = common.parse_settings(Settings, __doc__, words)
+    return [(s, partial(train, s))]
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(plan)

@@ -7,50 +7,61 @@ import torch
 from conftest import assert_refused, run_script
 
 import bench
-import init
-from model import PRESETS, forward_flops
+from model import PRESETS, Transformer, forward_flops
 
 
-def test_bench_on_a_tiny_model(tmp_path):
-    flags = [
-        "--model",
-        "tiny_llama",
-        "--sequence-length",
-        16,
-        "--rounds",
-        3,
-        "--tokens",
-        256,
-        "--out",
-        tmp_path,
-    ]
-    done = run_script("bench.py", "forward", *flags)
+def test_one_table_of_a_tiny_model(tmp_path):
+    flags = ["--model", "tiny_llama", "--sequence-length", 16, "--rounds", 3, "--tokens", 256]
+    done = run_script("bench.py", "forward", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
-    contestants = {(row["implementation"], row["dtype"]) for row in rows}
-    assert contestants == {(i, d) for i in ("bornbiased", "transformers") for d in ("bfloat16", "float32")}
-    fastest = next(r for r in rows if (r["implementation"], r["dtype"]) == ("bornbiased", "bfloat16"))
+    assert [row["dtype"] for row in rows] == ["bfloat16", "float32"]
+    flops = forward_flops(PRESETS["tiny_llama"], 16, last_only=True) / 16  # of a token
     for row in rows:
-        assert row["batch_size"] in (4, 8, 16)
-        flops = row["sequences_per_second"] * forward_flops(PRESETS["tiny_llama"], 16, last_only=True)
-        assert row["gflops"] == pytest.approx(flops / 1e9)
-        assert 0 < row["share_of_peak"] == pytest.approx(row["gflops"] / row["peak_gflops"])
-        speedup = fastest["sequences_per_second"] / row["sequences_per_second"]
-        assert row["speedup"] == pytest.approx(speedup)
+        assert row["work"] == "forward" and row["ratio"] == pytest.approx(row["ours"] / row["transformers"])
+        assert {row["batch_size_ours"], row["batch_size_transformers"]} <= {4, 8, 16}
+        assert 0 < row["share"] == pytest.approx(row["ours"] * flops / row["peak_gflops"] / 1e9)
+
+
+def test_training_at_a_size_for_tests(monkeypatch):
+    monkeypatch.setattr(bench, "TRAINED", {"tiny_llama": (2, 16)})
+    monkeypatch.setattr(bench.common, "matmul_peak", lambda device, dtype: 1e11)
+    (row,) = bench.training_rows(bench.Settings(rounds=2), "tiny_llama", torch.device("cpu"))
+    config = PRESETS["tiny_llama"]
+    flops = 3 * (forward_flops(config, 16) / 16 + 2 * config.d_model * config.vocab_size)
+    assert row["work"] == "training, 2 sequences" and row["dtype"] == "bfloat16"
+    assert row["share"] == pytest.approx(row["ours"] * flops / 1e11)
+    assert row["ratio"] == pytest.approx(row["ours"] / row["transformers"])
+
+
+def test_without_transformers_there_is_half_a_table(monkeypatch):
+    monkeypatch.setattr(bench, "transformers_model", lambda config, head=False: None)
+    s = bench.Settings(sequence_length=(8,), rounds=1, tokens=16)
+    (row,) = bench.forward_rows(s, "tiny_gpt2", torch.device("cpu"), [torch.float32])
+    assert row["ours"] > 0 and row["transformers"] is None and row["ratio"] is None
+    assert [claim["claim"][:17] for claim in bench.verdicts([row | {"sequence_length": 64}])] == [
+        "forward, T = 64, "
+    ]
+
+
+def test_turns_alternate_and_medians_count(monkeypatch):
+    said, clock = [], iter([3.0, 30.0, 20.0, 2.0, 1.0, 10.0])
+    monkeypatch.setattr(bench, "seconds", lambda work: (said.append(work), next(clock))[1])
+    monkeypatch.setattr(bench.common, "matmul_peak", lambda device, dtype: 5.0)
+    took, peaks = bench.take_turns({"a": "A", "b": "B"}, ["x"], 3, torch.device("cpu"))
+    assert said == ["B", "A", "A", "B", "B", "A"]
+    assert took == {"a": 20.0, "b": 2.0} and peaks == {"x": 5.0}
 
 
 @pytest.mark.parametrize("name", ["nano_gpt2", "nano_llama", "nano_qwen"])
 def test_transformers_model_has_the_same_shape(name):
     """The same matrices, by size; GPT-NeoX packs three of ours in one and adds linear biases."""
-    from model import Transformer
-
     with torch.device("meta"):
         ours, theirs = Transformer(PRESETS[name]), bench.transformers_model(PRESETS[name])
 
     def size(model):
-        return sum(
-            p.numel() for n, p in model.named_parameters() if p.dim() == 2 and not n.startswith("lm_head")
-        )
+        named = model.named_parameters()
+        return sum(p.numel() for n, p in named if p.dim() == 2 and not n.startswith("lm_head"))
 
     assert size(ours) == size(theirs)
     assert theirs.config._attn_implementation == "sdpa"
@@ -61,52 +72,26 @@ def test_bad_inputs(tmp_path):
         (["--model", "nano_lama"], ["nano_lama", "nano_llama"]),
         (["--sequence-length", "2000"], ["2000", "1024"]),
         (["--rounds", "0"], ["at least 1"]),
+        (["--tokens", "0"], ["at least 1"]),
     ):
         assert_refused(run_script("bench.py", "forward", *flags, "--out", tmp_path / "new"), *words)
+    assert_refused(run_script("bench.py", "foward", "--out", tmp_path / "new"), "forward")
     assert not (tmp_path / "new").exists()
 
 
 def test_verdicts_are_computed():
-    def row(model, T, implementation, dtype, share, speedup):
-        names = ("model", "sequence_length", "implementation", "dtype", "share_of_peak", "speedup")
-        return dict(zip(names, (model, T, implementation, dtype, share, speedup)))
+    def row(model, work, T, dtype, ours, theirs, share):
+        return bench.row(
+            model, work, T, getattr(torch, dtype), {"ours": ours, "transformers": theirs}, 1, 1
+        ) | {"share": share}
 
     rows = [
-        row("nano_gpt2", 64, "bornbiased", "float32", 0.91, 2),
-        row("m", 64, "bornbiased", "float32", 0.89, 2),
+        row("nano_gpt2", "forward", 64, "float32", 10, 9, 0.91),
+        row("m", "forward", 64, "float32", 10, 9, 0.89),
+        row("nano_llama", "forward", 512, "bfloat16", 12, 10, 0.5),
+        row("nano_llama", "forward", 512, "float32", 6, 4.1, 0.5),
+        row("nano_llama", "training, 4 sequences", 512, "bfloat16", 12, 10, 0.2),
     ]
-    rows += [row("nano_llama", 512, "transformers", "bfloat16", 0.5, 1.2)]
-    rows += [row("nano_llama", 512, "transformers", "float32", 0.5, 2.9)]
-    assert [c["holds"] for c in bench.verdicts(rows)] == [False, True, False]
+    assert [c["holds"] for c in bench.verdicts(rows)] == [False, True, False, False, True]
+    assert [c["measured"] for c in bench.verdicts(rows)] == [[0.91, 0.89], [1.2], [2.927], [0.2], [1.2]]
     assert bench.verdicts([]) == []
-
-
-def test_training_and_files_at_a_size_for_tests(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "TRAINED", {"tiny_llama": (2, 16)})
-    monkeypatch.setattr(bench.common, "matmul_peak", lambda device, dtype: 1e11)
-    rows = bench.training_rows("tiny_llama", 2, torch.device("cpu"))
-    assert [row["implementation"] for row in rows] == ["bornbiased", "transformers"]
-    config = PRESETS["tiny_llama"]
-    flops = 3 * (forward_flops(config, 16) / 16 + 2 * config.d_model * config.vocab_size)
-    for row in rows:
-        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 1e11)
-        assert row["speedup"] == pytest.approx(rows[0]["tokens_per_second"] / row["tokens_per_second"])
-    assert [
-        c["holds"] for c in bench.training_verdicts([rows[0] | {"mfu": 0.2}, rows[1] | {"speedup": 1.2}])
-    ] == [
-        False,
-        True,
-    ]
-    monkeypatch.setattr(bench, "newborn", lambda name, seed, device: init.newborn("tiny_llama", seed))
-    files = bench.file_rows(1, torch.device("cpu"))
-    assert [row["work"] for row in files][1:] == [
-        "tokenize, tokenizer",
-        "tokenize, bytes",
-        "save nano_llama",
-        "load nano_llama",
-    ]
-    assert all(row["seconds"] > 0 for row in files)
-    assert (
-        bench.file_verdicts([{"work": "tokenize, tokenizer", "megabytes_per_second": 2.9}])[0]["holds"]
-        is False
-    )

@@ -217,7 +217,7 @@ def refused(monkeypatch, capsys):
     def run(words: list, *expected: str) -> None:
         monkeypatch.setattr(sys, "argv", ["seedprint.py", *map(str, words)])
         with pytest.raises(SystemExit) as stopped:
-            common.run(seedprint.main)
+            common.run(seedprint.plan)
         done = subprocess.CompletedProcess(words, stopped.value.code, *capsys.readouterr())
         assert_refused(done, *expected)
 

@@ -256,7 +256,8 @@ def test_scripts_take_folders_and_name_tokens(tmp_path):
 def test_full_disk_is_one_line(tmp_path):
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
     code += "import checkpoint, common, init\n"
-    code += "common.run(lambda: checkpoint.save(checkpoint.Path(sys.argv[1]), init.newborn('tiny_llama', 1)))"
+    code += "folder = checkpoint.Path(sys.argv[1])\n"
+    code += "common.run(lambda words: checkpoint.save(folder, init.newborn('tiny_llama', 1)))"
     command = [sys.executable, "-c", code, str(tmp_path / "a")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert_refused(result, "cannot write", str(tmp_path / "a"))

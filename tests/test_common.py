@@ -17,6 +17,8 @@ import torch
 from conftest import ROOT
 
 import common
+import experiment
+import findings
 from common import UserError, parse_settings, setting
 
 
@@ -171,14 +173,15 @@ def test_atomic_path_keeps_the_old_file_on_failure(tmp_path):
 def write_big(out: Path, setup: str = "") -> subprocess.CompletedProcess:
     """Save a result of about a megabyte in a process of its own."""
     code = f"""
-import common, sys
+import common, experiment, sys
 sys.argv[0] = "big.py"
 settings = common.RunSettings(out={str(out)!r}, device="cpu")
-def main():
+def plan(words):
     common.start(settings)
     {setup}
-    common.report(settings, "big", "", [{{"x": list(range(200_000))}}], [], "")
-common.run(main)
+    experiment.report(settings, "big", "", [{{"x": list(range(200_000))}}], [], "")
+    return []
+common.run(plan)
 """
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
@@ -217,9 +220,9 @@ def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
         {"name": "[1,  2]", "value": 0.1 + 0.2, "none": None},
         {"name": "}, {", "value": 1e-300, "none": None},
     ]
-    claims = [common.claim("it is so", None, 3, True), common.claim("it is not", 58.5, 0.1, False)]
+    claims = [findings.claim("it is so", None, 3, True), findings.claim("it is not", 58.5, 0.1, False)]
     settings = common.RunSettings(out=str(tmp_path))
-    common.report(
+    experiment.report(
         settings, "x", "BB", rows, claims, "name value", environment={"torch": "2"}, details=[[1, 2], [3]]
     )
     text = (tmp_path / "x.json").read_text()
@@ -231,12 +234,12 @@ def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
     assert "[1,  2]     0.3\n" in printed and "holds: it is so (measured 3)\n" in printed
     assert "does not hold: it is not (measured 0.1, paper 58.5)\n" in printed
     with pytest.raises(ValueError):  # NaN is no JSON
-        common.report(settings, "x", "BB", [{"name": math.nan}], [], "name")
+        experiment.report(settings, "x", "BB", [{"name": math.nan}], [], "name")
     assert (tmp_path / "x.json").read_text() == text
 
 
 def test_other_errors_keep_their_traceback():
-    code = "import common\ndef main():\n    1 / 0\ncommon.run(main)"
+    code = "import common\ncommon.run(lambda words: 1 / 0)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
 
@@ -245,19 +248,21 @@ def test_device_and_dtype(tmp_path, monkeypatch):
     def start(**settings):
         return common.start(common.RunSettings(out=str(tmp_path / "new" / "folder"), **settings))
 
-    assert start(device="cpu", dtype="float32") == (torch.device("cpu"), torch.float32)
+    settings, *on = start(device="cpu", dtype="float32")
+    assert on == [torch.device("cpu"), torch.float32]
+    assert (settings.device, settings.dtype) == ("cpu", "float32")
     for bfloat16, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda bfloat16=bfloat16: bfloat16)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        assert start(device="cpu")[1] == expected
+        assert start(device="cpu")[2] == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert start()[0].type == "cpu"
+    assert start()[1].type == "cpu"
     with pytest.raises(UserError, match="--device cpu"):
         start(device="cuda")
 
 
 def test_environment_names_the_commit_or_nothing():
-    record = common.environment(torch.device("cpu"), torch.bfloat16, 0.0)
+    record = experiment.environment(torch.device("cpu"), torch.bfloat16, 0.0)
     assert record["dtype"] == "bfloat16" and record["processes"] == 1 and record["torch"] == torch.__version__
     assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
     assert record["device"] and os.sep not in record["device"]
@@ -272,19 +277,17 @@ def test_environment_names_the_commit_or_nothing():
         (["quick.py", "--seed", "3"], ("all", ["quick.py", "--seed", "3"])),
     ],
 )
-def test_subcommand(monkeypatch, words, expected):
-    monkeypatch.setattr(common.sys, "argv", ["script.py", *words])
-    assert common.subcommand(("layers", "all"), "all", "experiment") == expected
+def test_subcommand(words, expected):
+    assert common.subcommand(words, ("layers", "all"), "all", "experiment") == expected
 
 
-def test_unknown_subcommand_names_the_closest(monkeypatch):
-    monkeypatch.setattr(common.sys, "argv", ["script.py", "layer"])
+def test_unknown_subcommand_names_the_closest():
     with pytest.raises(UserError, match="unknown experiment 'layer': did you mean layers"):
-        common.subcommand(("layers", "all"), "all", "experiment")
+        common.subcommand(["layer"], ("layers", "all"), "all", "experiment")
 
 
 def test_long_series_are_printed_at_powers_of_two_and_the_end(capsys):
     rows = [{"layer": layer, "c": layer / 8} for layer in range(13)]
-    common.print_result({"rows": rows, "claims": []}, "layer c")
+    experiment.print_result({"rows": rows, "claims": []}, "layer c")
     shown = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert shown == [0, 1, 2, 4, 8, 12]

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from conftest import KINDS, assert_refused, random_model, run_script
 
-import common
 import contraction
 import findings
 import init
@@ -107,7 +106,8 @@ def test_two_ranks_give_the_rows_of_one_process(everything, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         words = [*TINY, "--batch-size", 4, "--out", tmp_path / "one"]
-        contraction.run(name, common.parse_settings(Settings, "", list(map(str, words))))
+        ((_, work),) = contraction.plan([name, *map(str, words)])
+        work()
         one, two = (json.loads((tmp_path / n / f"{name}.json").read_text()) for n in ("one", "two"))
         assert two["environment"]["processes"] == 2
         for ours, theirs in zip(one["rows"], two["rows"], strict=True):

@@ -17,7 +17,7 @@ from scipy.stats import t
 
 sys.path.insert(0, str(ROOT))
 
-import common
+import experiment
 import probe
 import seedprint
 import sinks
@@ -43,7 +43,7 @@ def read(name: str) -> dict:
 def probe_output() -> str:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        common.print_result(read("probe.json"), probe.COLUMNS)
+        experiment.print_result(read("probe.json"), probe.COLUMNS)
     return text.getvalue().rstrip()
 
 
@@ -154,7 +154,7 @@ def output(name: str, columns: str) -> str:
     """What an experiment printed: its rows and claims."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        common.print_result(read(name), columns)
+        experiment.print_result(read(name), columns)
     return text.getvalue().rstrip()
 
 

@@ -43,7 +43,7 @@ def script(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["seedprint.py", *map(str, words)])
         status = 0
         try:
-            common.run(seedprint.main)
+            common.run(seedprint.plan)
         except SystemExit as stopped:
             status = stopped.code
         return subprocess.CompletedProcess(words, status, *capsys.readouterr())

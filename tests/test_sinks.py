@@ -432,7 +432,7 @@ def test_text_and_data_are_what_the_model_reads(run_folder):
     assert (begun[:, 0] == coder.bos).all() and torch.equal(begun[:, 1:], tokens[:, 1:])
     held = reading.tokens(replace(s, text=None, data=str(run_folder / "data")), spec, 16, 500)
     stored = data.TokenData(run_folder / "data")
-    assert torch.equal(held, stored.windows("val", stored.held_out(7, 16), 16)[0])
+    assert torch.equal(held, stored.held_out(7, 16)[0])
 
 
 def test_bfloat16_is_close():
@@ -470,10 +470,10 @@ def test_bfloat16_is_close():
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
-def test_mistakes_are_refused(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sinks.py", *map(str, arguments), "--out", str(tmp_path)])
+def test_mistakes_are_refused(arguments, words, tmp_path):
     with pytest.raises(UserError) as refusal:
-        sinks.main()
+        for _, work in sinks.plan([*map(str, arguments), "--out", str(tmp_path)]):
+            work()
     for word in words:
         assert word in str(refusal.value)
 
@@ -599,7 +599,7 @@ def test_training_tracks_sinks(run_folder, tmp_path, monkeypatch):
     tracked = {line["step"]: line for line in lines if "mean_alpha1" in line}
     assert list(tracked) == [0, 2, 3]
     stored = data.TokenData(run_folder / "data")
-    tokens, _ = stored.windows("val", stored.held_out(5, 32), 32)
+    tokens, _ = stored.held_out(5, 32)
     alpha = explicit(checkpoint.load(str(tmp_path / "run")), tokens)[..., 0].mean(-1)
     assert tracked[3]["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=1e-6)
     assert tracked[3]["max_alpha1"] == pytest.approx(alpha.mean(0).max().item(), abs=1e-6)

@@ -84,7 +84,7 @@ def test_the_loop_against_a_plain_one(tokens, whole):
         expected.append(loss.item())
     # Two micro-batches sum in another order: float32 rounding, grown through twelve steps of AdamW.
     assert losses(whole) == pytest.approx(expected, rel=1e-4)
-    windows = text.windows("val", text.held_out(4, 16), 16)
+    windows = text.held_out(4, 16)
     with torch.no_grad():
         held_out = F.cross_entropy(model.eval()(windows[0]).flatten(0, 1), windows[1].flatten()).item()
     last = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])

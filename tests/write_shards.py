@@ -1,6 +1,6 @@
 """Write a checkpoint folder of LLaMA-2 7B's shape, random weights, bfloat16 in shards: 13 GB.
 
-    python tests/write_shards.py /tmp/seven_billion && python bench.py streaming --folder /tmp/seven_billion
+    python tests/write_shards.py /tmp/7b && python tests/streaming.py --folder /tmp/7b
 
 A smaller one: python tests/write_shards.py FOLDER --layers 4 --width 1024
 """

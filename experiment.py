@@ -1,0 +1,96 @@
+"""How is an experiment made, judged, saved and shown?
+
+An experiment is a function `measure(settings, device, dtype)` that returns numbers. `conduct` chooses the
+device, takes the time, has findings.py judge the rows, and writes a JSON file and a figure. The JSON holds
+`experiment`, `paper` (its source), `settings`, `environment`, `rows` (flat objects) and `claims`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import platform
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import findings
+from common import RunSettings, atomic_path, rank, start, world_size
+from figures import draw
+
+
+def conduct(
+    settings: RunSettings, name: str, paper: str, measure, columns="", judge=None, figure=True
+) -> dict:
+    """Make an experiment; write <out>/<name>.json and, if there is to be a `figure`, <name>.png; the JSON.
+
+    `measure` returns the JSON's further keys: `rows`; `points`, to be drawn instead of them; `summary`, to be
+    judged instead of them, by `judge` (None: the function of that name in findings.py).
+    """
+    s, device, dtype = start(settings)
+    begun = time.perf_counter()
+    found = measure(s, device, dtype)
+    rows = found.pop("rows")
+    claims = (judge or getattr(findings, name))(found.get("summary", rows))
+    found["environment"] = environment(device, dtype, begun)
+    result = report(s, name, paper, rows, claims, columns or " ".join(rows[0]), **found)
+    if figure:
+        draw(name, found.get("points") or rows, Path(s.out) / f"{name}.png")
+    return result
+
+
+def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
+    """What a result was made with; `started` is time.perf_counter() at the experiment's begin."""
+    name, commit = platform.machine(), None
+    with contextlib.suppress(OSError, StopIteration):  # /proc/cpuinfo, where there is one
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # git, where this is a checkout
+        git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
+        commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
+    made = dict(torch=torch.__version__, numpy=np.__version__, device=name, commit=commit)
+    made |= dict(dtype=str(dtype).removeprefix("torch."), seconds=round(time.perf_counter() - started, 2))
+    return made | dict(threads=torch.get_num_threads(), processes=world_size())
+
+
+def report(settings, experiment: str, paper: str, rows: list, claims: list, columns: str, **more) -> dict:
+    """Rank 0 writes <out>/<experiment>.json, `more` its further keys, and prints; returns the JSON."""
+    result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
+    result |= {"rows": rows, "claims": claims} | more
+    lines = []  # one for each key, and for each item of a list: readable, and made for git diff
+    for key, value in result.items():
+        items = [json.dumps(item, allow_nan=False) for item in (value if type(value) is list else [value])]
+        text = "[\n  " + ",\n  ".join(items) + "\n ]" if type(value) is list else items[0]
+        lines.append(f'"{key}": {text}')
+    if rank() == 0:
+        with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
+            temporary.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+        print_result(result, columns)
+    return result
+
+
+def print_result(result: dict, columns: str) -> None:
+    """Rows (of those along layers or positions 0, powers of two and the last) and claims, on stdout.
+
+    Of the `columns`, in one string, those that a row has.
+    """
+    rows = result["rows"]
+    table = [[name for name in columns.split() if any(name in row for row in rows)]]
+    for along in ("layer", "position"):
+        last = max((row.get(along, 0) for row in rows), default=0)
+        rows = [row for row in rows if (i := row.get(along, 0)) & (i - 1) == 0 or i == last]
+    for row in rows:
+        cells = ["n/a" if (cell := row.get(c, "")) is None else cell for c in table[0]]
+        table.append([f"{cell:.4g}" if type(cell) is float else str(cell) for cell in cells])
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for line in table:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+    for line in result["claims"]:
+        paper = "" if line["paper"] is None else f", paper {line['paper']}"
+        verdict = "holds" if line["holds"] else "does not hold"
+        print(f"{verdict}: {line['claim']} (measured {line['measured']}{paper})")
