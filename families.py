@@ -249,7 +249,10 @@ def every_birth(runs: dict, s: Settings, device, dtype) -> dict:
 def judge_births(rows: list[dict]) -> list[dict]:
     """Ours: paired differences of `centered` and `gpt2`, with 95 % intervals over seeds."""
     runs, ours = split(rows, "init"), "an unprejudiced birth (centered)"
-    asked = (("mean_loss", -1, "learns faster"), ("val_loss", -1, "ends at a lower held-out loss"))
+    asked = (
+        ("mean_loss", -1, "learns faster: mean loss of all evaluations"),
+        ("val_loss", -1, "ends at a lower held-out loss"),
+    )
     asked += (("mean_cosine", -1, "ends with less contraction of random sequences"),)
     return [paired(f"{ours} {text}", None, runs, "centered", "gpt2", key, sign) for key, sign, text in asked]
 
