@@ -91,14 +91,15 @@ def pairwise_cosine(states: Tensor, epsilon: float = 0.0) -> dict:
 def student_log10_p(t: float, dof: float) -> float:
     """log10 of the two-sided p of Student's t, however small.
 
-    p is the incomplete beta function I_x(dof/2, 1/2) at x = dof/(dof + t^2), here by its hypergeometric
-    series, whose leading factor x^(dof/2) is what underflows.
+    Where p underflows, it is the incomplete beta function I_x(dof/2, 1/2) at x = dof/(dof + t^2) by its
+    hypergeometric series, whose leading factor x^(dof/2) is what underflows (nearer to x = 1 it overflows).
     """
+    log_p = math.log(2) + float(student.logsf(abs(t), dof))
+    if log_p > -600:
+        return min(0.0, log_p / math.log(10))
     a, x = dof / 2, dof / (dof + t * t)
-    if t == 0:
-        return 0.0
     factor = a * math.log(x) + math.log(t * t / (dof + t * t)) / 2 - math.log(a) - betaln(a, 0.5)
-    return min(0.0, float(factor + math.log(hyp2f1(a + 0.5, 1, a + 1, x))) / math.log(10))
+    return float(factor + math.log(hyp2f1(a + 0.5, 1, a + 1, x))) / math.log(10)
 
 
 def student_log10_tail(t: float, dof: float) -> float:
