@@ -118,7 +118,8 @@ def curves(
         if all(type(p[x]) is int for p in points if not panel or p[panel] == value) and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2
         if ticks:
-            axes.set_xticks(ticks, ticks)
+            shown = [tick for tick in ticks if min(p[x] for p in points) <= tick <= max(p[x] for p in points)]
+            axes.set_xticks(shown, shown)
             axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(labels[0], fontsize=10)

@@ -1,9 +1,5 @@
 """What do the papers claim, and does it hold? Every claim judged on the rows of its experiment.
 
-    >>> import json, findings
-    >>> findings.width(json.load(open("results/width.json"))["rows"])[0]["holds"]
-    True
-
 A function takes the rows of the experiment of its name and returns claims; `holds` is computed, a bound is
 part of the claim's text. A claim that the rows cannot decide is left out.
 """

@@ -160,9 +160,10 @@ def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fin
             optimizer.load_state_dict(state["optimizer"])
             return state["step"]
         except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
-            error = (str(problem) or type(problem).__name__).splitlines()[0]
+            reason = (str(problem) or type(problem).__name__).splitlines()[0]
+            error = error or reason  # of the newest
             if common.rank() == 0:
-                print(f"skipping {folder}: {error}")
+                print(f"skipping {folder}: {reason}")
     if folders:
         raise UserError(f"no checkpoint in {run} can be resumed: {error}")
     return 0
@@ -301,9 +302,9 @@ def train(s: Settings) -> Path:
                     raise diverged(run, step, f"held-out loss {held_out}")
                 row |= track(raw, tokens, s.eval_sequences, T) if s.track_sinks else {}
                 if master:
-                    print(f"step {step}: held-out loss {held_out:.4f}, perplexity ", end="")
-                    text = generate(raw, tokenizer, 48, step)
-                    print(f"{math.exp(min(held_out, 700)):.1f}, {text!r}", flush=True)
+                    perplexity = math.exp(min(held_out, 700))
+                    print(f"step {step}: held-out loss {held_out:.4f}, perplexity {perplexity:.1f},", end=" ")
+                    print(repr(generate(raw, tokenizer, 48, step)), flush=True)
             done, power = stop or step >= s.max_iters, s.keep == "powers" and step & (step - 1) == 0
             if row is not None and master:
                 append(metrics, row)
@@ -315,7 +316,7 @@ def train(s: Settings) -> Path:
                     plot(run)
             if done:
                 if master:
-                    print(f"{checkpoint.steps(run)[-1]}; --resume goes on from there")
+                    print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
                 return run
             begun = time.perf_counter()
             share = accumulate(model, tokens, s, step, device, dtype)

@@ -13,6 +13,7 @@ ORDER = [
     "stats",
     "figures",
     "findings",
+    "experiment",
     "tokenizer",
     "checkpoint",
     "data",
@@ -30,6 +31,8 @@ ORDER += [
     "sinks",
     "train",
     "bench",
+    "kinship",
+    "families",
     "paper",
 ]
 FILES = sorted(ROOT.glob("*.py"))

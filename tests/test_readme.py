@@ -1,6 +1,7 @@
-"""README.md against the committed results: its every table is what the JSON says.
+"""README.md and results/README.md against the committed results: every number is what the JSON says.
 
-`python tests/test_readme.py` prints the tables anew, to be pasted after new results.
+After new results: `git add results && PYTHONPATH=.:tests python tests/test_readme.py` puts their numbers in
+the place of those of the last commit.
 """
 
 import contextlib
@@ -17,21 +18,27 @@ from scipy.stats import t
 
 sys.path.insert(0, str(ROOT))
 
+import checkpoint
 import experiment
+import families
+import init
+import paper
 import probe
 import seedprint
 import sinks
 import train
 from contraction import EXPERIMENTS
 from contraction import Settings as ContractionSettings
-from stats import split
+from stats import column, interval, split
+
+STAGED = ""  # where `git show` finds a file: "" is the index, "HEAD" the last commit
 
 
 def staged(name: str) -> str:
     """A result as git has it staged: `make probe` may have written another machine's over it."""
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout, so no telling which results are ours")
-    command = ["git", "-C", str(ROOT), "show", f":results/{name}"]
+    command = ["git", "-C", str(ROOT), "show", f"{STAGED}:results/{name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -47,37 +54,37 @@ def probe_output() -> str:
     return text.getvalue().rstrip()
 
 
-def results_table() -> list[str]:
-    lines = []
-
-    def add(what, command, measured, paper):
-        lines.append(f"| {what} | `{command}` | {measured} | {paper} |")
-
-    def cells(row):
-        measured = (
-            f"token {row['top1_token']}, {100 * row['top1_frequency']:.1f} %, {row['ratio']:.1f} × uniform"
-        )
-        measured += f", log10 p {row['log10_p']:.1f}, mean cosine {row['mean_cosine']:.4f}"
-        return f"Table 1: {row['model']}, seed {row['seed']}, T = {row['sequence_length']}", measured
-
-    for row in read("probe.json")["rows"]:
-        add(cells(row)[0], "make probe", cells(row)[1], "n/a")
-    flags = "--seed 42 --num-sequences 10000 --out results/ten_thousand"
-    row = read("ten_thousand/probe.json")["rows"][0]
-    add(cells(row)[0] + ", N = 10,000", f"python probe.py {flags}", cells(row)[1], "58.5 × (length n/a)")
-    row = read("nano_llama/probe.json")["rows"][0]
-    add(cells(row)[0], "python probe.py --model nano_llama --out results/nano_llama", cells(row)[1], "n/a")
-    return lines
+HEADLINES = (
+    "Figure 1a",
+    "Table 1b",
+    "Finding 2.1, Figure 2",
+    "Figures 2 and 7 by theory (ours)",
+    "Finding 2.2",
+)
+HEADLINES += ("Footnote 5", "Table 3", "Proposition 5", "Figure 9, Equation 2", "Ours: the cure")
+HEADLINES += (
+    "Figure 11",
+    "Table 4a",
+    "Table 4b",
+    "Table 4c",
+    "Table 6",
+    "Figure 12",
+    "Table 7",
+    "SO: headnorm",
+)
+HEADLINES += ("SO: interventions", "Ours: training the unprejudiced")
 
 
-def claims_table() -> str:
-    lines = ["| experiment | claim | measured | paper | |", "|---|---|---|---|---|"]
-    for name in EXPERIMENTS:
-        for claim in read(f"{name}.json")["claims"]:
-            verdict = "holds" if claim["holds"] else "**does not hold**"
-            paper = "n/a" if claim["paper"] is None else claim["paper"]
-            lines.append(f"| `{name}` | {claim['claim']} | {claim['measured']} | {paper} | {verdict} |")
-    return "\n".join(lines)
+def headlines() -> str:
+    """Some lines of results/README.md, its figures left out."""
+    lines = [line.split(" | ") for line in staged("README.md").splitlines() if line.startswith("| ")]
+    chosen = [cells[:5] + cells[6:] for cells in lines if cells[0][2:] in (*HEADLINES, "of the paper")]
+    return "\n".join([" | ".join(chosen[0]), "|---" * 6 + "|", *(" | ".join(cells) for cells in chosen[1:])])
+
+
+def summary() -> str:
+    """What results/README.md says of itself."""
+    return next(line for line in staged("README.md").splitlines() if " claims hold. " in line)
 
 
 def sentences() -> list[str]:
@@ -111,43 +118,55 @@ def sentences() -> list[str]:
     laptop = "`configs/laptop.py` goes from ln 4096 = 8.3 nats a token"
     laptop += f" to {last['val_loss']:.2f} on\nheld-out text in {last['step']} steps"
     laptop += f" (training: {last['loss']:.2f})."
-    files = {row["work"]: row for row in read("bench_files.json")["rows"]}
-    speed = (
-        f"Text is tokenized at {files['tokenize, tokenizer']['megabytes_per_second']:.1f} MB/s with a BPE of"
+    many = read("ten_thousand/probe.json")["rows"][0]
+    thousands = f"seed 42's favourite comes up {many['ratio']:.1f} times as often as in uniform draws"
+    return [predict, cure, llama, overlap, laptop, thousands, births()]
+
+
+def births() -> str:
+    """What `families.py births` found."""
+    plain, centered = split(read("births.json")["rows"], "init").values()
+    found = {key: column(centered, key) - column(plain, key) for key in ("val_loss", "mean_loss")}
+    end, mean = ("{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**interval(v)) for v in found.values())
+    cosines = [column(part, "mean_cosine").mean() for part in (plain, centered)]
+    text = f"In held-out loss, the unprejudiced end {end} nats away, and are {mean}\naway in the mean of all"
+    text += " evaluations (95 % intervals). And training contracts by itself:\nunrelated random sequences"
+    return text + " end with a mean cosine of {:.2f} (prejudiced) and {:.2f}.".format(*cosines)
+
+
+def interventions() -> str:
+    """What `sinks.py intervene` found on the model with a sink."""
+    rows = {
+        (row["intervention"], row["factor"]): row["alpha_k"]
+        for row in read("backcopy/intervene.json")["summary"]
+    }
+    last = max(factor for kind, factor in rows if kind == "amplify")
+    text = f"Moved {last:g} times as far from their mean, its values take position 5's attention from"
+    text += (
+        f" {rows['none', None]:.4f} to {rows['amplify', last]:.4f}; merely scaled\nby {last:g}, the control,"
     )
-    speed += f" 4,096; `nano_llama`\nis saved in {files['save nano_llama']['seconds']:.1f} s and loaded in"
-    speed += f" {files['load nano_llama']['seconds']:.1f} s, checksums included (`python bench.py files`)."
-    return [predict, cure, llama, overlap, laptop, speed]
+    text += f" to {rows['scale', last]:.4f}; attending only to itself, to {rows['self_mask', None]:.4f}."
+    return text
 
 
-def training_table() -> str:
-    lines = [
-        "| model | batch | ours: tokens/s | share of the matmul peak | × transformers |",
-        "|---|---|---|---|---|",
-    ]
-    rows = split(read("bench_training.json")["rows"], "model")
-    for model, (ours, theirs) in rows.items():
-        batch = f"{ours['batch_size']} × {ours['sequence_length']}"
-        line = f"| {model} | {batch} | {ours['tokens_per_second']:,.0f} | {ours['mfu']:.2f} "
-        lines.append(line + f"| {theirs['speedup']:.2f} |")
+def bench_table() -> str:
+    names = "model work sequence_length dtype ours transformers ratio share".split()
+    titles = ["model", "work", "T", "dtype", "ours", "transformers", "ratio", "share of the limit"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(names) + "|"]
+    for row in read("bench.json")["rows"]:
+        cells = [f"{row[name]:,.0f}" if name in ("ours", "transformers") else row[name] for name in names[:6]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {row['ratio']:.2f} | {row['share']:.2f} |")
     return "\n".join(lines)
 
 
-def bench_table() -> list[str]:
-    rows = {
-        (r["model"], r["sequence_length"], r["implementation"], r["dtype"]): r
-        for r in read("bench.json")["rows"]
-    }
-    lines = [
-        "| model | T | ours, bf16: sequences/s | share | ours, fp32: share | × transformers bf16 | × fp32 |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|")
-    for model, T in dict.fromkeys(key[:2] for key in rows):
-        ours, exact = (rows[model, T, "bornbiased", dtype] for dtype in ("bfloat16", "float32"))
-        theirs = [rows[model, T, "transformers", dtype]["speedup"] for dtype in ("bfloat16", "float32")]
-        line = f"| {model} | {T} | {ours['sequences_per_second']:.1f} | {ours['share_of_peak']:.2f} "
-        lines.append(line + f"| {exact['share_of_peak']:.2f} | {theirs[0]:.2f} | {theirs[1]:.2f} |")
-    return lines
+def bench_note() -> str:
+    result = read("bench.json")
+    peaks = {row["dtype"]: row["peak_gflops"] for row in result["rows"] if row["sequence_length"] == 64}
+    text = f"Here the limit is {peaks['bfloat16']:.0f} GFLOP/s in bfloat16 and {peaks['float32']:.0f} in"
+    return (
+        text
+        + f" float32, on {result['environment']['threads']} cores of an\n{result['environment']['device']}."
+    )
 
 
 def output(name: str, columns: str) -> str:
@@ -160,9 +179,8 @@ def output(name: str, columns: str) -> str:
 
 def compare_output() -> str:
     rows = read("compare.json")["rows"]
-    columns = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
     verdicts = [f"{r['suspect']}: {r['verdict']} ({r['rests_on']})" for r in rows]
-    return "\n".join([output("compare.json", columns), *verdicts])
+    return "\n".join([output("compare.json", seedprint.VERDICT + seedprint.JUDGED), *verdicts])
 
 
 def calibration_table() -> str:
@@ -241,16 +259,6 @@ def calibrations_table() -> str:
     return "\n".join(lines)
 
 
-def judged(name: str) -> str:
-    """A result's claims as a table."""
-    lines = ["| claim | measured | paper | |", "|---|---|---|---|"]
-    for claim in read(name)["claims"]:
-        verdict = "holds" if claim["holds"] else "**does not hold**"
-        paper = "n/a" if claim["paper"] is None else claim["paper"]
-        lines.append(f"| {claim['claim']} | {claim['measured']} | {paper} | {verdict} |")
-    return "\n".join(lines)
-
-
 def sinks_sentences() -> list[str]:
     """The sentences of README's section on sinks that hold numbers."""
     found = split(read("calibrations.json")["rows"], "config", "calibration")["backcopy", "none"]
@@ -261,20 +269,40 @@ def sinks_sentences() -> list[str]:
     return [sleep, f"within {100 * off:.1f} % of it from position 16 on"]
 
 
-def sinks_blocks() -> list[str]:
+def blocks() -> list[str]:
+    """All that README.md takes from the results."""
     columns = "checkpoint sequence_length sink_rate mean_alpha1 max_alpha1 uniform_alpha1"
-    tables = [output("backcopy/rate.json", columns), calibrations_table(), judged("calibrations.json")]
-    return [*tables, judged("backcopy/intervene.json"), judged("laptop/intervene.json"), *sinks_sentences()]
+    tables = [probe_output(), compare_output(), calibration_table(), lineage_table(), cost_table()]
+    tables += [
+        output("backcopy/rate.json", columns),
+        calibrations_table(),
+        interventions(),
+        headlines(),
+        summary(),
+    ]
+    return [*tables, bench_table(), bench_note(), *sentences(), *lineage_sentences(), *sinks_sentences()]
 
 
-def test_every_table_is_what_the_results_say():
+def test_every_number_is_what_the_results_say():
     readme = (ROOT / "README.md").read_text()
-    tables = [probe_output(), "\n".join(results_table()), "\n".join(bench_table())]
-    tables += [claims_table(), training_table()]
-    tables += [compare_output(), calibration_table(), lineage_table(), cost_table(), *lineage_sentences()]
-    tables += sinks_blocks()
-    for block in tables + sentences():
+    for block in blocks():
         assert block in readme, f"README.md should hold:\n{block}"
+
+
+def test_the_papers_tables_are_what_the_results_say(tmp_path):
+    """results/README.md from the staged JSON files alone."""
+    for name in paper.COMMANDS:
+        path = tmp_path / "results" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(staged(f"{name}.json"))
+        path.with_suffix(".png").write_text("") if (ROOT / f"results/{name}.png").exists() else None
+    s = paper.Settings(out=str(tmp_path / "results"), runs="runs")
+    found = (
+        paper.report(s)
+        .replace(f" --out {tmp_path}/results/", " --out results/")
+        .replace(f" --out {tmp_path}/results`", "`")
+    )
+    assert found == staged("README.md") and "not made" not in found
 
 
 def test_every_file_and_flag_that_the_readme_names_exists():
@@ -283,6 +311,7 @@ def test_every_file_and_flag_that_the_readme_names_exists():
         assert (ROOT / path).exists(), path
     described = {"probe": probe.Settings, "contraction": ContractionSettings, "train": train.Settings}
     described |= {f"sinks.py {name}": found[1] for name, found in sinks.EXPERIMENTS.items()}
+    described |= {"families": families.Settings, "paper": paper.Settings}
     described |= {f"seedprint.py {name}": command[0] for name, command in seedprint.COMMANDS.items()}
     for script, settings in described.items():
         flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
@@ -292,49 +321,92 @@ def test_every_file_and_flag_that_the_readme_names_exists():
             assert script != "contraction.py" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
 
 
-def test_the_fork_it_section_works(tmp_path):
-    """Its two lines, put where they say, give a new preset; its snippet runs as it stands."""
-    before, section = (ROOT / "README.md").read_text().split("## Fork it")
-    (attention,), blocks = (re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (before, section))
-    done = run_script("-c", attention)
-    assert done.returncode == 0 and "[8, 6, 8, 2]" in done.stdout, done.stderr
-    activation, preset = (line.split("  #")[0] for line in blocks[0].splitlines())
+def apply(diff: str, folder) -> None:
+    """Make a README's diff in copies of the files it names: each hunk's old lines stand there once."""
+    name, lines = None, 0
+    for part in re.split(r"^(--- [\w.]+|@@)\n", diff, flags=re.MULTILINE)[1:]:
+        if part.startswith("--- "):
+            name = part.removeprefix("--- ")
+        elif part and part != "@@":
+            old, new = (
+                "".join(line[1:] + "\n" for line in part.splitlines() if line[0] in f" {sign}")
+                for sign in "-+"
+            )
+            source = (folder / name).read_text()
+            assert source.count(old) == 1, (name, old)
+            (folder / name).write_text(source.replace(old, new))
+            lines += sum(line[0] in "+-" for line in part.splitlines())
+    assert 0 < lines < 20
+
+
+def forked(tmp_path, number: int):
+    """A copy of the code with one of README's three differences."""
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(diffs) == 3
     for path in ROOT.glob("*.py"):
         (tmp_path / path.name).write_text(path.read_text())
-    source = (ROOT / "model.py").read_text()
-    source = re.sub(r"(\nACTIVATIONS = .*\n)", lambda m: m[1] + activation + "\n", source)
-    source = re.sub(r"(\nPRESETS = \{.*?\n\}\n)", lambda m: m[1] + preset + "\n", source, flags=re.DOTALL)
-    source = source.replace("from dataclasses import dataclass", "from dataclasses import dataclass, replace")
-    (tmp_path / "model.py").write_text(source)
-    flags = ["--model", "nano_relu2", "--num-sequences", 2, "--sequence-length", 2, "--out", tmp_path / "out"]
-    done = run_script(tmp_path / "probe.py", *flags)
-    assert done.returncode == 0 and "nano_relu2" in done.stdout, done.stderr
-    done = run_script("-c", blocks[1])
+    apply(diffs[number], tmp_path)
+    return tmp_path
+
+
+def test_fork_an_activation(tmp_path):
+    fork, flags = forked(tmp_path, 0), ["--seed", 1, 2, "--num-sequences", 60, "--sequence-length", 16]
+    out = ["--out", tmp_path / "out"]
+    done = run_script(fork / "contraction.py", "layers", "--model", "tiny_relu2", *flags, *out)
+    assert done.returncode == 0 and "tiny_relu2" in done.stdout, done.stderr
+    claims = json.loads((tmp_path / "out" / "layers.json").read_text())["claims"]
+    assert next(c for c in claims if "variant full" in c["claim"])["holds"]  # its theory, within 0.06
+    done = run_script(
+        fork / "probe.py", "--model", "tiny_relu2", "--num-sequences", 4, "--sequence-length", 4, *out
+    )
+    assert done.returncode == 0 and "tiny_relu2" in done.stdout, done.stderr
+
+
+def test_fork_a_calibration(tmp_path):
+    fork, out = forked(tmp_path, 1), ["--out", tmp_path / "out"]
+    flags = ["--model", "tiny_llama", "--attn-calibration", "half"]
+    done = run_script(fork / "sinks.py", "variance", *flags, *out)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "sink_variance.json").read_text())
+    assert result["claims"][0]["holds"], result["claims"][0]  # its law, within 3 %
+    std = [row["std"] for row in result["rows"] if row["layer"] == 1]
+    assert 1.5 < std[3] / std[63] < 2.5  # 16 ** 0.25 is 2; without it 4
+
+
+def test_fork_a_test_of_lineage(tmp_path):
+    fork, out = forked(tmp_path, 2), ["--out", tmp_path / "out"]
+    for seed in (1, 2):
+        checkpoint.save(tmp_path / f"born{seed}", init.newborn("tiny_gpt2", seed))
+    specs = [tmp_path / "born1", "tiny_gpt2@1", tmp_path / "born2"]
+    done = run_script(fork / "seedprint.py", "compare", *specs, *out)
+    assert done.returncode == 0 and "direction_z" in done.stdout, done.stderr
+    same, other = (
+        row["direction_z"] for row in json.loads((tmp_path / "out" / "compare.json").read_text())["rows"]
+    )
+    assert same > 10 and abs(other) < 4
+
+
+def test_the_snippets_work():
+    before, section = (ROOT / "README.md").read_text().split("## Fork it")
+    (attention,), (hooks,) = (
+        re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (before, section)
+    )
+    done = run_script("-c", attention)
+    assert done.returncode == 0 and "[8, 6, 8, 2]" in done.stdout, done.stderr
+    done = run_script("-c", hooks)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 13, done.stderr
 
 
 def test_committed_results_were_made_by_committed_code():
-    names = ["probe", "ten_thousand/probe", "nano_llama/probe", *EXPERIMENTS]
-    names += ["bench", "bench_training", "bench_files", "bench_streaming", "evade/compare", "lineage"]
-    names += [*seedprint.COMMANDS, "many_rows/compare", "calibrations", "sink_variance"]
-    names += [f"{run}/{name}" for run in ("backcopy", "laptop") for name in ("rate", "anatomy", "intervene")]
-    for name in [*names, "overlap_20/overlap", "nano_llama/layers", "nano_llama/cure"]:
+    names = [*paper.COMMANDS, "bench", "bench_streaming", "evade/compare", "many_rows/compare"]
+    for name in [*names, "overlap_20/overlap"]:
         assert re.fullmatch(r"[0-9a-f]{40}", read(f"{name}.json")["environment"]["commit"]), name
 
 
 if __name__ == "__main__":
-    print(
-        probe_output(),
-        *results_table(),
-        *bench_table(),
-        claims_table(),
-        training_table(),
-        *sentences(),
-        compare_output(),
-        calibration_table(),
-        lineage_table(),
-        cost_table(),
-        *lineage_sentences(),
-        *sinks_blocks(),
-        sep="\n",
-    )
+    now, STAGED = blocks(), "HEAD"
+    readme = (ROOT / "README.md").read_text()
+    for old, new in zip(blocks(), now):
+        readme = readme.replace(old, new)
+        print("" if new in readme else f"README.md should hold:\n{new}\n", end="")
+    (ROOT / "README.md").write_text(readme)
