@@ -62,7 +62,9 @@ class Settings(PaperInputs):
     model: tuple[str, ...] = setting(("tiny_gpt2", "tiny_llama"), "presets to be born", PRESETS)
     schemes: tuple[str, ...] = setting(("gpt2", "normal"), "how they are drawn", SCHEMES)
     first_seed: int = setting(1, "seed of the first birth; the others follow")
-    num_births: int = setting(200, "newborns of each kind; each is compared with the next six")
+    num_births: int = setting(
+        200, "newborns with embeddings of their own; each is compared with the next six"
+    )
     paper_births: int = setting(12, "of them for the paper's test, which takes longer; all pairs")
     permutations: int = setting(999, "relabellings; the smallest p is 1 / (1 + this)")
 
@@ -87,7 +89,8 @@ def calibrate(s: Settings) -> dict:
 def every_setting(s: Settings, device, dtype) -> dict:
     """A row for each test in each setting, and points of the two figures, of the first scheme."""
     rows, points, taus = [], [], []
-    settings = list(itertools.product(s.model, s.schemes, (*INPUTS, WEIGHTS)))
+    settings = list(itertools.product(s.model, s.schemes, INPUTS))
+    settings += [(model, s.schemes[0], WEIGHTS) for model in s.model]  # once scaled, they know no scheme
     for model, scheme, inputs in common.progress(settings, desc="calibrate", unit=" settings"):
         key, drawn = dict(inputs=inputs, scheme=scheme, model=model), scheme == s.schemes[0]
         if inputs == WEIGHTS:
@@ -121,7 +124,8 @@ def exact_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) ->
         given = gaussian_vectors(s.input_seed, range(n), T, config.d_model)
     else:
         given = random_tokens(s.input_seed, range(n), T, config.vocab_size)
-    newborns = births(s, model, scheme, inputs, s.num_births)
+    count = s.num_births if inputs == INPUTS[0] else max(14, s.num_births // 4)  # the others are traps
+    newborns = births(s, model, scheme, inputs, count)
     prints = [fingerprint(states(one, given, device, dtype).flatten(0, 1)) for one in newborns]
     p = []
     for i, ahead in itertools.product(range(len(prints)), range(1, 7)):

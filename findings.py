@@ -196,7 +196,8 @@ def width(rows: list[dict]) -> list[dict]:
     claims = []
     for (kind, scaling), part in split(rows, "mlp", "scaling").items():
         d = np.log(column(part, "d_model"))
-        slope, law = (np.polyfit(d, np.log(column(part, key)), 1)[0] for key in ("mean_cosine", "theory"))
+        y = [np.log(column(part, key).clip(min=1e-9)) for key in ("mean_cosine", "theory")]
+        slope, law = (np.polyfit(d, values, 1)[0] for values in y)
         text = f"{kind}, {scaling}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
         claims.append(claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1))
     return claims

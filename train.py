@@ -5,11 +5,11 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
     python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued
 
-A run folder holds `settings.json`, `metrics.jsonl` (a line for each step), `loss.png`, and a checkpoint for
-birth, for the steps that --keep names, and for the newest two saved. Batches are a function of (data seed,
-step), the same for any number of ranks and micro-batches, and resuming needs no random state: on a CPU a run
-that was killed ends with the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0;
-under torchrun the processes do, but torchrun itself reports the signal, and kills what takes over 30 seconds.
+A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
+steps that --keep names, and the newest two. Batches are a function of (data seed, step), the same for any
+number of ranks and micro-batches, so resuming needs no random state: on a CPU a run that was killed ends with
+the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0 (torchrun then reports the
+signal itself, and kills what takes over 30 seconds).
 """
 
 import contextlib
@@ -287,8 +287,7 @@ def train(s: Settings) -> Path:
     model = DistributedDataParallel(model) if common.world_size() > 1 else model
     peak = common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)).item()
     token_flops = 3 * (forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size)
-    metrics = run / "metrics.jsonl"
-    texts = {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
+    metrics, texts = run / "metrics.jsonl", {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
     texts[metrics] = kept_lines(metrics, step) if resumed else ""
     for path in texts if master else ():
         with common.atomic_path(path) as new:
@@ -302,9 +301,9 @@ def train(s: Settings) -> Path:
                     raise diverged(run, step, f"held-out loss {held_out}")
                 row |= track(raw, tokens, s.eval_sequences, T) if s.track_sinks else {}
                 if master:
-                    perplexity = math.exp(min(held_out, 700))
-                    print(f"step {step}: held-out loss {held_out:.4f}, perplexity {perplexity:.1f},", end=" ")
-                    print(repr(generate(raw, tokenizer, 48, step)), flush=True)
+                    print(f"step {step}: held-out loss {held_out:.4f}, perplexity", end=" ")
+                    sample = generate(raw, tokenizer, 48, step)
+                    print(f"{math.exp(min(held_out, 700)):.1f}, {sample!r}", flush=True)
             done, power = stop or step >= s.max_iters, s.keep == "powers" and step & (step - 1) == 0
             if row is not None and master:
                 append(metrics, row)
@@ -314,14 +313,14 @@ def train(s: Settings) -> Path:
                     prune(run, s.keep)
                 if "val_loss" in row or done:
                     plot(run)
+            if done and master:
+                print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
             if done:
-                if master:
-                    print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
                 return run
             begun = time.perf_counter()
             share = accumulate(model, tokens, s, step, device, dtype)
-            heard = torch.full_like(share, len(signals))
-            loss, stop = common.sum_over_ranks(torch.stack([share, heard])).tolist()
+            both = torch.stack([share, share.new_tensor(len(signals))])
+            loss, stop = common.sum_over_ranks(both).tolist()
             norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip).item()
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise diverged(run, step, f"loss {loss}, gradient norm {norm}")
@@ -331,8 +330,8 @@ def train(s: Settings) -> Path:
             optimizer.zero_grad()
             row, step = dict(step=step + 1, loss=loss, lr=learning_rate(step, s), grad_norm=norm), step + 1
             seconds.append(time.perf_counter() - begun)
-            rate = s.global_batch_size * T / seconds[-1]
-            row |= dict(tokens_per_second=rate, mfu=rate * token_flops / peak)
+            row["tokens_per_second"] = rate = s.global_batch_size * T / seconds[-1]
+            row["mfu"] = rate * token_flops / peak
             if master and step % s.log_every == 0:
                 mean = sum(seconds) / len(seconds)
                 rate, left = s.global_batch_size * T / mean, timedelta(0, round((s.max_iters - step) * mean))

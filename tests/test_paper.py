@@ -53,7 +53,7 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, tmp_path, ca
     paper.run(replace(few, device="auto", dtype="auto"))  # any device and dtype will do
     assert capsys.readouterr().out.count(", 0 made now") == 2
     assert {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in few.only} == before
-    paper.COMMANDS["width"] = (WIDTH + " --init normal", "", "")
+    paper.COMMANDS["width"] = (WIDTH + " --input-seed 3", "", "")
     paper.COMMANDS["deep/probe"] = (PROBE.replace("4", "5"), "", "")
     paper.run(few)
     assert ", 2 made now" in capsys.readouterr().out
@@ -61,7 +61,7 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, tmp_path, ca
         (tmp_path / "width.json").write_text(damage)
         paper.run(few)
         assert ", 1 made now" in capsys.readouterr().out
-        assert json.loads((tmp_path / "width.json").read_text())["settings"]["init"] == "normal"
+        assert json.loads((tmp_path / "width.json").read_text())["settings"]["input_seed"] == 3
     paper.run(replace(few, dtype="bfloat16"))
     assert ", 3 made now" in capsys.readouterr().out
 
