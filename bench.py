@@ -28,7 +28,7 @@ from init import newborn
 from model import PRESETS, ModelConfig, forward_flops
 from train import loss_sum
 
-TRAINED = {"tiny_llama": (32, 256), "nano_llama": (4, 512)}  # batch size, sequence length; on CUDA 32 x 2048
+TRAINED = {"tiny_llama": (32, 256), "nano_llama": (4, 512)}  # batch size, sequence length; on CUDA 32 x all
 OURS, THEIRS = "ours", "transformers"
 
 
@@ -128,7 +128,9 @@ def forward_rows(s: Settings, name: str, device: torch.device, dtypes: list[torc
 
 def training_rows(s: Settings, name: str, device: torch.device) -> list[dict]:
     """Training steps of ours and of transformers' model in the same loop: one row."""
-    config, (B, T) = PRESETS[name], (32, 2048) if device.type == "cuda" else TRAINED[name]
+    config, (B, T) = PRESETS[name], TRAINED[name]
+    if device.type == "cuda":
+        B, T = 32, config.context_length
     ours, theirs = newborn(name, 0, device=device).train(), transformers_model(config, head=True)
     entries, works, dtype = {OURS: (ours, ours)}, {}, torch.bfloat16
     if theirs is not None:
@@ -196,7 +198,7 @@ def plan(words: list[str]) -> list:
     dtypes = [torch.bfloat16, torch.float32] if s.dtype == "auto" else [getattr(torch, s.dtype)]
     columns = "model work sequence_length dtype ours transformers ratio share peak_gflops"
     made = partial(measure, dtypes)
-    return [(s, partial(conduct, s, "bench", "", made, columns, judge=verdicts, figure=False))]
+    return [(s, partial(conduct, s, "bench", "", made, columns, judge=verdicts, plot=None))]
 
 
 if __name__ == "__main__":

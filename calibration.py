@@ -81,9 +81,13 @@ def calibrate(s: Settings) -> dict:
             raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected at least {smallest}")
     check(s, s.model, paper=True)
     columns = "test inputs scheme model num_pairs rejections rate low high ks_p"
-    result = conduct(s, "calibrate", "BB B.3.1, Figure 13", every_setting, columns)
-    draw("calibrate_tau", result["taus"], Path(s.out) / "calibrate_tau.png")
-    return result
+    return conduct(s, "calibrate", "BB B.3.1, Figure 13", every_setting, columns, plot=plot)
+
+
+def plot(result: dict, folder: Path) -> None:
+    """calibrate.png and calibrate_tau.png."""
+    draw("calibrate", result["points"], folder / "calibrate.png")
+    draw("calibrate_tau", result["taus"], folder / "calibrate_tau.png")
 
 
 def every_setting(s: Settings, device, dtype) -> dict:
@@ -212,7 +216,7 @@ def cost(s: Inputs) -> dict:
     a, b = (config_of(spec) for spec in s.models)
     if a.d_model != b.d_model:
         raise UserError(f"{s.models[0]} is {a.d_model} wide, {s.models[1]} is {b.d_model}")
-    return conduct(s, "cost", "BB 5, 6.1", tokens_needed, figure=False)
+    return conduct(s, "cost", "BB 5, 6.1", tokens_needed, plot=None)
 
 
 def tokens_needed(s: Inputs, device, dtype) -> dict:

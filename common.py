@@ -103,7 +103,7 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
         hint = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint  # X | None
         many = typing.get_origin(hint) is tuple
         item = typing.get_args(hint)[0] if many else hint
-        metavar = "|".join(choices) or ("NAME" if item is str else "N")
+        metavar = "|".join(choices) if 0 < len(choices) < 12 else "NAME" if item is str else "N"
         keywords = {"type": item, "metavar": metavar, "nargs": "+" if many else None}
         if item is bool:
             keywords = {"action": argparse.BooleanOptionalAction}

@@ -22,28 +22,37 @@ from common import RunSettings, atomic_path, rank, start, world_size
 from figures import draw
 
 
-def conduct(
-    settings: RunSettings, name: str, paper: str, measure, columns="", judge=None, figure=True
-) -> dict:
-    """Make an experiment; write <out>/<name>.json and, if there is to be a `figure`, <name>.png; the JSON.
+def figure(result: dict, folder: Path) -> None:
+    """The figure of a result's points, or rows, as figures.py has it under the experiment's name."""
+    draw(result["experiment"], result.get("points") or result["rows"], folder / f"{result['experiment']}.png")
 
-    `measure` returns the JSON's further keys: `rows`; `points`, to be drawn instead of them; `summary`, to be
-    judged instead of them, by `judge` (None: the function of that name in findings.py).
+
+def conduct(
+    settings: RunSettings, name: str, paper: str, measure, columns="", judge=None, plot=figure
+) -> dict:
+    """Make an experiment; print it, write its figures and, as a sign that all is there, <out>/<name>.json.
+
+    `measure` returns the JSON's keys: `rows`, and what it likes: `points` to be drawn, `summary` to be judged
+    instead of the rows by `judge` (None: the function of that name in findings.py). `plot(result, folder)`
+    draws. Returns the JSON.
     """
     s, device, dtype = start(settings)
-    begun = time.perf_counter()
+    made, begun = environment(device, dtype), time.perf_counter()
     found = measure(s, device, dtype)
     rows = found.pop("rows")
     claims = (judge or getattr(findings, name))(found.get("summary", rows))
-    found["environment"] = environment(device, dtype, begun)
-    result = report(s, name, paper, rows, claims, columns or " ".join(rows[0]), **found)
-    if figure:
-        draw(name, found.get("points") or rows, Path(s.out) / f"{name}.png")
+    made["seconds"] = round(time.perf_counter() - begun, 2)
+    result = {"experiment": name, "paper": paper, "settings": dataclasses.asdict(s), "environment": made}
+    result |= {"rows": rows, "claims": claims} | found
+    if plot is not None:
+        plot(result, Path(s.out))
+    save(result, Path(s.out))
+    print_result(result, columns or " ".join(rows[0]))
     return result
 
 
-def environment(device: torch.device, dtype: torch.dtype, started: float) -> dict:
-    """What a result was made with; `started` is time.perf_counter() at the experiment's begin."""
+def environment(device: torch.device, dtype: torch.dtype) -> dict:
+    """What a result is made with; `commit` is HEAD's, if this is a checkout, "-dirty" if code was changed."""
     name, commit = platform.machine(), None
     with contextlib.suppress(OSError, StopIteration):  # /proc/cpuinfo, where there is one
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -54,31 +63,29 @@ def environment(device: torch.device, dtype: torch.dtype, started: float) -> dic
         commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
     made = dict(torch=torch.__version__, numpy=np.__version__, device=name, commit=commit)
-    made |= dict(dtype=str(dtype).removeprefix("torch."), seconds=round(time.perf_counter() - started, 2))
+    made |= dict(dtype=str(dtype).removeprefix("torch."))
     return made | dict(threads=torch.get_num_threads(), processes=world_size())
 
 
-def report(settings, experiment: str, paper: str, rows: list, claims: list, columns: str, **more) -> dict:
-    """Rank 0 writes <out>/<experiment>.json, `more` its further keys, and prints; returns the JSON."""
-    result = {"experiment": experiment, "paper": paper, "settings": dataclasses.asdict(settings)}
-    result |= {"rows": rows, "claims": claims} | more
+def save(result: dict, folder: Path) -> None:
+    """Rank 0 writes <folder>/<experiment>.json; ValueError for NaN, which is no JSON."""
     lines = []  # one for each key, and for each item of a list: readable, and made for git diff
     for key, value in result.items():
         items = [json.dumps(item, allow_nan=False) for item in (value if type(value) is list else [value])]
         text = "[\n  " + ",\n  ".join(items) + "\n ]" if type(value) is list else items[0]
         lines.append(f'"{key}": {text}')
     if rank() == 0:
-        with atomic_path(Path(settings.out) / f"{experiment}.json") as temporary:
+        with atomic_path(folder / f"{result['experiment']}.json") as temporary:
             temporary.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
-        print_result(result, columns)
-    return result
 
 
 def print_result(result: dict, columns: str) -> None:
-    """Rows (of those along layers or positions 0, powers of two and the last) and claims, on stdout.
+    """Rank 0 prints rows (along layers or positions 0, powers of two and the last) and claims.
 
     Of the `columns`, in one string, those that a row has.
     """
+    if rank():
+        return
     rows = result["rows"]
     table = [[name for name in columns.split() if any(name in row for row in rows)]]
     for along in ("layer", "position"):

@@ -26,7 +26,7 @@ import reading
 import sinks
 import train
 from common import UserError, setting
-from experiment import conduct
+from experiment import conduct, figure
 from figures import draw
 from findings import claim
 from kinship import OPENWEBTEXT, SEEDS
@@ -63,13 +63,21 @@ class Settings(common.RunSettings):
 def trained(s: train.Settings) -> str:
     """The run of these settings, trained if it is not there, taken up again if it was stopped.
 
-    UserError if the folder holds a run of other settings.
+    UserError if the folder holds a run of other settings. Stopped by a signal, it stops whoever asked for it.
     """
-    done = checkpoint.steps(s.out)
-    s, *_ = common.start(replace(s, resume=bool(done)))
+    last = lambda: int(checkpoint.steps(s.out)[-1].name.removeprefix("step_"))  # noqa: E731
+    begun = bool(checkpoint.steps(s.out))
+    s, *_ = common.start(replace(s, resume=begun))
     train.check(s)
-    if not done or int(done[-1].name.removeprefix("step_")) < s.max_iters:
+    known = json.loads((Path(s.out) / "settings.json").read_text()) if begun else {}
+    for key in ("max_iters", "eval_every", "eval_sequences"):  # free for train.py, but not for a comparison
+        if begun and known.get(key) != getattr(s, key):
+            flag = f"--{key.replace('_', '-')} {known.get(key)}, not {getattr(s, key)}"
+            raise UserError(f"{s.out} was begun with {flag}: move it away, or name another folder by --runs")
+    if not begun or last() < s.max_iters:
         train.train(s)
+    if last() < s.max_iters:
+        raise KeyboardInterrupt
     return s.out
 
 
@@ -112,12 +120,14 @@ EXPECTED = (  # a calibration, another, of what it has less (-1) or more (1), in
 
 def calibrated(s: Settings) -> dict:
     """Runs of each calibration and seed, as the config files say."""
-    configs, runs = {"nano_llama": SEEDS[:3]} if s.size == "paper" else CALIBRATED, {}
+    configs, runs = dict(CALIBRATED), {}
+    if s.size == "paper":
+        configs = {"nano_llama": configs.pop("laptop")} | configs
     for config, kind in itertools.product(configs, CHOICES["attn_calibration"]):
         for seed in s.seeds(configs[config]):
             plain = (kind, seed) == ("none", 42)  # what `train.py configs/<config>.py` makes
             out = f"{s.runs}/{config}" if plain else f"{s.runs}/calibrations/{config}-{kind}-{seed}"
-            changes = OPENWEBTEXT if s.size == "paper" else {}
+            changes = OPENWEBTEXT if config == "nano_llama" else {}
             changes = changes | dict(attn_calibration=kind, seed=seed, keep="last", track_sinks=True)
             runs[config, kind, seed] = s.training(config, out, **changes)
     return runs
@@ -186,6 +196,13 @@ def over_runs(points: list[dict], x: str, y: str) -> list[dict]:
         point["theory"] = part[0]["uniform_alpha1"] if y == "mean_alpha1" else None
         drawn.append(point | dict(value=float(values.mean()), error=float(values.std())))
     return drawn
+
+
+def plot_calibrations(result: dict, folder: Path) -> None:
+    """Held-out losses along training, and sinks by length."""
+    figure(result, folder)
+    panels = [over_runs(result["lengths"], "sequence_length", key) for key in ("sink_rate", "mean_alpha1")]
+    draw("calibrated_rate", sum(panels, []), folder / "calibrated_rate.png")
 
 
 def judge_calibrations(rows: list[dict]) -> list[dict]:
@@ -266,26 +283,28 @@ EXPERIMENTS = {  # name: its runs, what measures them, its judge, its source, pr
         "config calibration seed val_loss text_loss sink_rate mean_alpha1 max_alpha1 dominance_ratio"),
     "births": (newborns, every_birth, judge_births, "ours", ""),
 }  # fmt: skip
+PLOTS = {"lineage": None, "calibrations": plot_calibrations, "births": figure}
+
+
+def train_all(name: str, s: Settings) -> dict[tuple, train.Settings]:
+    """The runs of an experiment, each trained if it is not yet."""
+    runs = EXPERIMENTS[name][0](s)
+    for i, settings in enumerate(runs.values(), start=1):
+        if common.rank() == 0:
+            print(f"run {i} of {len(runs)}: {settings.out}", flush=True)
+        trained(settings)
+    return runs
 
 
 def run(name: str, s: Settings) -> dict:
     """Train what is not yet trained, measure, judge, write JSON and figures; returns the JSON."""
-    family, measure, judge, paper, columns = EXPERIMENTS[name]
+    _, measure, judge, paper, columns = EXPERIMENTS[name]
     if s.text and not Path(s.text).is_file():
         raise UserError(f"no text file '{s.text}'")
-    runs = family(s)
-    for i, settings in enumerate(runs.values(), start=1):
-        print(f"run {i} of {len(runs)}: {settings.out}", flush=True)
-        trained(settings)
+    runs = train_all(name, s)
     spent = dict(training_seconds=sum(map(seconds, runs.values())))
     measured = lambda *on: measure(runs, *on) | spent  # noqa: E731
-    result = conduct(s, name, paper, measured, columns, judge, figure=name != "lineage")
-    if name == "calibrations":
-        panels = [
-            over_runs(result["lengths"], "sequence_length", key) for key in ("sink_rate", "mean_alpha1")
-        ]
-        draw("calibrated_rate", sum(panels, []), Path(s.out) / "calibrated_rate.png")
-    return result
+    return conduct(s, name, paper, measured, columns, judge, PLOTS[name])
 
 
 def plan(words: list[str]) -> list:

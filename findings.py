@@ -198,6 +198,7 @@ def width(rows: list[dict]) -> list[dict]:
         d = np.log(column(part, "d_model"))
         y = [np.log(column(part, key).clip(min=1e-9)) for key in ("mean_cosine", "theory")]
         slope, law = (np.polyfit(d, values, 1)[0] for values in y)
+        slope = slope if all(column(part, "mean_cosine") > 0) else np.nan  # too few sequences to say
         text = f"{kind}, {scaling}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
         claims.append(claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1))
     return claims

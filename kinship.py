@@ -23,10 +23,11 @@ OPENWEBTEXT = dict(source=("hf:Skylion007/openwebtext",), tokenizer="bpe:32000")
 STORIES = dict(source=("hf:roneneldan/TinyStories",), max_iters=20_000)
 T_TEST, U_TEST, SIMILARITIES = "paper_t_p", "paper_u_p", ("intrinsic", "reef", "pcs", "ics")
 METHODS = (T_TEST, U_TEST, *SIMILARITIES, "relabelling", "verdict")
-STYLES = {  # preset, steps of each seed's training, and of two seeds' second one
+STYLES = {  # preset, or `tiny` for `nano`; steps of each seed's training, and of two seeds' second one
     "llama": ("tiny_llama", (150, 600, 600, 150), 200),
     "qwen": ("tiny_qwen", (60, 60, 60, 60), 40),
 }
+# The tables are called by their LLaMA numbers; what the paper calls them, where that differs.
 NAMES = {"qwen": {"4a": "9", "4b": "10", "4c": "11", "5": "12"}, "llama": {"4b": "4b, 8"}}
 PAPER = {  # numbers that survive in the paper, a table's rows in order
     ("llama", "4a", T_TEST): (0.357, 0.678, 0.363, 0.434),
@@ -52,7 +53,8 @@ def family(s) -> dict[tuple, train.Settings]:
     """Of each style, runs of the seeds on one corpus in one order, and of two continued on a second one."""
     runs, small = {}, s.size != "paper"
     for style, (preset, steps, more) in STYLES.items():
-        out, config = f"{s.runs}/lineage/{preset}", "" if small else preset.replace("tiny", "nano")
+        config, preset = ("", preset) if small else (preset.replace("tiny", "nano"),) * 2
+        out, then = f"{s.runs}/lineage/{preset}", "docstrings" if small else "stories"
         first = dict(model=preset) if small else OPENWEBTEXT
         second = dict(source=("docstrings",), learning_rate=5e-4, warmup_iters=20, max_iters=more)
         second = first | second if small else STORIES
@@ -63,7 +65,7 @@ def family(s) -> dict[tuple, train.Settings]:
         for seed in (1000, 123):
             tokenizer = f"{data.default_folder(runs[style, seed, 1])}/tokenizer.model"
             changes = second | dict(seed=seed, init_from=f"{out}-{seed}", tokenizer=tokenizer)
-            runs[style, seed, 2] = s.training(config, f"{out}-{seed}-docstrings", **changes)
+            runs[style, seed, 2] = s.training(config, f"{out}-{seed}-{then}", **changes)
         runs = {key: run for key, run in runs.items() if key[0] != style or key[1] in seeds}
     return runs
 
@@ -74,7 +76,7 @@ def pairs(first: dict, second: dict) -> list[tuple]:
     for seed, other in zip(first, [*first][1:] + [*first][:1]):
         rows.append(("4a", born[seed], born[other], False))  # two newborns
         rows.append(("4b", born[seed], first[seed], True))  # a newborn and its child
-        rows.append(("4c", born[other], first[seed], False))  # and another's child, of the same data
+        rows.append(("4c", born[seed], first[other], False))  # and another's child, of the same data
     continued = [("5", first[1000], second[seed], seed == 1000) for seed in (1000, 123)]
     return sorted(rows + continued, key=lambda row: row[0])
 

@@ -15,26 +15,34 @@ import json
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass
+import traceback
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 import common
+import data
+import families
 import train
 from checkpoint import config_of
 from common import UserError, atomic_path, setting
 from experiment import conduct
 from findings import claim
+from kinship import OPENWEBTEXT
 
-CHILD, STRANGER = "{runs}/lineage/tiny_llama-1000", "{runs}/lineage/tiny_llama-123"
-KIN = f"tiny_llama@1000 {CHILD} {CHILD}-docstrings {STRANGER} tiny_llama@123:1000"
-BIRTHS = f"tiny_llama@1000 tiny_llama@123 {CHILD} {STRANGER} {CHILD}-docstrings {STRANGER}-docstrings"
+# Parts of commands; {words} in braces depend on the scale.
+CHILD, STRANGER = "{runs}/lineage/{size}_llama-1000", "{runs}/lineage/{size}_llama-123"
+KIN = f"{{size}}_llama@1000 {CHILD} {CHILD}-{{second}} {STRANGER} {{size}}_llama@123:1000"
+BIRTHS = f"{{size}}_llama@1000 {{size}}_llama@123 {CHILD} {STRANGER} {CHILD}-{{second}} {STRANGER}-{{second}}"
 SINKING = "--model {runs}/backcopy --data data/backcopy-bytes --bos"
-READING = "--model {runs}/laptop --data data/python-bpe_4096"
-TINY = "--model tiny_gpt2 --seed 1 2 --num-sequences 8"  # flags that make an experiment quick
-SHORT, PROBE = TINY + " --sequence-length 12", "--model tiny_gpt2 --num-sequences 20 --sequence-length 4 8"
-LOOK = "--num-sequences 20"
-FULL = "--num-sequences 10000 --sequence-length 1024"
+READING = "--model {runs}/{text} --data {data}"
+TINY = "--model tiny_gpt2 --seed 1 2 --num-sequences 8"  # flags that make contraction.py quick
+SHORT = TINY + " --sequence-length 12"
+PROBE = "--model tiny_gpt2 --num-sequences 20 --sequence-length 4 8"  # and probe.py
+LOOK = "--num-sequences 20"  # and sinks.py
+FULL = "--num-sequences 10000 --sequence-length 1024"  # the papers' protocol
 COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the papers' scale adds
     "setup": ("paper.py --only setup", "", ""),
     "probe": ("probe.py --seed 42 43", PROBE, FULL),
@@ -52,7 +60,7 @@ COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the p
     "engage": ("contraction.py engage", TINY, "--num-sequences 10000"),
     "amplify": ("contraction.py amplify", SHORT, ""),
     "intra": ("contraction.py intra", SHORT, ""),
-    "variance": ("contraction.py variance", SHORT, ""),
+    "variance": ("contraction.py variance", TINY + " --sequence-length 32", ""),
     "predict": ("contraction.py predict", SHORT, FULL),
     "cure": ("contraction.py cure", SHORT, FULL),
     "nano_llama/cure": ("contraction.py cure --model nano_llama --seed 42 43", SHORT, FULL),
@@ -64,12 +72,12 @@ COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the p
     "matrix": (f"seedprint.py matrix {BIRTHS}", "", ""),
     "identify": (f"seedprint.py identify {CHILD}", "--seeds 990-1010", ""),
     "outside/identify": (f"seedprint.py identify {CHILD} --seeds 2000-101999", "--seeds 2000-2020", ""),
-    "cost": (f"seedprint.py cost tiny_llama@1000 {CHILD}", "--permutations 99", ""),
+    "cost": (f"seedprint.py cost {{size}}_llama@1000 {CHILD}", "--permutations 99", ""),
     "calibrate": ("seedprint.py calibrate", "--model tiny_gpt2 --schemes gpt2 --num-births 14 "
         "--paper-births 3 --paper-sequences 20 --permutations 99", "--paper-sequences 10000"),
     "persistence": (f"seedprint.py persistence {CHILD} --stranger {STRANGER}", "--paper-sequences 50", ""),
-    "qwen/persistence": ("seedprint.py persistence {runs}/lineage/tiny_qwen-1000 --stranger "
-        "{runs}/lineage/tiny_qwen-123", "--paper-sequences 50", ""),
+    "qwen/persistence": ("seedprint.py persistence {runs}/lineage/{size}_qwen-1000 --stranger "
+        "{runs}/lineage/{size}_qwen-123", "--paper-sequences 50", ""),
     "sink_variance": ("sinks.py variance --model nano_gpt2 --sequence-length 256",
         f"--model tiny_gpt2 --sequence-length 32 {LOOK}", "--sequence-length 1024"),
     "backcopy/rate": (f"sinks.py rate {SINKING}", LOOK, ""),
@@ -79,8 +87,10 @@ COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the p
     "laptop/anatomy": (f"sinks.py anatomy {READING}", LOOK, ""),
     "laptop/intervene": (f"sinks.py intervene {READING}", LOOK, ""),
 }  # fmt: skip
+PAPER_TEXT = data.default_folder(data.Settings(**OPENWEBTEXT)).name
 GPUS = "torchrun --nproc-per-node 8 "
-COVERAGE = (  # what a paper has, the result that speaks of it, words in its claims; a command: not run here
+# What a paper has; the result that speaks of it, or a command that is not run here; words in its claims.
+COVERAGE = (
     ("Table 1a, Figure 1a", "probe", "Finding 1.1"), ("Figure 1a", "ten_thousand/probe", "Figure 1a"),
     ("Table 1b", "nano_llama/probe", "Finding 1.1"), ("Table 1c", "gpt2_1b/probe", "Finding 1.1"),
     ("Tables 1a-c, 10,000 x 1,024", "python probe.py --model nano_gpt2 nano_llama gpt2_1b --device cuda", ""),
@@ -98,16 +108,16 @@ COVERAGE = (  # what a paper has, the result that speaks of it, words in its cla
     ("Figure 9, Equation 2", "variance", "uniform theory"),
     ("with the logits' variance (ours)", "variance", "its theory"),
     ("Figure 11", "persistence", "Figure 11"),
-    ("Table 4a", "lineage", "Table 4a: paper"), ("Table 4b", "lineage", "Table 4b, 8: paper"),
-    ("Table 4c", "lineage", "Table 4c: paper"), ("Table 5", "lineage", "Table 5:"),
+    ("Table 4a", "lineage", "Table 4a:"), ("Table 4b", "lineage", "Table 4b, 8: paper"),
+    ("Table 4c", "lineage", "Table 4c:"), ("Table 5", "lineage", "Table 5:"),
+    ("Tables 5 and 12, The Stack", "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup", ""),
     ("Table 6", "python seedprint.py compare Llama-2-7b-hf vicuna-7b-v1.5 --paper-test", ""),
     ("Table 7", "calibrations", "Table 7"),
-    ("Table 7, 26 billion tokens", GPUS + "train.py configs/nano_llama.py --attn-calibration attenuate", ""),
-    ("Table 8", "lineage", "Table 4b, 8:"), ("Table 9", "lineage", "Table 9: paper"),
-    ("Table 10", "lineage", "Table 10: paper"), ("Table 11", "lineage", "Table 11: paper"),
+    ("Table 7, its size", GPUS + "train.py configs/nano_llama.py --attn-calibration attenuate", ""),
+    ("Table 8", "lineage", "Table 4b, 8:"), ("Table 9", "lineage", "Table 9:"),
+    ("Table 10", "lineage", "Table 10:"), ("Table 11", "lineage", "Table 11:"),
     ("Table 12", "lineage", "Table 12:"),
-    ("Tables 4, 5, 8-12, by our tests", "lineage", ": verdict"),
-    ("Tables 4 to 12, 10 billion tokens", "python families.py lineage --size paper", ""),
+    ("Tables 4, 5 and 8-12, their size", "python families.py lineage --size paper", ""),
     ("Table 13", "setup", "Table 13"), ("Table 14", "setup", "Table 14"),
     ("Figure 12", "calibrations", "Figure 12"), ("Figure 12, a model with sinks", "backcopy/rate", ""),
     ("Figure 13", "calibrate", "own embedding"), ("Figure 13, Gaussian inputs", "calibrate", "gaussian"),
@@ -128,9 +138,12 @@ COVERAGE = (  # what a paper has, the result that speaks of it, words in its cla
 class Settings(common.RunSettings):
     """What `paper.py` can be told."""
 
-    only: tuple[str, ...] = setting((), "experiments to make (default: all)", COMMANDS)
+    only: tuple[str, ...] | None = setting(None, "experiments to make (default: all)", COMMANDS)
     scale: str = setting("laptop", "how large", ("smoke", "laptop", "paper"))
-    runs: str | None = setting(None, "folder of the training runs (default: runs; smoke: in --out)")
+    out: str | None = setting(None, "folder of the results (default: results; results-smoke, results-paper)")
+    runs: str | None = setting(
+        None, "folder of the training runs (default: runs, runs-paper; smoke: in --out)"
+    )
     text: str | None = setting(None, "held-out English, for Table 7's perplexity")
 
 
@@ -170,64 +183,79 @@ def judge_setup(rows: list[dict]) -> list[dict]:
 def command(name: str, s: Settings) -> str:
     """The command line of an experiment at the scale of `s`, as a user would type it after `python`."""
     plain, smoke, full = COMMANDS[name]
-    text = plain if s.text is None or name != "calibrations" else f"{plain} --text {shlex.quote(s.text)}"
-    text = f"{text} {dict(smoke=smoke, laptop='', paper=full)[s.scale]}".strip()
-    out = "" if "/" not in name else f" --out {Path(s.out) / Path(name).parent}"
-    return text.replace("{runs}", s.runs) + (out or f" --out {s.out}" * (s.out != "results"))
+    folder = Path(s.out) / Path(name).parent
+    words = dict(size="tiny", second="docstrings", text="laptop", data="data/python-bpe_4096")
+    if s.scale == "paper":
+        words = dict(size="nano", second="stories", text="nano_llama", data="data/" + PAPER_TEXT)
+    text = f"{plain} {dict(smoke=smoke, laptop='', paper=full)[s.scale]}".strip()
+    text = text.format(runs=shlex.quote(s.runs), **words)
+    text += f" --text {shlex.quote(s.text)}" if s.text and name == "calibrations" else ""
+    return text + f" --out {shlex.quote(str(folder))}" * (str(folder) != "results")
 
 
 def planned(name: str, s: Settings) -> tuple:
     """The settings of an experiment's command, and what to do."""
     if name == "setup":
         wanted = common.RunSettings(s.device, s.dtype, s.out)
-        return wanted, partial(conduct, wanted, "setup", "BB Tables 13, 14", setup, "", judge_setup, False)
+        return wanted, partial(conduct, wanted, name, "BB Tables 13, 14", setup, judge=judge_setup, plot=None)
     words = shlex.split(f"{command(name, s)} --device {s.device} --dtype {s.dtype}")
     ((wanted, work),) = importlib.import_module(Path(words[0]).stem).plan(words[1:])
     return wanted, work
 
 
-def stored(name: str, s: Settings) -> dict | None:
-    """An experiment's result, if there is a whole one."""
+def train_for(name: str, s: Settings) -> None:
+    """The training runs that an experiment reads, made if they are not there."""
+    of = {"/lineage/": "lineage", "--data": "calibrations"}
+    for mark, family in of.items():
+        if mark in COMMANDS[name][0]:
+            size = families.Settings(s.device, s.dtype, s.out, s.scale, s.runs)
+            families.train_all(family, size)
+
+
+def stored(name: str, s: Settings, wanted=None) -> dict | None:
+    """An experiment's result, if there is a whole one with the `wanted` settings (None: its command's).
+
+    "auto" is any device and dtype, and no text is any text.
+    """
+    wanted = planned(name, s)[0] if wanted is None else wanted
+    asked = json.loads(json.dumps(asdict(wanted)))
+    free = {key for key, value in asked.items() if value == "auto" or (key, value) == ("text", None)}
     try:
         result = json.loads((Path(s.out) / f"{name}.json").read_text())
-        return result if {"settings", "rows", "claims", "environment"} <= result.keys() else None
-    except (OSError, ValueError, AttributeError):
+        known = result["settings"] | {"device": result["settings"]["device"].split(":")[0]}
+        whole = {"seconds", "device"} <= result["environment"].keys() and type(result["rows"]) is list
+        whole &= all(found.keys() >= {"claim", "paper", "measured", "holds"} for found in result["claims"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def is_done(name: str, s: Settings, wanted) -> bool:
-    """Is there a result with the `wanted` settings? "auto" is any device and dtype, no text any text."""
-    result = stored(name, s)
-    if result is None:
-        return False
-    asked = json.loads(json.dumps(asdict(wanted)))
-    free = {
-        "out",
-        *(key for key, value in asked.items() if value == "auto" or (key, value) == ("text", None)),
-    }
-    return all(result["settings"].get(key) == value for key, value in asked.items() if key not in free)
+    same = all(known.get(key) == value for key, value in asked.items() if key not in {"out", *free})
+    return result if whole and same else None
 
 
 def run(s: Settings) -> None:
     """Make what is not there, write README.md, and say what failed; UserError if something did."""
     failed, made, begun = {}, [], time.perf_counter()
-    for i, name in enumerate(s.only or COMMANDS, start=1):
-        minutes = (time.perf_counter() - begun) / 60
-        place = f"[{i} of {len(s.only or COMMANDS)}, {minutes:.0f} min] {name}"
-        try:
-            wanted, work = planned(name, s)
-            if is_done(name, s, wanted):
-                print(f"{place}: {Path(s.out) / name}.json has it", flush=True)
-                continue
-            print(f"{place}: python {command(name, s)}", flush=True)
-            work()
-            made.append(name)
-        except Exception as error:  # of whatever kind: the others go on
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"{place} failed: {failed[name]}", file=sys.stderr, flush=True)
-    with atomic_path(Path(s.out) / "README.md") as new:
-        new.write_text(report(s))
-    count = len(s.only or COMMANDS) - len(failed)
+    names = [name for name in COMMANDS if name in (s.only or COMMANDS)]
+    try:
+        for i, name in enumerate(names, start=1):
+            place = f"[{i} of {len(names)}, {(time.perf_counter() - begun) / 60:.0f} min] {name}"
+            try:
+                wanted, work = planned(name, s)
+                if stored(name, s, wanted):
+                    print(f"{place}: {Path(s.out) / name}.json has it", flush=True)
+                    continue
+                print(f"{place}: python {command(name, s)}", flush=True)
+                train_for(name, s)
+                work()
+                made.append(name)
+            except Exception as error:  # of whatever kind: the others go on
+                failed[name] = (str(error) or type(error).__name__).splitlines()[0]
+                print(f"{place} failed: {failed[name]}", file=sys.stderr, flush=True)
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+    finally:
+        with atomic_path(Path(s.out) / "README.md") as new:
+            new.write_text(report(s))
+    count = len(names) - len(failed)
     print(f"{count} experiments are there, {len(made)} made now; the tables: {Path(s.out) / 'README.md'}")
     if failed:
         raise UserError("; ".join(f"{name} failed ({reason})" for name, reason in failed.items()))
@@ -238,42 +266,44 @@ def run(s: Settings) -> None:
 
 def report(s: Settings) -> str:
     """README.md of the results: a line for each claim about a table or figure, from the JSON files alone."""
-    results = {name: stored(name, s) for name in COMMANDS}
-    lines, holds, total = [], 0, 0
+    results, lines, said = {name: stored(name, s) for name in COMMANDS}, [], set()
+    done = {name: result for name, result in results.items() if result}
     for item, name, words in COVERAGE:
-        if name not in COMMANDS:
-            lines.append(f"| {item} | | | not run here | | | `{name}` |")
-            continue
-        if results[name] is None:
-            lines.append(f"| {item} | | | not made | | | `python {command(name, s)}` |")
-            continue
-        for found in results[name]["claims"]:
-            if words in found["claim"]:
-                paper = "n/a" if found["paper"] is None else found["paper"]
-                figure = Path(s.out) / f"{name}.png"
-                shown = f"[figure]({name}.png)" if figure.exists() else ""
-                holds, total = holds + found["holds"], total + 1
-                verdict = "holds" if found["holds"] else "**does not hold**"
-                cells = (
-                    item,
-                    found["claim"],
-                    paper,
-                    found["measured"],
-                    verdict,
-                    shown,
-                    f"`python {command(name, s)}`",
-                )
-                lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    done = [result for result in results.values() if result]
-    spent = sum(result.get("training_seconds", 0) for result in done) / 60
-    minutes = sum(result["environment"]["seconds"] for result in done) / 60
-    devices = ", ".join(dict.fromkeys(result["environment"]["device"] for result in done))
-    words = (
-        f"{holds} of {total} claims hold. {len(done)} of {len(results)} experiments are there: {minutes:.0f} "
+        chosen = [c for c in done[name]["claims"] if words in c["claim"]] if name in done else []
+        lines += [row(item, name, c, s, done) for c in chosen] or [row(item, name, None, s, done)]
+        said |= {(name, c["claim"]) for c in chosen}
+    for name, result in done.items():
+        lines += [
+            row("besides", name, c, s, done) for c in result["claims"] if (name, c["claim"]) not in said
+        ]
+    claims = [c["holds"] for result in done.values() for c in result["claims"]]
+    spent = sum(result.get("training_seconds", 0) for result in done.values()) / 60
+    minutes = sum(result["environment"]["seconds"] for result in done.values()) / 60
+    devices = ", ".join(dict.fromkeys(result["environment"]["device"] for result in done.values()))
+    text = (
+        f"{sum(claims)} of {len(claims)} claims hold. {len(done)} of {len(results)} experiments are there: "
     )
-    words += f"minutes of measuring and {spent:.0f} of training steps, on {devices}.\n"
+    text += f"{minutes:.0f} minutes of measuring and {spent:.0f} of training steps, on {devices}.\n"
     head = "| of the paper | claim | paper | ours | | figure | command |\n|---|---|---|---|---|---|---|\n"
-    return TITLE.format(scale=s.scale) + words + "\n" + head + "\n".join(lines) + "\n"
+    return TITLE.format(scale=s.scale) + text + "\n" + head + "\n".join(lines) + "\n"
+
+
+def row(item: str, name: str, found: dict | None, s: Settings, done: dict) -> str:
+    """A line of the table: a claim of the result `name`; without one, why there is none."""
+    if name not in COMMANDS:
+        cells = [item, "", "", "not run here", "", "", f"`{name}`"]
+    elif found is None:
+        why = "not decided" if name in done else "not made"
+        why += ": needs --text" * (item.startswith("Table 7") and name in done)
+        cells = [item, "", "", why, "", "", f"`python {command(name, s)}`"]
+    else:
+        used = replace(s, text=done[name]["settings"].get("text"))
+        shown = f"[figure]({name}.png)" if (Path(s.out) / f"{name}.png").exists() else ""
+        theirs = "n/a" if found["paper"] is None else found["paper"]
+        holds = "holds" if found["holds"] else "**does not hold**"
+        told = (found["claim"], theirs, found["measured"], holds, shown, f"`python {command(name, used)}`")
+        cells = [item, *(str(cell).replace("|", "\\|") for cell in told)]
+    return f"| {' | '.join(cells)} |"
 
 
 TITLE = """# Do the papers hold?
@@ -289,9 +319,13 @@ here": it needs what no laptop has.
 def plan(words: list[str]) -> list:
     """The settings of a command line, and what to do."""
     s = common.parse_settings(Settings, __doc__, words)
-    s.runs = s.runs or (f"{s.out}/runs" if s.scale == "smoke" else "runs")
+    suffix = "" if s.scale == "laptop" else f"-{s.scale}"
+    s.out = s.out or f"results{suffix}"
+    s.runs = s.runs or (f"{s.out}/runs" if s.scale == "smoke" else f"runs{suffix}")
     if s.text and not Path(s.text).is_file():
         raise UserError(f"no text file '{s.text}'")
+    if torch.distributed.is_torchelastic_launched():
+        raise UserError("one process is enough here: its commands may be given torchrun one by one")
     common.start(s)  # can we write there?
     return [(s, partial(run, s))]
 

@@ -189,13 +189,11 @@ def measure(settings: Settings, device: torch.device, dtype: torch.dtype) -> dic
 def run(settings: Settings) -> dict:
     """Make the experiment; write probe.json and probe.png; return the JSON."""
     paper = "BB Table 1, Figures 1a and 10"
-    result = conduct(settings, "probe", paper, measure, COLUMNS, figure=False)
-    plot(result, Path(settings.out) / "probe.png")
-    return result
+    return conduct(settings, "probe", paper, measure, COLUMNS, plot=plot)
 
 
-def plot(result: dict, path: Path) -> None:
-    """BB Figures 1a and 10, a column for each of the first six rows; dashed: expected for uniform draws.
+def plot(result: dict, folder: Path) -> None:
+    """probe.png: BB Figures 1a and 10, a column for each of the first six rows; dashed: uniform draws.
 
     From the top: how often each favourite is predicted, by rank; each predicted token, by number; how often
     each hidden dimension holds the largest final state.
@@ -226,7 +224,7 @@ def plot(result: dict, path: Path) -> None:
     grid[0][0].legend(loc="upper right", fontsize=9, frameon=False)
     for axes, label in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
         axes.set_ylabel(f"{label},\n% of sequences")
-    save_figure(figure, path)
+    save_figure(figure, folder / "probe.png")
 
 
 def plan(words: list[str]) -> list:

@@ -169,9 +169,8 @@ def matrix(s: Inputs) -> dict:
             rows.append(dict(a=specs[i], b=specs[j]) | row)
         return dict(rows=rows)
 
-    result = conduct(s, "matrix", "BB Table 4", measure, "a b " + VERDICT, figure=False)
-    plot_matrix(specs, result["rows"], Path(s.out) / "matrix.png")
-    return result
+    plot = lambda result, folder: plot_matrix(specs, result["rows"], folder / "matrix.png")  # noqa: E731
+    return conduct(s, "matrix", "BB Table 4", measure, "a b " + VERDICT, plot=plot)
 
 
 def plot_matrix(specs: tuple[str, ...], rows: list[dict], path: Path) -> None:
@@ -255,7 +254,7 @@ def identify(s: Identify) -> dict:
             rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
         return dict(rows=rows, candidates=candidates)
 
-    return conduct(s, "identify", "ours", measure, figure=False)
+    return conduct(s, "identify", "ours", measure, plot=None)
 
 
 # ---- a life ------------------------------------------------------------------------------------------------
@@ -302,10 +301,12 @@ def persistence(s: Persistence) -> dict:
         points, p = ([point for point in drawn if point["step"]] for drawn in (points, p))  # log axes
         return dict(rows=rows, points=points, p=p)
 
+    def plot(result: dict, folder: Path) -> None:
+        draw("persistence", result["points"], folder / "persistence.png")
+        draw("persistence_p", result["p"], folder / "persistence_p.png")
+
     columns = "step mean_tau std_tau stranger_mean_tau stranger_std_tau relabel_z paper_t_p paper_u_p"
-    result = conduct(s, "persistence", "BB Figures 11 and 14", measure, columns)
-    draw("persistence_p", result["p"], Path(s.out) / "persistence_p.png")
-    return result
+    return conduct(s, "persistence", "BB Figures 11 and 14", measure, columns, plot=plot)
 
 
 COMMANDS = {

@@ -299,7 +299,7 @@ def run(name: str, settings: Settings) -> dict:
     """Make an experiment with every checkpoint; write JSON and figures; returns the JSON."""
     check(settings)
     sample, _, experiment, paper, columns = EXPERIMENTS[name]
-    chosen, drawn, out = labels(settings), {}, Path(settings.out)
+    chosen, drawn = labels(settings), {}
 
     def measure(s: Settings, device, dtype) -> dict:
         found = defaultdict(list)
@@ -314,13 +314,15 @@ def run(name: str, settings: Settings) -> dict:
                 found[key] += items
         return dict(found)
 
-    result = conduct(settings, experiment, paper, measure, columns, figure=False)
-    if name == "rate":
-        drawn = {"": [point for points in drawn.values() for point in points]}  # in one figure
-        plot_heads(result["heads"], out / "rate_heads.png")
-    for label, points in drawn.items():
-        which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(drawn) > 1 else ""
-        draw(experiment, points, out / f"{experiment}{which}.png")
+    def plot(result: dict, folder: Path) -> None:
+        if name == "rate":  # all in one figure
+            draw("rate", [point for points in drawn.values() for point in points], folder / "rate.png")
+            return plot_heads(result["heads"], folder / "rate_heads.png")
+        for label, points in drawn.items():
+            which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(drawn) > 1 else ""
+            draw(experiment, points, folder / f"{experiment}{which}.png")
+
+    result = conduct(settings, experiment, paper, measure, columns, plot=plot)
     if not (settings.data or settings.text) and any(isinstance(find(spec), Path) for spec in chosen):
         print("random tokens were read, as none is trained on: --data or --text names text", file=sys.stderr)
     return result

@@ -1,4 +1,4 @@
-# BB Table 13: 134M parameters, 26 billion tokens. With one GPU: --micro-batch-size 32 and patience.
+# BB Table 13: 134M parameters, 52 billion tokens. With one GPU: --micro-batch-size 32 and patience.
 out = "runs/nano_llama"
 model = "nano_llama"
 tokenizer = "bpe:32000"  # the paper's is Llama 2's: --tokenizer PATH/tokenizer.model

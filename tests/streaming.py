@@ -92,7 +92,7 @@ def judge(rows: list[dict]) -> list[dict]:
 
 def plan(words: list[str]) -> list:
     s = common.parse_settings(Settings, __doc__, words)
-    return [(s, partial(conduct, s, "bench_streaming", "", measure, judge=judge, figure=False))]
+    return [(s, partial(conduct, s, "bench_streaming", "", measure, judge=judge, plot=None))]
 
 
 if __name__ == "__main__":

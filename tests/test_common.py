@@ -179,7 +179,8 @@ settings = common.RunSettings(out={str(out)!r}, device="cpu")
 def plan(words):
     common.start(settings)
     {setup}
-    experiment.report(settings, "big", "", [{{"x": list(range(200_000))}}], [], "")
+    result = dict(experiment="big", rows=[{{"x": list(range(200_000))}}])
+    experiment.save(result, common.Path(settings.out))
     return []
 common.run(plan)
 """
@@ -222,19 +223,20 @@ def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
     ]
     claims = [findings.claim("it is so", None, 3, True), findings.claim("it is not", 58.5, 0.1, False)]
     settings = common.RunSettings(out=str(tmp_path))
-    experiment.report(
-        settings, "x", "BB", rows, claims, "name value", environment={"torch": "2"}, details=[[1, 2], [3]]
-    )
+    measure = lambda *_: {"rows": rows, "details": [[1, 2], [3]]}  # noqa: E731
+    experiment.conduct(settings, "x", "BB", measure, "name value absent", lambda rows: claims, plot=None)
     text = (tmp_path / "x.json").read_text()
     saved = json.loads(text)
     assert saved["rows"] == rows and saved["claims"] == claims and saved["details"] == [[1, 2], [3]]
-    assert saved["environment"] == {"torch": "2"} and saved["settings"]["out"] == str(tmp_path)
+    assert saved["environment"]["torch"] == torch.__version__ and saved["settings"]["out"] == str(tmp_path)
     assert f"  {json.dumps(rows[0])}," in text.splitlines()
     printed = capsys.readouterr().out
     assert "[1,  2]     0.3\n" in printed and "holds: it is so (measured 3)\n" in printed
     assert "does not hold: it is not (measured 0.1, paper 58.5)\n" in printed
     with pytest.raises(ValueError):  # NaN is no JSON
-        experiment.report(settings, "x", "BB", [{"name": math.nan}], [], "name")
+        experiment.conduct(
+            settings, "x", "BB", lambda *_: {"rows": [{"name": math.nan}]}, judge=list, plot=None
+        )
     assert (tmp_path / "x.json").read_text() == text
 
 
@@ -262,7 +264,7 @@ def test_device_and_dtype(tmp_path, monkeypatch):
 
 
 def test_environment_names_the_commit_or_nothing():
-    record = experiment.environment(torch.device("cpu"), torch.bfloat16, 0.0)
+    record = experiment.environment(torch.device("cpu"), torch.bfloat16)
     assert record["dtype"] == "bfloat16" and record["processes"] == 1 and record["torch"] == torch.__version__
     assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
     assert record["device"] and os.sep not in record["device"]

@@ -191,7 +191,7 @@ def test_pairs_are_the_papers_rows():
     assert [row[0] for row in rows] == ["4a"] * 4 + ["4b"] * 4 + ["4c"] * 4 + ["5"] * 2
     assert ("4a", "r2000/step_0000000", "r42/step_0000000", False) in rows
     assert ("4b", "r42/step_0000000", "r42", True) in rows
-    assert ("4c", "r123/step_0000000", "r42", False) in rows
+    assert ("4c", "r2000/step_0000000", "r42", False) in rows
     assert rows[-2:] == [("5", "r1000", "c1000", True), ("5", "r1000", "c123", False)]
 
 
@@ -236,11 +236,25 @@ def test_mistakes(tmp_path):
         families.run("births", families.Settings(text=str(tmp_path / "missing.txt"), out=str(tmp_path)))
 
 
+def test_a_run_that_was_stopped_stops_what_asked_for_it(tmp_path, monkeypatch):
+    """A signal ends `train` early and without an error: the family must not be measured then."""
+
+    def stopped(s):
+        checkpoint.save(tmp_path / "run" / "step_0000003", init.newborn("backcopy", 1))
+
+    monkeypatch.setattr(families.train, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        families.trained(families.train.Settings(out=str(tmp_path / "run"), max_iters=5, device="cpu"))
+
+
 def test_a_run_of_other_settings_is_not_reused(tmp_path, monkeypatch):
     s = families.train.Settings(out=str(tmp_path / "run"), max_iters=5, device="cpu", dtype="float32")
     checkpoint.save(tmp_path / "run" / "step_0000005", init.newborn("backcopy", 1))
     known = json.loads(json.dumps(families.train.asdict(s)))
     (tmp_path / "run" / "settings.json").write_text(json.dumps(known))
     assert families.trained(s) == s.out
+    for other in (dict(max_iters=6), dict(max_iters=4), dict(eval_every=7), dict(eval_sequences=3)):
+        with pytest.raises(UserError, match="--runs"):
+            families.trained(replace(s, **other))
     with pytest.raises(UserError, match="--learning-rate"):
         families.trained(replace(s, learning_rate=0.5))

@@ -4,12 +4,16 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_script
 
+import experiment
+import families
 import paper
 from common import UserError
+from model import PRESETS
 
 PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
 WIDTH = "contraction.py width --seed 1 2 --num-sequences 8"
@@ -17,7 +21,8 @@ WIDTH = "contraction.py width --seed 1 2 --num-sequences 8"
 
 @pytest.fixture
 def few(tmp_path, monkeypatch):
-    """paper.py with three experiments, one of which fails."""
+    """paper.py with four experiments, one of which fails, in a folder with a blank."""
+    tmp_path = tmp_path / "a b"
     broken = "sinks.py rate --model nowhere"
     commands = {"setup": paper.COMMANDS["setup"], "deep/probe": (PROBE, "", ""), "rate": (broken, "", "")}
     monkeypatch.setattr(paper, "COMMANDS", commands | {"width": (WIDTH, "", "")})
@@ -26,7 +31,8 @@ def few(tmp_path, monkeypatch):
     return paper.Settings(out=str(tmp_path), runs=str(tmp_path / "runs"), device="cpu", dtype="float32")
 
 
-def test_a_failure_stops_nothing_and_is_reported(few, tmp_path, capsys):
+def test_a_failure_stops_nothing_and_is_reported(few, capsys):
+    tmp_path = Path(few.out)
     with pytest.raises(UserError, match="rate failed .*nowhere"):
         paper.run(few)
     assert {"setup.json", "width.json", "width.png", "deep", "README.md"} <= {
@@ -34,17 +40,20 @@ def test_a_failure_stops_nothing_and_is_reported(few, tmp_path, capsys):
     }
     text = (tmp_path / "README.md").read_text()
     rows = {line.split(" | ")[0][2:]: line for line in text.splitlines() if line.startswith("| ")}
-    assert "| not made |" in rows["Figure 12"] and "| not run here |" in rows["Table 6"]
+    assert (
+        "| not made |" in rows["Figure 12"] and "tanh" not in text and "| not run here |" in rows["Table 6"]
+    )
     assert "`python seedprint.py compare A B`" in rows["Table 6"]
     result = json.loads((tmp_path / "deep" / "probe.json").read_text())
     claim = next(c for c in result["claims"] if "Finding 1.1" in c["claim"])
     assert f"| {claim['claim']} | n/a | {claim['measured']} |" in rows["Table 1"]
-    assert f"--out {tmp_path}/deep`" in rows["Table 1"] and "[figure](deep/probe.png)" in rows["Table 1"]
+    assert f"--out '{tmp_path}/deep'`" in rows["Table 1"] and "[figure](deep/probe.png)" in rows["Table 1"]
     assert len(re.findall("^[|] Width ", text, re.MULTILINE)) == 2
     assert f"{tmp_path}/README.md" in capsys.readouterr().out
 
 
-def test_what_is_there_is_left_out_unless_its_settings_changed(few, tmp_path, capsys):
+def test_what_is_there_is_left_out_unless_its_settings_changed(few, capsys):
+    tmp_path = Path(few.out)
     few = replace(few, only=("width", "deep/probe", "setup"))
     paper.run(few)
     before = {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in few.only}
@@ -57,7 +66,14 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, tmp_path, ca
     paper.COMMANDS["deep/probe"] = (PROBE.replace("4", "5"), "", "")
     paper.run(few)
     assert ", 2 made now" in capsys.readouterr().out
-    for damage in ("{", "[]", '{"rows": []}', ""):
+    text = (tmp_path / "width.json").read_text()
+    wrong = (
+        ('"environment": {', '"environment": {}, "was": {'),
+        ('"claim":', '"clam":'),
+        ('"rows": [', '"rows": 3, "r": ['),
+    )
+    wrong += (('"settings": {', '"settings": [], "was": {'),)
+    for damage in ("{", "[]", '{"rows": []}', "", *(text.replace(old, new) for old, new in wrong)):
         (tmp_path / "width.json").write_text(damage)
         paper.run(few)
         assert ", 1 made now" in capsys.readouterr().out
@@ -66,20 +82,57 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, tmp_path, ca
     assert ", 3 made now" in capsys.readouterr().out
 
 
+def test_a_figure_that_fails_leaves_no_result(few, monkeypatch):
+    """The JSON is written last: it says that all is there."""
+
+    def broken(*_):
+        raise UserError("no disk left")
+
+    monkeypatch.setattr(experiment, "draw", broken)
+    with pytest.raises(UserError, match="width failed [(]no disk left"):
+        paper.run(replace(few, only=("width",)))
+    assert not (Path(few.out) / "width.json").exists() and (Path(few.out) / "README.md").exists()
+
+
+def test_an_interruption_writes_the_tables_of_what_is_there(few, monkeypatch):
+    paper.run(replace(few, only=("width",)))
+    (Path(few.out) / "README.md").unlink()
+    monkeypatch.setattr(paper, "train_for", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        paper.run(replace(few, only=("deep/probe",)))
+    assert "gelu" in (Path(few.out) / "README.md").read_text()
+
+
+@pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])
+def test_every_run_that_a_command_reads_is_trained_by_a_family(scale):
+    s = paper.Settings(out="o", scale=scale, runs="r")
+    made = {
+        run.out: run
+        for name in families.EXPERIMENTS
+        for run in families.EXPERIMENTS[name][0](families.Settings(size=scale, runs="r")).values()
+    }
+    for name in paper.COMMANDS:
+        words = shlex.split(paper.command(name, s))
+        for word in words:
+            if word.startswith("r/"):
+                assert word in made, (name, word)
+                model = made[word].model
+                assert not word.startswith("r/lineage") or Path(word).name.startswith(model)
+        widths = {PRESETS[w.split("@")[0]].d_model for w in words if "@" in w}
+        widths |= {PRESETS[made[w].model].d_model for w in words if w.startswith("r/lineage")}
+        assert len(widths) < 2, name
+
+
 def test_every_command_can_be_read_at_every_scale(tmp_path):
     for scale in ("smoke", "laptop", "paper"):
         s = paper.Settings(out=str(tmp_path), scale=scale, runs="runs")
         for name in paper.COMMANDS:
             settings, _ = paper.planned(name, s)
-            assert settings.out == str(tmp_path / name).rsplit("/", 1)[0]
+            assert settings.out.rstrip("/.") == str(tmp_path / name).rsplit("/", 1)[0]
             assert name != "calibrations" or settings.text is None
     told = replace(s, text="a b.txt")
-    assert shlex.split(paper.command("calibrations", told))[-4:] == [
-        "--size",
-        "paper",
-        "--out",
-        str(tmp_path),
-    ]
+    words = shlex.split(paper.command("calibrations", told))
+    assert words[-4:] == ["--text", "a b.txt", "--out", str(tmp_path)]
     assert paper.planned("calibrations", told)[0].text == "a b.txt"
     assert "--out" not in paper.command("width", replace(s, out="results"))
 
@@ -111,7 +164,7 @@ def test_smoke(tmp_path):
     done = run_script("paper.py", "--scale", "smoke", "--out", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     text = (tmp_path / "README.md").read_text()
-    assert "not made" not in text and len(text.splitlines()) > 100
+    assert "not made" not in text and text.count("not decided") == 1 and len(text.splitlines()) > 150
     names = [name for _, name, _ in paper.COVERAGE if name in paper.COMMANDS]
     assert {*names} | {"setup"} == {*paper.COMMANDS}
     for item, name, words in paper.COVERAGE:
