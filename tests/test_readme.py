@@ -325,6 +325,22 @@ def test_committed_claims_are_what_the_code_says_of_the_committed_rows():
         assert found == result["claims"], name
 
 
+def test_every_file_and_flag_that_the_readme_names_exists():
+    readme = (ROOT / "README.md").read_text()
+    for path in re.findall(r"\]\(([\w./-]+)\)", readme):
+        assert (ROOT / path).exists(), path
+    described = {"probe": probe.Settings, "contraction": ContractionSettings, "train": train.Settings}
+    described |= {f"sinks.py {name}": found[1] for name, found in sinks.EXPERIMENTS.items()}
+    described |= {"families": families.Settings, "paper": paper.Settings}
+    described |= {f"seedprint.py {name}": command[0] for name, command in seedprint.COMMANDS.items()}
+    for script, settings in described.items():
+        flags = {"--" + name.replace("_", "-") for name in settings.__dataclass_fields__}
+        script = script if " " in script else f"{script}.py"
+        for line in re.findall(rf"{re.escape(script)} (.*?)(?:  |`|\n|#)", readme):
+            assert set(re.findall(r"--[\w-]+", line)) <= flags | {"--help"}, line
+            assert script != "contraction.py" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
+
+
 def apply(diff: str, folder) -> None:
     """Make a README's diff in copies of the files it names: each hunk's old lines stand there once."""
     name, lines = None, 0
