@@ -165,7 +165,7 @@ def measure(settings: Settings, device: torch.device, dtype: torch.dtype) -> dic
     context = shared_context(settings.model)
     num_sequences = settings.num_sequences or num_sequences
     lengths = settings.sequence_length or [min(T, context) for T in lengths]
-    peak = float(common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)))
+    peak = float(common.sum_over_ranks(torch.tensor(common.known_peak(device, dtype), device=device)))
     rows, details = [], []
     for name, seed in models(settings.model, settings.seed):
         model = obtain(name, seed, settings.embedding_seed, settings.init, device, dtype)

@@ -256,7 +256,7 @@ def kept_lines(path: Path, step: int) -> str:
     kept = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            kept += [line + "\n"] if json.loads(line)["step"] <= step else []
+            kept += [line + "\n"] * (json.loads(line)["step"] <= step)
     return "".join(kept)
 
 
@@ -285,7 +285,7 @@ def train(s: Settings) -> Path:
     resumed = s.resume and bool(checkpoint.steps(run))
     model = torch.compile(raw) if s.compile and device.type == "cuda" else raw
     model = DistributedDataParallel(model) if common.world_size() > 1 else model
-    peak = common.sum_over_ranks(torch.tensor(common.matmul_peak(device, dtype), device=device)).item()
+    peak = common.sum_over_ranks(torch.tensor(common.known_peak(device, dtype), device=device)).item()
     token_flops = 3 * (forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size)
     metrics, texts = run / "metrics.jsonl", {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
     texts[metrics] = kept_lines(metrics, step) if resumed else ""
