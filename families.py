@@ -37,6 +37,7 @@ from stats import column, interval, split
 FOLDER = Path(__file__).parent
 SMOKE = dict(max_iters=2, warmup_iters=1, save_every=1, eval_sequences=4)
 SMOKE |= dict(global_batch_size=4, micro_batch_size=4, sequence_length=32)
+SMOKE |= dict(source=("backcopy",), tokenizer="bytes")  # the quickest to prepare
 
 
 @dataclass

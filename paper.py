@@ -184,7 +184,8 @@ def command(name: str, s: Settings) -> str:
     """The command line of an experiment at the scale of `s`, as a user would type it after `python`."""
     plain, smoke, full = COMMANDS[name]
     folder = Path(s.out) / Path(name).parent
-    words = dict(size="tiny", second="docstrings", text="laptop", data="data/python-bpe_4096")
+    source = "backcopy-bytes" if s.scale == "smoke" else "python-bpe_4096"
+    words = dict(size="tiny", second="docstrings", text="laptop", data=f"data/{source}")
     if s.scale == "paper":
         words = dict(size="nano", second="stories", text="nano_llama", data="data/" + PAPER_TEXT)
     text = f"{plain} {dict(smoke=smoke, laptop='', paper=full)[s.scale]}".strip()
