@@ -50,9 +50,8 @@ class Settings(common.RunSettings):
 
     def training(self, config: str, out: str, **changes) -> train.Settings:
         """A run of configs/<config>.py (or of the defaults), changed, at this size, in the folder `out`."""
-        settings = common.parse_settings(
-            train.Settings, "", [f"{FOLDER}/configs/{config}.py"] if config else []
-        )
+        words = [f"{FOLDER}/configs/{config}.py"] if config else []
+        settings = common.parse_settings(train.Settings, "", words)
         changes |= SMOKE if self.size == "smoke" else {}
         return replace(settings, **dict(device=self.device, dtype=self.dtype, out=out) | changes)
 
@@ -90,11 +89,8 @@ def logged(run: str, key: str = "val_loss") -> list[dict]:
 
 def seconds(s: train.Settings) -> float:
     """What a run's steps took, without evaluations and checkpoints."""
-    return (
-        s.global_batch_size
-        * s.sequence_length
-        * sum(1 / r["loss"] for r in logged(s.out, "tokens_per_second"))
-    )
+    per_second = column(logged(s.out, "tokens_per_second"), "loss")
+    return float(s.global_batch_size * s.sequence_length * (1 / per_second).sum())
 
 
 def paired(text: str, paper, runs: dict, kind: str, than: str, key: str, sign: int) -> dict:
