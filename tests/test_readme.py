@@ -60,21 +60,22 @@ HEADLINES = (
     "Figure 1a",
     "Table 1b",
     "Finding 2.1, Figure 2",
-    "Figures 2 and 7 by theory (ours)",
     "Finding 2.2",
-)
-HEADLINES += ("Footnote 5", "Table 3", "Proposition 5", "Figure 9, Equation 2", "Ours: the cure")
-HEADLINES += (
-    "Figure 11",
-    "Table 4a",
-    "Table 4b",
-    "Table 4c",
+    "Footnote 5",
+    "Table 3",
     "Table 6",
-    "Figure 12",
-    "Table 7",
-    "SO: headnorm",
 )
-HEADLINES += ("SO: interventions", "Ours: training the unprejudiced")
+HEADLINES += (
+    "Proposition 5",
+    "Figure 9, Equation 2",
+    "Figure 11",
+    "Figure 14",
+    "Table 7",
+    "Table 13",
+    "Table 14",
+)
+HEADLINES += ("SO: interventions", "SO: headnorm", "Ours: the cure", "Ours: which seed?")
+HEADLINES += ("Ours: training the unprejudiced",)
 
 
 def headlines() -> str:
