@@ -168,12 +168,13 @@ def test_births_are_judged_by_paired_differences(tmp_path):
     assert not families.judge_births(rows)[1]["holds"]
 
 
-def test_the_papers_sizes_are_the_configs(tmp_path):
+def test_the_papers_sizes_are_the_configs():
     s = families.Settings(size="paper", runs="r")
-    for family in (kinship.family, families.calibrated, families.newborns):
-        for run in family(s).values():
-            model = run.model if not run.init_from else run.model
-            assert model.startswith("nano_") and run.global_batch_size >= 128 and run.sequence_length >= 1024
+    every = [run for _, (family, *_) in families.EXPERIMENTS.items() for run in family(s).values()]
+    for run in every:
+        large = run.model.startswith("nano_") and run.global_batch_size >= 128 and run.sequence_length >= 1024
+        assert large or run.model == "backcopy"
+    assert len({run.out for run in every}) == len(every) == 12 + (4 * 3 + 4 * 5) + 8
     small = families.Settings(size="smoke", runs="r")
     for family in (kinship.family, families.calibrated, families.newborns):
         assert {run.max_iters for run in family(small).values()} == {2}
