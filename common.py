@@ -50,7 +50,9 @@ def run(plan) -> None:
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))  # may quote strangers
             print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, BrokenPipeError):  # the latter: `| head` has read enough
+    except (KeyboardInterrupt, BrokenPipeError) as error:  # the latter: `| head` has read enough
+        if isinstance(error, KeyboardInterrupt):
+            print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     finally:

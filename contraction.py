@@ -306,7 +306,10 @@ def fill(name: str, given: Settings, strict: bool) -> Settings:
             raise UserError(f"{name} does not read --{flag.name.replace('_', '-')}")
         values[flag.name] = defaults.get(flag.name) if unread or value is None else value
     s = Settings(**values)
-    shared_context(s.model or PRESETS, s.sequence_length)
+    context = shared_context(s.model or PRESETS, given.sequence_length)
+    if s.sequence_length:  # the experiment's own lengths, as far as the model goes
+        fitting = tuple(T for T in s.sequence_length if T <= context)
+        s.sequence_length = given.sequence_length or fitting or (context,)
     if name == "cure" and any(seed is None for _, seed in models(s.model, s.seed)):
         raise UserError("cure compares how newborns are drawn: give --model a preset")
     if s.num_sequences < 2 or (s.batch_size is not None and s.batch_size < 1):

@@ -68,7 +68,10 @@ def trained(s: train.Settings) -> str:
     last = lambda: int(checkpoint.steps(s.out)[-1].name.removeprefix("step_"))  # noqa: E731
     begun = bool(checkpoint.steps(s.out))
     s, *_ = common.start(replace(s, resume=begun))
-    train.check(s)
+    try:
+        train.check(s)
+    except UserError as error:
+        raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
     known = json.loads((Path(s.out) / "settings.json").read_text()) if begun else {}
     for key in ("max_iters", "eval_every", "eval_sequences"):  # free for train.py, but not for a comparison
         if begun and known.get(key) != getattr(s, key):
@@ -306,7 +309,9 @@ def run(name: str, s: Settings) -> dict:
 
 def plan(words: list[str]) -> list:
     """The settings of a command line, and what to do."""
-    name, words = common.subcommand(words, EXPERIMENTS, "lineage", "experiment")
+    name, words = common.subcommand(words, EXPERIMENTS, "", "experiment")
+    if not {"-h", "--help"} & {*words}:
+        common.choose(name, EXPERIMENTS, "experiment")  # none is the default: each takes an hour
     s = common.parse_settings(Settings, __doc__, words)
     return [(s, partial(run, name, s))]
 
