@@ -123,6 +123,8 @@ def calibrated(s: Settings) -> dict:
     configs, runs = dict(CALIBRATED), {}
     if s.size == "paper":
         configs = {"nano_llama": configs.pop("laptop")} | configs
+    if s.size == "smoke":
+        del configs["laptop"]
     for config, kind in itertools.product(configs, CHOICES["attn_calibration"]):
         for seed in s.seeds(configs[config]):
             plain = (kind, seed) == ("none", 42)  # what `train.py configs/<config>.py` makes

@@ -75,7 +75,8 @@ COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the p
     "outside/identify": (f"seedprint.py identify {CHILD} --seeds 2000-101999", "--seeds 2000-2020", ""),
     "cost": (f"seedprint.py cost {{size}}_llama@1000 {CHILD}", "--permutations 99", ""),
     "calibrate": ("seedprint.py calibrate", "--model tiny_gpt2 --schemes gpt2 --num-births 14 "
-        "--paper-births 3 --paper-sequences 20 --permutations 99", "--paper-sequences 10000"),
+        "--num-sequences 2 --sequence-length 8 --paper-births 3 --paper-sequences 20 --permutations 99",
+        "--paper-sequences 10000"),
     "persistence": (f"seedprint.py persistence {CHILD} --stranger {STRANGER}", "--paper-sequences 50", ""),
     "qwen/persistence": ("seedprint.py persistence {runs}/lineage/{size}_qwen-1000 --stranger "
         "{runs}/lineage/{size}_qwen-123", "--paper-sequences 50", ""),
@@ -99,6 +100,7 @@ COVERAGE = (
     ("Figure 1b, Figure 10", "probe", "Figure 10"),
     ("Finding 2.1, Figure 2", "layers", "Finding 2.1"), ("Figure 7", "layers", "Figure 7"),
     ("Figures 2 and 7 by theory (ours)", "layers", "of its theory"),
+    ("Figure 7, a LLaMA (rightly not)", "nano_llama/layers", ""),
     ("Finding 2.2", "overlap", "Finding 2.2"), ("Finding 2.2, by weights alone (ours)", "predict", ""),
     ("Table 2", "ablation", "Table 2"), ("Figure 3", "ablation", "Figure 3"),
     ("Figure 4", "mlp", "Figure 4"), ("Figure 5, Proposition 2", "mlp", "stack mlp0"),
@@ -121,6 +123,7 @@ COVERAGE = (
     ("Tables 4, 5 and 8-12, their size", "python families.py lineage --size paper", ""),
     ("Table 13", "setup", "Table 13"), ("Table 14", "setup", "Table 14"),
     ("Figure 12", "calibrations", "Figure 12"), ("Figure 12, a model with sinks", "backcopy/rate", ""),
+    ("Figure 12, a text model", "laptop/rate", ""),
     ("Figure 13", "calibrate", "own embedding"), ("Figure 13, Gaussian inputs", "calibrate", "gaussian"),
     ("Figure 14", "qwen/persistence", "Figure 14"), ("Figure 14, LLaMA style", "persistence", "Figure 14"),
     ("SO: variance", "sink_variance", ""), ("SO: the chain", "backcopy/anatomy", ""),
@@ -185,8 +188,9 @@ def command(name: str, s: Settings) -> str:
     """The command line of an experiment at the scale of `s`, as a user would type it after `python`."""
     plain, smoke, full = COMMANDS[name]
     folder = Path(s.out) / Path(name).parent
-    source = "backcopy-bytes" if s.scale == "smoke" else "python-bpe_4096"
-    words = dict(size="tiny", second="docstrings", text="laptop", data=f"data/{source}")
+    words = dict(size="tiny", second="docstrings", text="laptop", data="data/python-bpe_4096")
+    if s.scale == "smoke":
+        words |= dict(text="backcopy", data="data/backcopy-bytes")
     if s.scale == "paper":
         words = dict(size="nano", second="stories", text="nano_llama", data="data/" + PAPER_TEXT)
     text = f"{plain} {dict(smoke=smoke, laptop='', paper=full)[s.scale]}".strip()

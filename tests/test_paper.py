@@ -160,18 +160,23 @@ def test_tables_13_and_14_are_compared_number_by_number():
 
 
 def test_smoke(tmp_path):
-    """Every experiment of the papers, trained and measured, from nothing; then again, from what is there."""
-    done = run_script("paper.py", "--scale", "smoke", "--out", tmp_path)
+    """The papers in small, trained and measured from nothing; then again, from what is there.
+
+    Left out: what takes long and has tests of its own, or is a twin. `--scale smoke` makes all.
+    """
+    left_out = {"matrix", "calibrate", "compare", "cost", "qwen/persistence", "outside/identify"}
+    left_out |= {name for name in paper.COMMANDS if name.endswith("/probe")} | {"nano_llama/cure"}
+    names = [name for name in paper.COMMANDS if name not in left_out]
+    done = run_script("paper.py", "--scale", "smoke", "--out", tmp_path, "--only", *names)
     assert done.returncode == 0, done.stderr[-3000:]
     text = (tmp_path / "README.md").read_text()
-    assert "not made" not in text and text.count("not decided") == 1 and len(text.splitlines()) > 150
-    names = [name for _, name, _ in paper.COVERAGE if name in paper.COMMANDS]
-    assert {*names} | {"setup"} == {*paper.COMMANDS}
+    assert {name for _, name, _ in paper.COVERAGE if name in paper.COMMANDS} == {*paper.COMMANDS}
     for item, name, words in paper.COVERAGE:
         assert f"| {item} |" in text, (item, name, words)
+        assert name not in names or f"| {item} |  |  | not made |" not in text
     for _, path in re.findall(r"\[(figure)\]\((.*?)\)", text):
         assert (tmp_path / path).exists()
-    again = run_script("paper.py", "--scale", "smoke", "--out", tmp_path)
+    again = run_script("paper.py", "--scale", "smoke", "--out", tmp_path, "--only", *names)
     assert again.returncode == 0 and ", 0 made now" in again.stdout, again.stderr
     assert text == (tmp_path / "README.md").read_text()
     assert not (ROOT / "results" / "runs").exists()

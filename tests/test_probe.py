@@ -195,7 +195,13 @@ def rows_of(**columns) -> list[dict]:
     """Rows of a result from columns; what is not given is unremarkable."""
     n = len(next(iter(columns.values())))
     plain = {"model": "m", "seed": 1, "sequence_length": 64, "num_sequences": 10_000, "top1_token": 1}
-    plain |= {"ratio": 20.0, "log10_p": -9.0, "top1_frequency": 0.1, "direction_matches": True}
+    plain |= {
+        "ratio": 20.0,
+        "log10_p": -9.0,
+        "top1_frequency": 0.1,
+        "direction_matches": True,
+        "dimension_ratio": 8,
+    }
     return [plain | {name: values[i] for name, values in columns.items()} for i in range(n)]
 
 
@@ -210,6 +216,8 @@ def rows_of(**columns) -> list[dict]:
         ({"sequence_length": [256, 64], "top1_frequency": [0.1, 0.2]}, {"1.2": False}),
         ({"seed": [1, 2], "top1_token": [5, 6]}, {"1.3": True}),
         ({"seed": [1, 2], "top1_token": [5, 5]}, {"1.3": False}),
+        ({"dimension_ratio": [1.5, 2, 9]}, {"10": True}),
+        ({"dimension_ratio": [1.5, 1.9, 9]}, {"10": False}),
         ({"direction_matches": [True, True, False]}, {"2.2": True}),
         ({"direction_matches": [True, False]}, {"2.2": False}),
         ({"seed": [1]}, {"1.2": None, "1.3": None}),  # one row cannot tell
