@@ -214,29 +214,34 @@ def pcs(a, b) -> float:
     return float(sums[0] / max((sums[1] * sums[2]) ** 0.5, 1e-300))
 
 
-def invariant_terms(source, tokens: int):
-    """Of the last two layers: X Q'K X', X V'O' X', X U'D' X' of embeddings X, (tokens, tokens) each.
+def invariant_terms(source):
+    """Of the last two layers, the last first: Q'K, V'O' and U'D', (d, d) each.
 
     Q, K, V, O, U (up), D (down) as they are stored, (out, in); key-value heads repeated for their queries.
     """
-    X, repeats = source.read("model.embed_tokens.weight")[:tokens].float(), source.config.num_heads
-    for layer in list(range(source.config.num_layers))[:-3:-1]:  # the last first
+    for layer in list(range(source.config.num_layers))[:-3:-1]:
         name, heads = f"model.layers.{layer}.", source.config.kv_heads
         q, k, v, o = (source.read(f"{name}self_attn.{kind}.weight").float() for kind in ATTENTION)
-        k, v = (w.unflatten(0, (heads, -1)).repeat_interleave(repeats // heads, 0) for w in (k, v))
-        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        k, v = (w.unflatten(0, (heads, -1)).repeat_interleave(len(q) // len(w), 0) for w in (k, v))
         up, down = (source.read(f"{name}mlp.{kind}_proj.weight").float() for kind in ("up", "down"))
-        for left, right in ((X @ q.T, X @ k.T), (X @ v.T, X @ o), (X @ up.T, X @ down)):
-            yield left @ right.T
+        yield from (q.T @ k.flatten(0, 1), v.flatten(0, 1).T @ o.T, up.T @ down.T)
 
 
 def ics(a, b) -> float:
-    """Cosine of the two models' invariant terms, each standardised and then joined: the mean of their own."""
-    tokens, cosines = min(ICS_TOKENS, a.config.vocab_size, b.config.vocab_size), []
-    for x, y in zip(invariant_terms(a, tokens), invariant_terms(b, tokens)):
-        x, y = (x - x.mean()).flatten(), (y - y.mean()).flatten()
-        xy, xx, yy = (float(p @ q) for p, q in ((x, y), (x, x), (y, y)))
-        cosines.append(xy / max((xx * yy) ** 0.5, 1e-300))
+    """Cosine of the models' X M X', M an invariant term, X embeddings (n, d), centred: the mean over terms.
+
+    None of these (n, n) is made: the product of X M X' and Y N Y', summed, is that of M and G N G', G = X'Y.
+    """
+    n, cosines = min(ICS_TOKENS, a.config.vocab_size, b.config.vocab_size), []
+    X = [source.read("model.embed_tokens.weight")[:n].float() for source in (a, b)]
+    pairs = {(i, j): X[i].T @ X[j] for i, j in ((0, 1), (0, 0), (1, 1))}
+    for terms in zip(invariant_terms(a), invariant_terms(b)):
+        sums = [float(x.sum(0) @ M @ x.sum(0)) / n for x, M in zip(X, terms)]
+        xy, xx, yy = (
+            float((terms[i] * (G @ terms[j] @ G.T)).double().sum()) - sums[i] * sums[j]
+            for (i, j), G in pairs.items()
+        )
+        cosines.append(xy / max(xx * yy, 1e-300) ** 0.5)
     return float(np.mean(cosines))
 
 
