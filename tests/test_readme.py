@@ -140,6 +140,52 @@ def births() -> str:
     return text + " end with a mean cosine of {:.2f} (prejudiced) and {:.2f}.".format(*cosines)
 
 
+def answers() -> str:
+    """README's first table: questions, commands, and what came out."""
+    newborn, many = read("probe.json")["rows"][0], read("ten_thousand/probe.json")["rows"][0]
+    preference = f"token {newborn['top1_token']} {newborn['top1_count']} times of"
+    preference += f" {newborn['num_sequences']:,}, where chance gives {newborn['uniform_max_count']:.0f};"
+    preference += f" of {many['num_sequences']:,}, {many['ratio']:.0f} times as often as chance"
+    rows = [r for r in read("layers.json")["rows"] if (r["variant"], r["sequence_length"]) == ("full", 64)]
+    contraction = f"states of unrelated sequences contract: mean cosine {rows[-1]['mean_cosine']:.2f}; by"
+    contraction += f" theory, with no free parameter, {rows[-1]['theory']:.2f}"
+    kin, _, stranger, _ = read("compare.json")["rows"]
+    verdict = f"a child's weights: z = {kin['body_z']:.0f}, a stranger's that read the same:"
+    verdict += f" {stranger['body_z']:.1f}. "
+    tests = split(read("calibrate.json")["rows"], "test", "inputs")
+    own, shared = (
+        [100 * row["rate"] for row in tests["relabelling", inputs]]
+        for inputs in ("own embedding", "gaussian")
+    )
+    verdict += f"At p ≤ 0.01 {min(own):.1f} to {max(own):.1f} % of strangers pass for kin;"
+    verdict += f" {min(shared):.0f} to {max(shared):.0f} % if both read the same Gaussian vectors"
+    runs = split(read("calibrations.json")["rows"], "config", "calibration")
+    rate = {kind: column(runs["backcopy", kind], "sink_rate").mean() for kind in ("none", "attenuate")}
+    asleep = column(runs["backcopy", "none"], "elsewhere").mean()
+    sink = f"a head grown in a minute pays {asleep:.2f} of its attention to BOS; `attenuate` takes the sink"
+    sink += f" rate from {rate['none']:.2f} to {rate['attenuate']:.2f}, in the mean of seeds"
+    plain, centered = split(read("births.json")["rows"], "init").values()
+    change = interval(column(centered, "val_loss") - column(plain, "val_loss"))
+    birth = "better" if change["high"] < 0 else "worse" if change["low"] > 0 else "not told apart"
+    birth += ": held-out loss {mean:+.2f} nats ({low:+.2f} to {high:+.2f})".format(**change)
+    asked = (
+        ("Which tokens does my untrained model already prefer?", "probe.py --seed 42", "a minute",
+         preference),
+        ("Why?", "contraction.py", "eight minutes", contraction),
+        ("Is this checkpoint a child of that one, and of which seed?", "seedprint.py compare BASE SUSPECT",
+         "seconds", verdict),
+        ("Where does attention sink, and can I train without?", "sinks.py", "seconds", sink),
+        ("Is an unprejudiced birth a better one?", "families.py births", "35 minutes", birth),
+        ("Do the papers hold?", "paper.py --out mine", "four hours",
+         f"{summary().split(' hold')[0]} do: [results](results/README.md)"),
+    )  # fmt: skip
+    lines = ["| you may have come to ask | | takes | what comes out |", "|---|---|---|---|"]
+    for question, command, takes, answer in asked:
+        anchor = re.sub(r"[^a-z -]", "", question.split(", and of")[0].lower()).replace(" ", "-")
+        lines.append(f"| [{question}](#{anchor}) | `python {command}` | {takes} | {answer} |")
+    return "\n".join(lines)
+
+
 def interventions() -> str:
     """What `sinks.py intervene` found on the model with a sink."""
     rows = {
@@ -284,7 +330,7 @@ def sinks_sentences() -> list[str]:
 def blocks() -> list[str]:
     """All that README.md takes from the results."""
     columns = "checkpoint sequence_length sink_rate mean_alpha1 max_alpha1 uniform_alpha1"
-    tables = [probe_output(), compare_output(), calibration_table(), lineage_table(), cost_table()]
+    tables = [answers(), probe_output(), compare_output(), calibration_table(), lineage_table(), cost_table()]
     tables += [
         output("backcopy/rate.json", columns),
         calibrations_table(),
