@@ -80,8 +80,9 @@ class RunSettings:
 def choose(name: str, choices, what: str) -> str:
     """`name`, if it is one of `choices`; otherwise a UserError that names the closest one, or all of them."""
     if name not in choices:
-        close = difflib.get_close_matches(name, list(choices), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+        close = [choice for choice in choices if choice.endswith(f"/{name}")]
+        close = close or difflib.get_close_matches(name, list(choices), n=1)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(choices)}"
         raise UserError(f"unknown {what} {name!r}: {hint}")
     return name
 

@@ -264,7 +264,7 @@ def run(s: Settings) -> None:
         with atomic_path(Path(s.out) / "README.md") as new:
             new.write_text(report(s))
     count = len(names) - len(failed)
-    print(f"{count} experiments are there, {len(made)} made now; the tables: {Path(s.out) / 'README.md'}")
+    print(f"{count} of {len(names)} experiments are there, {len(made)} made now; the tables: {Path(s.out) / 'README.md'}")
     if failed:
         raise UserError("; ".join(f"{name} failed ({reason})" for name, reason in failed.items()))
 

@@ -284,6 +284,8 @@ def test_subcommand(words, expected):
 
 
 def test_unknown_subcommand_names_the_closest():
+    with pytest.raises(UserError, match="did you mean a/rate or b/rate"):
+        common.choose("rate", ("calibrate", "a/rate", "b/rate"), "experiment")
     with pytest.raises(UserError, match="unknown experiment 'layer': did you mean layers"):
         common.subcommand(["layer"], ("layers", "all"), "all", "experiment")
 
