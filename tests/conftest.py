@@ -1,13 +1,18 @@
 """What the tests share: small models of every kind, and scripts run as a user runs them."""
 
+import contextlib
+import importlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import common
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -46,6 +51,18 @@ def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subproces
     command = [sys.executable, *launcher, *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def run_here(script: str, *arguments) -> subprocess.CompletedProcess:
+    """As `run_script`, but in this process, which has imported torch: for the many ways to be refused."""
+    words, out, error, code = [script, *map(str, arguments)], io.StringIO(), io.StringIO(), 0
+    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(error)
+    with mock.patch.object(sys, "argv", words), streams[0], streams[1]:
+        try:
+            common.run(importlib.import_module(script.removesuffix(".py")).plan)
+        except SystemExit as stopped:
+            code = stopped.code
+    return subprocess.CompletedProcess(words, code, out.getvalue(), error.getvalue())
 
 
 def assert_refused(result: subprocess.CompletedProcess, *words: str) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import assert_refused, run_script
+from conftest import assert_refused, run_here, run_script
 
 import bench
 from model import PRESETS, Transformer, forward_flops
@@ -74,8 +74,8 @@ def test_bad_inputs(tmp_path):
         (["--rounds", "0"], ["at least 1"]),
         (["--tokens", "0"], ["at least 1"]),
     ):
-        assert_refused(run_script("bench.py", "forward", *flags, "--out", tmp_path / "new"), *words)
-    assert_refused(run_script("bench.py", "foward", "--out", tmp_path / "new"), "forward")
+        assert_refused(run_here("bench.py", "forward", *flags, "--out", tmp_path / "new"), *words)
+    assert_refused(run_here("bench.py", "foward", "--out", tmp_path / "new"), "forward")
     assert not (tmp_path / "new").exists()
 
 

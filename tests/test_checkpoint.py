@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import KINDS, ROOT, assert_refused, random_model, run_script
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
 from corrupt_checkpoint import trial
 
 import checkpoint
@@ -249,8 +249,8 @@ def test_scripts_take_folders_and_name_tokens(tmp_path):
     result = run_script("contraction.py", "layers", "--model", tmp_path / "a", *small)
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "layers.json").read_text())["rows"][0]["model"] == str(tmp_path / "a")
-    assert_refused(run_script("contraction.py", "cure", "--model", tmp_path / "a"), "newborns", "preset")
-    assert_refused(run_script("probe.py", "--model", tmp_path / "nothing"), "no model")
+    assert_refused(run_here("contraction.py", "cure", "--model", tmp_path / "a"), "newborns", "preset")
+    assert_refused(run_here("probe.py", "--model", tmp_path / "nothing"), "no model")
 
 
 def test_full_disk_is_one_line(tmp_path):

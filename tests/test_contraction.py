@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import KINDS, assert_refused, random_model, run_script
+from conftest import KINDS, assert_refused, random_model, run_here, run_script
 
 import contraction
 import findings
@@ -134,7 +134,7 @@ def test_two_ranks_give_the_rows_of_one_process(everything, tmp_path):
     ],
 )
 def test_bad_inputs(words, expected, tmp_path):
-    assert_refused(run_script("contraction.py", *words, "--out", tmp_path / "new"), *expected)
+    assert_refused(run_here("contraction.py", *words, "--out", tmp_path / "new"), *expected)
     assert not (tmp_path / "new").exists()
 
 

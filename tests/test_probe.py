@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, assert_refused, random_model, run_script
+from conftest import KINDS, assert_refused, random_model, run_here, run_script
 
 import common
 import findings
@@ -168,7 +168,7 @@ def test_more_ranks_than_batches(tmp_path):
 )
 def test_bad_inputs(flags, words, tmp_path):
     out = [] if "--out" in flags else ["--out", tmp_path / "new"]
-    assert_refused(run_script("probe.py", *flags, *out), *words)
+    assert_refused(run_here("probe.py", *flags, *out), *words)
     assert not (tmp_path / "new").exists()  # refused before anything was made
 
 

@@ -1,20 +1,18 @@
 """seedprint.py as a user runs it: every subcommand at a tiny size, and what mistakes get: one line."""
 
+import functools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import assert_refused, random_model, run_script
+from conftest import assert_refused, random_model, run_here, run_script
 from evade import evade
 
 import baselines
 import checkpoint
-import common
 import findings
 import init
 import seedprint
@@ -35,20 +33,7 @@ TINY = ["--num-sequences", 3, "--sequence-length", 16, "--permutations", 199, "-
 SHORT = ["--paper-sequences", 40, "--paper-length", 9]
 
 
-@pytest.fixture
-def script(monkeypatch, capsys):
-    """Runs the command line in this process, which saves the seconds of an import."""
-
-    def run(*words) -> subprocess.CompletedProcess:
-        monkeypatch.setattr(sys, "argv", ["seedprint.py", *map(str, words)])
-        status = 0
-        try:
-            common.run(seedprint.plan)
-        except SystemExit as stopped:
-            status = stopped.code
-        return subprocess.CompletedProcess(words, status, *capsys.readouterr())
-
-    return run
+script = functools.partial(run_here, "seedprint.py")
 
 
 def is_png(path) -> bool:
@@ -86,7 +71,7 @@ def family(tmp_path_factory):
 # ---- compare -----------------------------------------------------------------------------------------------
 
 
-def test_compare_two_newborns_twice(script, tmp_path):
+def test_compare_two_newborns_twice(tmp_path):
     words = ["compare", "tiny_llama@1", "tiny_llama@2", *TINY, *SHORT, "--paper-test"]
     done = run_script("seedprint.py", *words, "--out", tmp_path / "one")
     assert done.returncode == 0, done.stderr
@@ -101,7 +86,7 @@ def test_compare_two_newborns_twice(script, tmp_path):
     assert rows_of(tmp_path / "two" / "compare.json") == rows  # bit for bit, in another process
 
 
-def test_compare_a_family(script, family, tmp_path):
+def test_compare_a_family(family, tmp_path):
     folders = [family / name for name in ("base", "child", "stranger", "other", "base")]
     for way in ("rotate", "permute", "neurons"):
         evade(way, family / "base", tmp_path / way)
@@ -124,7 +109,7 @@ def test_compare_a_family(script, family, tmp_path):
     assert is_png(tmp_path / "compare.png")
 
 
-def test_baselines_on_demand(script, family, tmp_path):
+def test_baselines_on_demand(family, tmp_path):
     words = ["compare", family / "base", family / "base", family / "stranger", *TINY, "--baselines"]
     for name in ("one", "two"):
         assert script(*words, "--out", tmp_path / name).returncode == 0
@@ -134,14 +119,14 @@ def test_baselines_on_demand(script, family, tmp_path):
         assert same[key] == pytest.approx(1, abs=1e-6) and other[key] < 0.98  # float32 products
 
 
-def test_basis_free_on_demand(script, family, tmp_path):
+def test_basis_free_on_demand(family, tmp_path):
     words = ["compare", family / "base", family / "child", *TINY, "--out", tmp_path]
     assert script(*words, "--basis-free", "--neuron-permutations", 49, "--neuron-layers", 1).returncode == 0
     (row,) = rows_of(tmp_path / "compare.json")
     assert row["basis_free_z"] > 10 and row["any_order_z"] > 10 and row["basis_free_p"] == 1 / 50
 
 
-def test_compare_reads_the_inputs_it_is_told(script, family, tmp_path):
+def test_compare_reads_the_inputs_it_is_told(family, tmp_path):
     seen, words = [], ["compare", family / "base", family / "child", *TINY, *SHORT, "--out", tmp_path]
     paper = ["--paper-test"], ["--paper-test", "--inputs", "gaussian"], ["--paper-test", "--side", "bottom"]
     for more in ([], paper[0], ["--input-seed", 1], *paper[1:], [*paper[0], "--softmax-temperature", 10]):
@@ -165,7 +150,7 @@ def test_compare_reads_the_inputs_it_is_told(script, family, tmp_path):
 # ---- matrix ------------------------------------------------------------------------------------------------
 
 
-def test_matrix(script, family, tmp_path):
+def test_matrix(family, tmp_path):
     folders = [str(family / name) for name in ("base", "stranger", "child", "other")]
     done = script("matrix", *folders, *TINY, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -192,7 +177,7 @@ def test_a_draw_begins_alike(name, shape):
         assert torch.equal(init.draw(7, name, shape, 0.02, first=first), whole.flatten()[:first])
 
 
-def test_identify_names_the_seed(script, tmp_path):
+def test_identify_names_the_seed(tmp_path):
     checkpoint.save(tmp_path / "a", noised(init.newborn(CONFIG, 1234), 2.0))
     for more in ([], ["--numbers", 300], ["--parameter", "model.layers.1.mlp.down_proj.weight"]):
         done = script("identify", tmp_path / "a", "--seeds", "0-2000", *more, "--out", tmp_path)
@@ -211,7 +196,7 @@ def test_identify_names_the_seed(script, tmp_path):
         assert [row["cosine"] for row in rows] == sorted((row["cosine"] for row in rows), reverse=True)
 
 
-def test_identify_knows_none(script, tmp_path):
+def test_identify_knows_none(tmp_path):
     checkpoint.save(tmp_path / "a", init.newborn(CONFIG, 5000))
     done = script("identify", tmp_path / "a", "--seeds", "0-1500", "--out", tmp_path)
     assert done.returncode == 0 and "none" in done.stdout, done.stderr
@@ -233,7 +218,7 @@ def test_identify_knows_none(script, tmp_path):
     assert row["family_log10_p"] == pytest.approx(np.log10(scipy.stats.t.sf(t, m - 1)), abs=1e-6)
 
 
-def test_z_of_wrong_seeds_is_normal(script, monkeypatch, tmp_path):
+def test_z_of_wrong_seeds_is_normal(monkeypatch, tmp_path):
     """Of every candidate, not of the ten best: the JSON's rows are those of one seed at a time."""
     weight = init.draw(10**6, "model.layers.0.self_attn.v_proj.weight", (32, 64), 0.02)
     z = []
@@ -260,7 +245,7 @@ def runs(tmp_path_factory):
     return root
 
 
-def test_persistence(script, runs, tmp_path):
+def test_persistence(runs, tmp_path):
     found = {}
     for name, more in (("newborn", []), ("run", ["--stranger", runs / "b"])):
         done = script("persistence", runs / "a", *TINY, *SHORT, *more, "--out", tmp_path / name)
@@ -290,7 +275,7 @@ def test_persistence(script, runs, tmp_path):
 # ---- cost --------------------------------------------------------------------------------------------------
 
 
-def test_cost(script, family, tmp_path):
+def test_cost(family, tmp_path):
     done = script("cost", family / "base", family / "child", *TINY, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["test"]: row for row in rows_of(tmp_path / "cost.json")}
@@ -377,15 +362,15 @@ PAIR = ["tiny_llama@1", "tiny_llama@2"]
     ],
     ids=lambda value: " ".join(map(str, value))[-40:] if type(value) is list else None,
 )  # fmt: skip
-def test_bad_inputs(script, words, expected, tmp_path):
+def test_bad_inputs(words, expected, tmp_path):
     assert_refused(script(*words, "--out", tmp_path / "new"), *expected)
     assert not list((tmp_path / "new").glob("*"))
 
 
-def test_bad_folders(script, family, runs, tmp_path):
+def test_bad_folders(family, runs, tmp_path):
     checkpoint.save(tmp_path / "wide", init.newborn(replace(CONFIG, d_model=32), 1))
     words = ["compare", family / "base", tmp_path / "wide", *TINY, "--out", tmp_path]
-    assert_refused(run_script("seedprint.py", *words), "64", "32", "width")
+    assert_refused(script(*words), "64", "32", "width")
     assert_refused(script("matrix", *words[1:]), "64", "32", "width")
     assert_refused(script(*words, "--stranger", runs / "b"), "--stranger")
     checkpoint.save(tmp_path / "cut", init.newborn(CONFIG, 1))
@@ -414,7 +399,7 @@ def test_bad_folders(script, family, runs, tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".json", ".png")]
 
 
-def test_an_unequal_pair_shares_the_shorter_context(script, family, tmp_path):
+def test_an_unequal_pair_shares_the_shorter_context(family, tmp_path):
     checkpoint.save(tmp_path / "short", init.newborn(replace(CONFIG, context_length=70), 1))
     words = ["compare", family / "base", tmp_path / "short", "--out", tmp_path, *TINY[4:]]
     assert_refused(script(*words, "--sequence-length", 65), "64")
@@ -426,7 +411,7 @@ def test_an_unequal_pair_shares_the_shorter_context(script, family, tmp_path):
 # ---- faults that were --------------------------------------------------------------------------------------
 
 
-def test_identify_refuses_nan(script, tmp_path):
+def test_identify_refuses_nan(tmp_path):
     model = init.newborn(CONFIG, 1)
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight[0, 0] = torch.nan
@@ -434,13 +419,13 @@ def test_identify_refuses_nan(script, tmp_path):
     assert_refused(script("identify", tmp_path / "a", "--seeds", "0-20", "--out", tmp_path), "not finite")
 
 
-def test_a_context_shorter_than_the_papers(script, tmp_path):
+def test_a_context_shorter_than_the_papers(tmp_path):
     for seed in (1, 2):
         checkpoint.save(tmp_path / str(seed), init.newborn(replace(CONFIG, context_length=32), seed))
     done = script("compare", tmp_path / "1", tmp_path / "2", *TINY, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_cost_without_a_matrix_in_common(script, family, tmp_path):
+def test_cost_without_a_matrix_in_common(family, tmp_path):
     checkpoint.save(tmp_path / "a", init.newborn(replace(CONFIG, head_dim=20, d_ff=80), 1))
     assert script("cost", family / "base", tmp_path / "a", *TINY, "--out", tmp_path).returncode in (0, 2)

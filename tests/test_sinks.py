@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import KINDS, ROOT, SMALL, assert_refused, random_model, run_script
+from conftest import KINDS, ROOT, SMALL, assert_refused, random_model, run_here, run_script
 from scipy.stats import ttest_1samp
 
 import attention
@@ -479,7 +479,7 @@ def test_mistakes_are_refused(arguments, words, tmp_path):
 
 
 def test_a_mistake_is_one_line_and_status_2(tmp_path):
-    assert_refused(run_script("sinks.py", "intervene", "--position", 65, "--out", tmp_path), "--position 65")
+    assert_refused(run_here("sinks.py", "intervene", "--position", 65, "--out", tmp_path), "--position 65")
 
 
 def refused(match: str, **given):
