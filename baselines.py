@@ -18,9 +18,9 @@ from scipy.special import softmax
 from torch import Tensor
 
 import common
-from checkpoint import config_of, shared_context
+from checkpoint import config_of, shared_context, tensors
 from common import UserError, setting
-from evidence import states
+from evidence import like_rows, states
 from init import SCHEMES, keyed_generator
 from probe import gaussian_vectors, random_tokens
 
@@ -37,10 +37,10 @@ class Inputs(common.RunSettings):
     """The `models`, what the relabelling test reads, and how often it permutes."""
 
     models: tuple[str, ...] = ()  # words of the command line, not a flag
-    num_sequences: int = setting(16, "random sequences; each of their positions is a row")
+    num_sequences: int = setting(16, "random sequences; each of their positions is a row", least=1)
     sequence_length: int = setting(64, "tokens in a sequence")
     input_seed: int = setting(0, "seed of the random sequences and of the permutations")
-    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)")
+    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)", least=1)
     init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
 
 
@@ -48,27 +48,42 @@ class Inputs(common.RunSettings):
 class PaperInputs(Inputs):
     """What the paper's test reads: the last positions only."""
 
-    paper_sequences: int = setting(1000, "random sequences of the paper's test; in the paper 10000")
+    paper_sequences: int = setting(1000, "random sequences of the paper's test; in the paper 10000", least=3)
     paper_length: int = setting(64, "tokens in each of them; in the paper 1024")
     side: str = setting("top", "dimensions of largest or smallest mean output", ("top", "bottom"))
-    top_k: int | None = setting(None, "of them, in each model (default: half of the width)")
-    softmax_temperature: float | None = setting(None, "softmax over the chosen ones; their code: 10")
+    top_k: int | None = setting(None, "of them, in each model (default: half of the width)", least=1)
+    softmax_temperature: float | None = setting(
+        None, "softmax over the chosen ones; their code: 10", least=1e-6
+    )
+
+    def chosen(self, d: int) -> tuple[str, int, float | None]:
+        """How the dimensions of models of width d are chosen, as `identity_taus` wants it."""
+        return self.side, self.top_k or d // 2, self.softmax_temperature
 
 
 def check(s: Inputs, specs, paper: bool) -> None:
     """UserError for settings that make no sense for the models; those of the paper's test only if `paper`."""
-    least = dict(num_sequences=1, permutations=1, neuron_permutations=2, neuron_layers=1)
     if paper:
-        least |= dict(paper_sequences=3, top_k=1, softmax_temperature=1e-6)
         shared_context(specs, (s.paper_length,), "--paper-length")
         width = min(config_of(spec).d_model for spec in specs)
         if s.top_k is not None and s.top_k > width:
             raise UserError(f"--top-k {s.top_k}: expected 1 to {width}, the models' width")
-    for name, smallest in least.items():
-        value = getattr(s, name, None)
-        if value is not None and not smallest <= value < np.inf:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least {smallest}")
     shared_context(specs, (s.sequence_length,))
+
+
+def open_models(s: Inputs, paper: bool = False) -> tuple[list, int]:
+    """The models' sources and the size of the vocabulary they share; UserError if they cannot be compared."""
+    specs = s.models
+    if len(specs) < 2:
+        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
+    check(s, specs, paper)
+    sources = [tensors(spec, s.init) for spec in specs]
+    widths = [source.config.d_model for source in sources]
+    for spec, width in zip(specs, widths):
+        if width != widths[0]:
+            pair = f"{specs[0]} is {widths[0]} wide, {spec} is {width}"
+            raise UserError(f"{pair}: only models of one width can be compared")
+    return sources, min(source.config.vocab_size for source in sources)
 
 
 def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
@@ -123,11 +138,9 @@ def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: in
 def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | None = None) -> dict:
     """The paper's test of last-position states on the same inputs, arrays (n, d); see `judge_taus`.
 
-    UserError for a `top_k` that is not in 1..d, or if the shapes differ or there are fewer than three rows.
+    UserError for a `top_k` that is not in 1..d, and for what `evidence.like_rows` refuses.
     """
-    a, b = (torch.as_tensor(rows).detach().float().cpu().numpy() for rows in (a, b))
-    if a.shape != b.shape or a.ndim != 2 or len(a) < 3:
-        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {a.shape} and {b.shape}")
+    a, b = (rows.cpu().numpy() for rows in like_rows(a, b))
     n, d = a.shape
     top_k = d // 2 if top_k is None else top_k
     if not 1 <= top_k <= d:
@@ -195,7 +208,8 @@ def reef(a, b, tokens: Tensor, device, dtype) -> tuple[float, list[list[float]]]
     outputs = []
     for source in (a, b):
         layers = []
-        states(source, tokens, device, dtype, on_state=lambda _, x, to=layers: to.append(x[:, -1].float()))
+        keep = lambda _, x, to=layers: to.append(x[:, -1].float().clone())  # noqa: E731
+        states(source, tokens, device, dtype, on_state=keep)
         outputs.append(layers)
     matrix = [[cka(x, y) for y in outputs[1]] for x in outputs[0]]
     return float(np.mean([matrix[i][i] for i in range(min(map(len, outputs)))])), matrix

@@ -27,9 +27,10 @@ from baselines import (
     kendall_std,
     last_positions,
     null_taus,
+    open_models,
     paper_test,
 )
-from checkpoint import Newborn, config_of, tensors
+from checkpoint import Newborn
 from common import UserError, setting
 from evidence import (
     SAME,
@@ -61,12 +62,12 @@ class Settings(PaperInputs):
 
     model: tuple[str, ...] = setting(("tiny_gpt2", "tiny_llama"), "presets to be born", PRESETS)
     schemes: tuple[str, ...] = setting(("gpt2", "normal"), "how they are drawn", SCHEMES)
-    first_seed: int = setting(1, "seed of the first birth; the others follow")
+    first_seed: int = setting(1, "seed of the first birth; the others follow", least=0)
     num_births: int = setting(
-        200, "newborns with embeddings of their own; each is compared with the next six"
+        200, "newborns with embeddings of their own; each is compared with the next six", least=14
     )
-    paper_births: int = setting(12, "of them for the paper's test, which takes longer; all pairs")
-    permutations: int = setting(999, "relabellings; the smallest p is 1 / (1 + this)")
+    paper_births: int = setting(12, "of them for the paper's test, which takes longer; all pairs", least=3)
+    permutations: int = setting(999, "relabellings; the smallest p is 1 / (1 + this)", least=1)
 
 
 def calibrate(s: Settings) -> dict:
@@ -76,9 +77,8 @@ def calibrate(s: Settings) -> dict:
     """
     if s.models:
         raise UserError(f"unexpected argument '{s.models[0]}': calibrate makes its own births (see --help)")
-    for name, smallest in dict(num_births=14, paper_births=3, first_seed=0).items():
-        if getattr(s, name) < smallest:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected at least {smallest}")
+    if s.init != "gpt2":
+        raise UserError("calibrate draws newborns by --schemes, not by --init")
     check(s, s.model, paper=True)
     columns = "test inputs scheme model num_pairs rejections rate low high ks_p"
     return conduct(s, "calibrate", "BB B.3.1, Figure 13", every_setting, columns, plot=plot)
@@ -156,7 +156,7 @@ def paper_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) ->
     paper = (s.paper_sequences, s.paper_length, kind, s.input_seed, config.vocab_size, device, dtype)
     newborns = births(s, model, scheme, inputs, s.paper_births)
     outputs = [last_positions(newborn, *paper).numpy() for newborn in newborns]
-    chosen = (s.side, s.top_k or config.d_model // 2, s.softmax_temperature)
+    chosen = s.chosen(config.d_model)
     p, pooled = {name: np.ones((len(outputs),) * 2) for name in ("t-test", "U-test", "closed form")}, []
     for i, j in itertools.combinations(range(len(outputs)), 2):
         taus = identity_taus(outputs[i], outputs[j], *chosen)
@@ -212,17 +212,14 @@ def cost(s: Inputs) -> dict:
     """Tokens and seconds until each test says p < 1e-6 of two kin, doubling sequences; writes cost.json."""
     if len(s.models) != 2:
         raise UserError("cost expects two models of one birth")
-    check(s, s.models, paper=False)
-    a, b = (config_of(spec) for spec in s.models)
-    if a.d_model != b.d_model:
-        raise UserError(f"{s.models[0]} is {a.d_model} wide, {s.models[1]} is {b.d_model}")
+    open_models(s)
     return conduct(s, "cost", "BB 5, 6.1", tokens_needed, plot=None)
 
 
 def tokens_needed(s: Inputs, device, dtype) -> dict:
     """A row for each test of the two models."""
-    a, b = pair = tuple(tensors(spec, s.init) for spec in s.models)
-    T, vocab = s.sequence_length, min(a.config.vocab_size, b.config.vocab_size)
+    pair, vocab = open_models(s)
+    T = s.sequence_length
     at = (s.input_seed, vocab, device, dtype)
 
     def relabelling(prepare, n: int) -> float:
@@ -244,13 +241,14 @@ def tokens_needed(s: Inputs, device, dtype) -> dict:
         "U-test": partial(paper, "paper_u_p"),
     }
     begun = time.perf_counter()
-    C, rows = weight_correlation(a, b)[0]["body"], []
+    C, rows = weight_correlation(*pair)[0]["body"], []
     if C is not None:
         log10_p = diagonal_test(C, (s.input_seed,), s.permutations)["log10_p"]
         rows.append(dict(test="weights", tokens=0, seconds=time.perf_counter() - begun, log10_p=log10_p))
         rows[0] |= dict(reached=log10_p <= SAME, times_fewer_tokens=None)
     for name, test in common.progress(tests.items(), desc="cost"):
         last_positions.cache_clear()
+        all_positions.cache_clear()
         null_taus.cache_clear()
         for n in (-(-3 // T) * 2**k for k in range(15)):  # three rows at least
             begun = time.perf_counter()

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import glob
 import hashlib
 import itertools
 import math
@@ -42,6 +43,9 @@ def run(plan) -> None:
     All mistakes that `plan` finds, it finds before the first work. Exit status: 0, 2 with one line for a
     UserError, 1 for anything else.
     """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a terminal need not have every letter of a sample
+            stream.reconfigure(errors="backslashreplace")
     try:
         for _, work in plan(sys.argv[1:]):
             work()
@@ -63,9 +67,10 @@ def run(plan) -> None:
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def setting(default, help: str, choices=()):
-    """A dataclass field with its help and the words it allows; a default of None is chosen at run time."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices)})
+def setting(default, help: str, choices=(), least=None):
+    """A dataclass field: its help, the words it allows, or the least number; None is chosen at run time."""
+    described = {"help": help, "choices": tuple(choices), "least": least}
+    return dataclasses.field(default=default, metadata=described)
 
 
 @dataclasses.dataclass
@@ -124,10 +129,12 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(given).items()}
     settings = settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
     for field in described:
-        value = getattr(settings, field.name)
-        words = value if isinstance(value, tuple) else () if value is None else (value,)
-        for word in words if field.metadata["choices"] else ():
-            choose(word, field.metadata["choices"], f"value for {flags[field.name]}:")
+        value, (_, choices, least) = getattr(settings, field.name), field.metadata.values()
+        for word in value if isinstance(value, tuple) else () if value is None else (value,):
+            if choices:
+                choose(word, choices, f"value for {flags[field.name]}:")
+            if least is not None and not least <= word < math.inf:
+                raise UserError(f"{flags[field.name]} {word}: expected at least {least}")
     return settings
 
 
@@ -193,7 +200,7 @@ def start(settings: RunSettings) -> tuple:
     device = torch.device("cpu")
     if settings.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if device.index >= torch.cuda.device_count():
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
             raise UserError(f"more processes than GPUs: this machine has {torch.cuda.device_count()}")
         torch.cuda.set_device(device)
     elif settings.device == "cuda":
@@ -255,8 +262,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 @functools.cache
 def known_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """`matmul_peak`, measured once in a process."""
-    return matmul_peak(device, dtype)
+    """`matmul_peak` of all ranks together, measured once in a process."""
+    return sum_over_ranks(torch.tensor(matmul_peak(device, dtype), device=device)).item()
 
 
 # ---- results -----------------------------------------------------------------------------------------------
@@ -275,13 +282,22 @@ def atomic_path(path: Path):
         temporary.unlink(missing_ok=True)
 
 
+def alive(process: int) -> bool:
+    """Is there a process of this number?"""
+    try:
+        os.kill(process, 0)  # no signal, only the question
+    except OSError as error:
+        return isinstance(error, PermissionError)  # somebody else's
+    return True
+
+
 @contextlib.contextmanager
 def atomic_folder(path: Path):
     """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
     new, old = (path.with_name(f".{path.name}.{kind}.tmp") for kind in (f"{os.getpid()}.new", "old"))
     try:
-        for stale in path.parent.glob(f".{path.name}.*.new.tmp"):
-            if not os.path.exists(f"/proc/{stale.name.split('.')[-3]}"):  # of a process that was killed
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.*.new.tmp"):
+            if not alive(int(stale.name.split(".")[-3])):  # its process was killed
                 shutil.rmtree(stale, ignore_errors=True)
         if old.exists() and not path.exists():
             os.rename(old, path)  # we were killed between the two renames below

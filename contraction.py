@@ -20,16 +20,16 @@ import torch.nn.functional as F
 
 import common
 import theory
-from checkpoint import models, obtain, shared_context
+from checkpoint import config_of, models, obtain, shared_context
 from common import UserError, setting
-from experiment import conduct
+from experiment import conduct, judge_each
 from init import SCHEMES, STD, newborn, variant
 from model import ACTIVATIONS, PRESETS, ModelConfig, Transformer, rope_table
 from probe import RANKS, gaussian_vectors, preference_row, probe
 from stats import over_seeds, pairwise_cosine, uniform_counts
 
 
-@dataclass(unsafe_hash=True)  # a key of `on_tokens`' cache
+@dataclass
 class Settings(common.RunSettings):
     """What `contraction.py` can be told; None: the experiment's own default."""
 
@@ -38,9 +38,11 @@ class Settings(common.RunSettings):
     embedding_seed: int | None = setting(None, "seed of embedding and head (default: 0 for all seeds)")
     init: str | None = setting(None, "how the weights are drawn (default: gpt2)", SCHEMES)
     input_seed: int = setting(0, "seed of the random inputs")
-    num_sequences: int | None = setting(None, "random sequences, or vectors, for each seed and length")
+    num_sequences: int | None = setting(
+        None, "random sequences, or vectors, for each seed and length", least=2
+    )
     sequence_length: tuple[int, ...] | None = setting(None, "positions in a sequence")
-    batch_size: int | None = setting(None, "sequences in a forward pass (default: as probe.py's)")
+    batch_size: int | None = setting(None, "sequences in a forward pass (default: as probe.py's)", least=1)
 
     def born(self, name: str, seed: int, dtype="float32", init: str | None = None) -> Transformer:
         """A model as these settings ask; in float32 wherever that is cheap."""
@@ -135,11 +137,11 @@ def engage(s: Settings, name: str, seed: int):
         key = {"model": name, "normed": normed, "theory": law, "preactivation_std": g.std().item()}
         rows.append(key | pairwise_cosine(block.mlp(inputs)))
         density, _ = np.histogram(g.cpu(), np.append(z, 2.05) - 0.025)
-        key = {"curve": f"pre-activations {'with' if normed else 'without'} LayerNorm", "half": None}
+        key = {"model": name, "curve": f"{'with' if normed else 'without'} LayerNorm", "half": None}
         points += [key | {"z": a, "y": b} for a, b in zip(z, density / density.max())]
     phi = ACTIVATIONS[config.mlp](torch.from_numpy(z)).tolist()
     points += [{"curve": f"activation ({config.mlp})", "z": a, "y": b, "half": a / 2} for a, b in zip(z, phi)]
-    return rows, points if seed in (None, s.seed[0]) else []
+    return rows, [{"model": name} | point for point in points]
 
 
 # ---- attention amplifies (BB 4.3, 4.4) ---------------------------------------------------------------------
@@ -203,7 +205,6 @@ def variance(s: Settings, name: str, seed: int):
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-@functools.lru_cache(maxsize=64)  # `overlap` and `predict` share newborns
 def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: bool = False):
     """(row, points): a newborn on random tokens, beside what its weights alone foretell of it."""
     model = s.born(name, seed, s.dtype, init)
@@ -228,9 +229,8 @@ def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: b
         "down_std": math.sqrt(sum(downs) / len(downs)),
     }
     key = {"model": name, "init": "projected" if projected else init, "seed": seed, "sequence_length": T}
-    which = {"model": name if seed is None else f"{name}, seed {seed}"}
-    points = [which | dict(predicted=a, measured=b) for a, b in zip(foreseen.tolist(), direction.tolist())]
-    return key | row, points
+    points = [dict(predicted=a, measured=b) for a, b in zip(foreseen.tolist(), direction.tolist())]
+    return key | row, [{"model": name} | point for point in points]
 
 
 def overlap(s: Settings, name: str, seed: int):
@@ -240,8 +240,8 @@ def overlap(s: Settings, name: str, seed: int):
 
 def predict(s: Settings, name: str, seed: int):
     """Ours: the favourite tokens and their direction from the weights alone, without a forward pass."""
-    _, points = on_tokens(s, name, seed, s.sequence_length[0], s.init)
-    return overlap(s, name, seed)[0], points if seed in (None, s.seed[0]) else []
+    found = [on_tokens(s, name, seed, T, s.init) for T in s.sequence_length]
+    return [row for row, _ in found], found[0][1]
 
 
 def cure(s: Settings, name: str, seed: int):
@@ -271,7 +271,6 @@ EIGHT, TEN = tuple(range(42, 50)), tuple(range(42, 52))
 GPT2 = dict(model=("nano_gpt2",), init="gpt2")
 PROBED = GPT2 | dict(batch_size=None, sequence_length=(64,))
 TOKENS = PROBED | dict(embedding_seed=0, seed=EIGHT, num_sequences=400)
-BOTH = GPT2 | dict(model=("nano_gpt2", "gpt2_1b"))  # of width 768 and 2048
 EXPERIMENTS = {  # name: what samples it for a model and a seed, its source, and what it reads, with defaults
     "layers": (layers, "BB Figures 2, 7",
         PROBED | dict(seed=EIGHT, num_sequences=24, sequence_length=(64, 512))),
@@ -284,11 +283,12 @@ EXPERIMENTS = {  # name: what samples it for a model and a seed, its source, and
     "intra": (intra, "BB Figure 8, Proposition 5",
         GPT2 | dict(seed=EIGHT, num_sequences=4, sequence_length=(32, 128, 512))),
     "variance": (variance, "BB Figure 9, Equation 2",
-        BOTH | dict(seed=(42,), num_sequences=32, sequence_length=(1024,))),
+        GPT2 | dict(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, sequence_length=(1024,))),
     "predict": (predict, "ours", TOKENS),
     "cure": (cure, "ours", {k: v for k, v in TOKENS.items() if k != "init"} | dict(num_sequences=120)),
     "width": (width, "ours", dict(seed=EIGHT, num_sequences=600)),
 }  # fmt: skip
+LAWS = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")  # of newborns, not of checkpoints
 COLUMNS = {  # of rows too wide to show
     "ablation": "model seed variant top1_token top1_count ratio log10_p mean_cosine cosine_log10_p",
     "overlap": "model seed top1_token top1_count runner_up_count direction_token direction_count",
@@ -306,39 +306,42 @@ def fill(name: str, given: Settings, strict: bool) -> Settings:
             raise UserError(f"{name} does not read --{flag.name.replace('_', '-')}")
         values[flag.name] = defaults.get(flag.name) if unread or value is None else value
     s = Settings(**values)
-    context = shared_context(s.model or PRESETS, given.sequence_length)
+    for config in map(config_of, s.model or ()):
+        if config.sublayers != "full" or config.num_layers < 2:
+            raise UserError("expected models of attention and MLPs, and of two layers or more")
     if s.sequence_length:  # the experiment's own lengths, as far as the model goes
+        context = shared_context(s.model, given.sequence_length)
         fitting = tuple(T for T in s.sequence_length if T <= context)
         s.sequence_length = given.sequence_length or fitting or (context,)
-    if name == "cure" and any(seed is None for _, seed in models(s.model, s.seed)):
+    if any(seed is None for _, seed in models(s.model or (), s.seed)) and name == "cure":
         raise UserError("cure compares how newborns are drawn: give --model a preset")
-    if s.num_sequences < 2 or (s.batch_size is not None and s.batch_size < 1):
-        raise UserError("--num-sequences must be at least 2, to compare states, and --batch-size 1")
     return s
 
 
 @torch.inference_mode()
 def run(name: str, settings: Settings) -> dict:
-    """Sample an experiment for every model and seed; write JSON and figure; return the JSON."""
+    """Sample an experiment for every model and seed (points: its first); write JSON and figure; the JSON."""
     sample, paper, _ = EXPERIMENTS[name]
 
     def measure(s: Settings, *_) -> dict:
         chosen = models(s.model, s.seed) if s.model else [(None, seed) for seed in s.seed]
         rows, points = [], []
         for model, seed in common.progress(chosen, desc=name, unit=" models"):
-            more_rows, more_points = sample(s, model, seed)
-            rows, points = rows + more_rows, points + more_points
+            more, drawn = sample(s, model, seed)
+            if seed is None:
+                more = [row | {law: None for law in LAWS if law in row} for row in more]
+            known = model is None or any(row["model"] == model for row in rows)
+            rows, points = rows + more, points + drawn * (not known)
         return {"rows": rows if "seed" in rows[0] else over_seeds(rows), "points": points}
 
-    return conduct(settings, name, paper, measure, COLUMNS.get(name, ""))
+    return conduct(settings, name, paper, measure, COLUMNS.get(name, ""), functools.partial(judge_each, name))
 
 
 def plan(words: list[str]) -> list:
     """The settings of a command line's experiment, or of all, and what to do."""
     name, words = common.subcommand(words, [*EXPERIMENTS, "all"], "all", "experiment")
     given = common.parse_settings(Settings, __doc__, words)
-    names = EXPERIMENTS if name == "all" else [name]
-    filled = {one: fill(one, given, strict=name != "all") for one in names}
+    filled = {one: fill(one, given, name != "all") for one in (EXPERIMENTS if name == "all" else [name])}
     return [(s, functools.partial(run, one, s)) for one, s in filled.items()]
 
 

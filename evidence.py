@@ -13,6 +13,7 @@ compares them, however trained and however dependent the rows (ours; BB compares
 A model comes as a source, `checkpoint.tensors(spec)`, whose parameters are read one at a time.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -189,16 +190,19 @@ def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
 
 
 def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
-    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d) of rows however dependent.
+    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d); UserError: `like_rows`'."""
+    prints = (fingerprint(rows) for rows in like_rows(a, b))
+    return diagonal_test(relation(*prints), ("relabel", seed), permutations)
 
-    UserError if the shapes differ, or if there are fewer than three rows or a number that is not finite.
-    """
+
+def like_rows(a, b) -> tuple[Tensor, Tensor]:
+    """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
     a, b = (torch.as_tensor(rows).detach().float() for rows in (a, b))
     if a.shape != b.shape or a.ndim != 2 or min(a.shape[0], a.shape[1] + 1) < 3:
         raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {a.shape} and {b.shape}")
     if not (a.isfinite().all() and b.isfinite().all()):
         raise UserError("the states are not finite")
-    return diagonal_test(relation(fingerprint(a), fingerprint(b)), ("relabel", seed), permutations)
+    return a, b
 
 
 def neuron_gram(source, layer: int, limit: int = 1024) -> Tensor:
@@ -278,6 +282,7 @@ def neuron_pairs(a, b, layers: int):
 # ---- one pair ----------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=8)
 def all_positions(
     source, n: int, T: int, input_seed: int, vocab: int, device, dtype, prepare=fingerprint
 ) -> Tensor:
@@ -301,10 +306,8 @@ def decide(tests: dict[str, dict]) -> tuple[str, str]:
     if "basis_free" in same:
         return SAME_BIRTH, "the hidden units, in any basis of the residual stream"
     if same & {"any_order", "body"}:
-        return (
-            INCONCLUSIVE,
-            "blocks alike, hidden units not: noised or reordered kin, or a transplanted table",
-        )
+        units = "hidden units not" if "basis_free" in tests else "no hidden units to compare"
+        return INCONCLUSIVE, f"blocks alike, {units}: noised or reordered kin, or a transplanted table"
     if not tests.keys() & {"body", "basis_free"}:
         return INCONCLUSIVE, "no matrices of one shape to compare"
     if "body" in tests and tests["body"]["p"] <= LEVEL / 2:  # Bonferroni: with `relabel` there are two

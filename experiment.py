@@ -20,6 +20,7 @@ import torch
 import findings
 from common import RunSettings, atomic_path, rank, start, world_size
 from figures import draw
+from stats import split
 
 
 def figure(result: dict, folder: Path) -> None:
@@ -49,6 +50,14 @@ def conduct(
     save(result, Path(s.out))
     print_result(result, columns or " ".join(rows[0]))
     return result
+
+
+def judge_each(name: str, rows: list[dict]) -> list[dict]:
+    """What findings.py says of an experiment's rows; of several models, one by one."""
+    parts, claims = split(rows, "model") if "model" in rows[0] else {}, getattr(findings, name)
+    if len(parts) < 2:
+        return claims(rows)
+    return [one | {"claim": f"{m}: {one['claim']}"} for m, part in parts.items() for one in claims(part)]
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict:

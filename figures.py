@@ -16,7 +16,8 @@ FIGURES = {
     "layers": ("layer", "mean_cosine", "variant", {"theory": "kernel recursion"}, ("layer", COSINE),
         dict(panel="sequence_length", band="std_cosine")),
     "ablation": ("rank", "count", "variant", {"theory": "uniform draws"},
-        ("rank of the predicted token", "sequences that predict it"), dict(ticks=[1, 5, 10, 15, 20])),
+        ("rank of the predicted token", "sequences that predict it"),
+        dict(panel="sequence_length", ticks=[1, 5, 10, 15, 20])),
     "overlap": ("direction_count", "top1_count", "model", {"direction_count": "both are one token"},
         ("count of the contraction direction's token", "count of the most frequent token"), dict(style="o")),
     "mlp": ("layer", "mean_cosine", "stack", {"theory": "Proposition 2; kernel recursion"},
@@ -66,9 +67,15 @@ FIGURES = {
 }  # fmt: skip
 
 
+OF_MODEL = {"model", "panel"}  # series and panels that name the model already
+
+
 def draw(name: str, points: list[dict], path: Path) -> None:
-    """The figure of an experiment, as FIGURES has it."""
+    """The figure of an experiment, as FIGURES has it; several models are told apart in its series."""
     *arguments, more = FIGURES[name]
+    series = arguments[2]
+    if len({point.get("model") for point in points}) > 1 and {series, more.get("panel")}.isdisjoint(OF_MODEL):
+        points = [point | {series: f"{point['model']}, {point[series]}"} for point in points]
     curves(points, path, *arguments, **more)
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 import common
 import data
 import train
-from baselines import THRESHOLD
+from baselines import THRESHOLD, open_models
 from evidence import SAME_BIRTH
 from findings import claim
-from seedprint import Compare, examine, open_models
+from seedprint import Compare, examine
 from stats import column, split
 
 SEEDS = (42, 123, 1000, 2000)
@@ -95,7 +95,7 @@ def every_method(runs: dict, s, device, dtype) -> dict:
         listed, text = pairs(first, second), train.open_data(next(iter(runs.values())), device)
         listed = listed[::2] if s.size == "smoke" else listed
         for i, (table, base, suspect, kin) in enumerate(common.progress(listed, desc=style, unit=" pairs")):
-            (a, b), vocab = open_models(replace(asked, models=(base, suspect)))
+            (a, b), vocab = open_models(replace(asked, models=(base, suspect)), paper=True)
             row, _ = examine(a, b, asked, vocab, text, device, dtype)
             del row["reef_matrix"], row["skipped"]
             says = {name: row[name] < 0.01 for name in (T_TEST, U_TEST)}

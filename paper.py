@@ -263,8 +263,8 @@ def run(s: Settings) -> None:
     finally:
         with atomic_path(Path(s.out) / "README.md") as new:
             new.write_text(report(s))
-    count = len(names) - len(failed)
-    print(f"{count} of {len(names)} experiments are there, {len(made)} made now; the tables: {Path(s.out) / 'README.md'}")
+    print(f"{len(names) - len(failed)} of {len(names)} experiments are there, {len(made)} made now", end="; ")
+    print(f"the tables: {Path(s.out) / 'README.md'}")
     if failed:
         raise UserError("; ".join(f"{name} failed ({reason})" for name, reason in failed.items()))
 

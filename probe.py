@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 import common
 from checkpoint import find, models, obtain, shared_context
-from common import UserError, setting
+from common import setting
 from experiment import conduct
 from figures import BLUE, VERMILION, save_figure
 from init import SCHEMES, STD, keyed_generator
@@ -50,9 +50,11 @@ class Settings(common.RunSettings):
     embedding_seed: int = setting(0, "seed of embedding and head, the same for all seeds (BB B.2)")
     init: str = setting("gpt2", "how the weights are drawn", SCHEMES)
     input_seed: int = setting(0, "seed of the random sequences")
-    num_sequences: int | None = setting(None, "sequences for each model, seed and length; " + _default(0))
+    num_sequences: int | None = setting(
+        None, "sequences for each model, seed and length; " + _default(0), least=2
+    )
     sequence_length: tuple[int, ...] | None = setting(None, "tokens in a sequence; " + _default(1))
-    batch_size: int | None = setting(None, "sequences in a forward pass; by tokens, " + _default(2))
+    batch_size: int | None = setting(None, "sequences in a forward pass; by tokens, " + _default(2), least=1)
 
 
 def streams(kind: str, input_seed: int, indices: range):
@@ -76,6 +78,11 @@ def gaussian_vectors(input_seed: int, indices: range, T: int, d: int) -> torch.T
     return torch.from_numpy(np.stack(vectors)).mul_(STD)
 
 
+def default_batch(device: torch.device, T: int) -> int:
+    """Sequences of T tokens in a forward pass; two at least, since states are compared within a batch."""
+    return max(2, DEFAULTS[device.type][2] // T)
+
+
 @torch.inference_mode()
 def probe(
     model: Transformer, T: int, num_sequences: int, batch_size=None, input_seed=0, label="", gaussian=False
@@ -88,7 +95,7 @@ def probe(
     Under torchrun each rank takes a share of the batches, and all return the sums.
     """
     config, device = model.config, model.model.norm.weight.device
-    batch_size = batch_size or max(1, DEFAULTS[device.type][2] // T)
+    batch_size = batch_size or default_batch(device, T)
     token_counts = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)
     dimension_counts = torch.zeros(config.d_model, dtype=torch.int64, device=device)
     cosines = CosineStatistics(config.d_model, device)
@@ -136,15 +143,6 @@ def preference_row(model: Transformer, measured: dict, baseline: np.ndarray) -> 
     }
 
 
-def check(settings: Settings) -> None:
-    """UserError for numbers that make no sense."""
-    shared_context(settings.model, settings.sequence_length)
-    if settings.num_sequences is not None and settings.num_sequences < 2:
-        raise UserError(f"--num-sequences {settings.num_sequences}: expected at least 2, to compare states")
-    if settings.batch_size is not None and settings.batch_size < 1:
-        raise UserError(f"--batch-size {settings.batch_size}: expected at least 1")
-
-
 def figure_detail(measured: dict, baseline: np.ndarray) -> dict:
     """What the figure needs beyond a row: the 1,000 favourites, all dimensions, what uniform draws give."""
     counts, dimensions = measured["token_counts"], measured["dimension_counts"]
@@ -161,18 +159,17 @@ def figure_detail(measured: dict, baseline: np.ndarray) -> dict:
 
 def measure(settings: Settings, device: torch.device, dtype: torch.dtype) -> dict:
     """Probe every model, seed and length of `settings`: `rows`, and `details` for the figure."""
-    num_sequences, lengths, batch_tokens = DEFAULTS[device.type]
+    num_sequences, lengths, _ = DEFAULTS[device.type]
     context = shared_context(settings.model)
     num_sequences = settings.num_sequences or num_sequences
     lengths = settings.sequence_length or [min(T, context) for T in lengths]
-    peak = float(common.sum_over_ranks(torch.tensor(common.known_peak(device, dtype), device=device)))
-    rows, details = [], []
+    peak, rows, details = common.known_peak(device, dtype), [], []
     for name, seed in models(settings.model, settings.seed):
         model = obtain(name, seed, settings.embedding_seed, settings.init, device, dtype)
         text = token_text(find(name)) if seed is None else None
         for T in lengths:
             key = {"model": name, "seed": seed, "sequence_length": T}
-            batch_size, begun = settings.batch_size or max(1, batch_tokens // T), time.perf_counter()
+            batch_size, begun = settings.batch_size or default_batch(device, T), time.perf_counter()
             label = f"{name} seed {seed} T={T}"
             measured = probe(model, T, num_sequences, batch_size, settings.input_seed, label)
             rate = num_sequences / (time.perf_counter() - begun)
@@ -230,7 +227,8 @@ def plot(result: dict, folder: Path) -> None:
 def plan(words: list[str]) -> list:
     """The settings of a command line, and what to do."""
     settings = common.parse_settings(Settings, __doc__, words)
-    check(settings)
+    shared_context(settings.model, settings.sequence_length)
+    models(settings.model, settings.seed)
     return [(settings, partial(run, settings))]
 
 

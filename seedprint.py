@@ -28,7 +28,7 @@ from scipy.stats import norm
 
 import calibration
 import common
-from baselines import Inputs, PaperInputs, check, kendall, last_positions, similarities, top_dimensions
+from baselines import Inputs, PaperInputs, kendall, last_positions, open_models, similarities, top_dimensions
 from baselines import paper_test as paper_test
 from checkpoint import Newborn, steps, tensors
 from common import UserError, setting
@@ -52,8 +52,8 @@ class Compare(PaperInputs):
     """What `seedprint.py compare` can be told."""
 
     basis_free: bool = setting(False, "make the tests that no new basis or order fools in any case")
-    neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those tests")
-    neuron_layers: int = setting(4, "layers that they read")
+    neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those", least=2)
+    neuron_layers: int = setting(4, "layers that they read", least=1)
     paper_test: bool = setting(False, "make the paper's test as well")
     inputs: str = setting("tokens", "of the paper's test; gaussian is a trap", ("tokens", "gaussian"))
     baselines: bool = setting(False, "compute Intrinsic, REEF, PCS and ICS as well")
@@ -67,7 +67,7 @@ class Identify(common.RunSettings):
     models: tuple[str, ...] = ()
     seeds: str = setting("0-99999", "candidates, FIRST-LAST")
     parameter: str = setting("model.layers.0.self_attn.v_proj.weight", "matrix to look for")
-    numbers: int = setting(65_536, "of its first numbers to draw for each candidate")
+    numbers: int = setting(65_536, "of its first numbers to draw for each candidate", least=4)
 
 
 @dataclass
@@ -79,27 +79,14 @@ class Persistence(PaperInputs):
     )
 
 
-def open_models(s: Inputs) -> tuple[list, int]:
-    """The models' sources and the size of the vocabulary they share; UserError if they cannot be compared."""
-    specs = s.models
-    if len(specs) < 2:
-        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
-    check(s, specs, getattr(s, "paper_test", isinstance(s, Persistence)))
-    sources = [tensors(spec, s.init) for spec in specs]
-    widths = [source.config.d_model for source in sources]
-    for spec, width in zip(specs, widths):
-        if width != widths[0]:
-            pair = f"{specs[0]} is {widths[0]} wide, {spec} is {width}"
-            raise UserError(f"{pair}: only models of one width can be compared")
-    return sources, min(source.config.vocab_size for source in sources)
-
-
 # ---- pairs -------------------------------------------------------------------------------------------------
 
 
 def compare(s: Compare) -> dict:
     """The first model against each of the others; writes compare.json and compare.png; returns the JSON."""
-    specs, (sources, vocab) = s.models, open_models(s)
+    specs, (sources, vocab) = s.models, open_models(s, s.paper_test)
+    if s.data and not s.baselines or s.inputs != "tokens" and not s.paper_test:
+        raise UserError("--data is for --baselines, --inputs for --paper-test")
     text = TokenData(s.data) if s.data else None
 
     def measure(s: Compare, device, dtype) -> dict:
@@ -127,7 +114,7 @@ def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype)
     row, C = compare_pair(a, b, prints, s.input_seed, s.permutations, *free)
     if s.paper_test:
         outputs = [last_positions(source, *paper, *at) for source in (a, b)]
-        row |= paper_test(*outputs, s.side, s.top_k, s.softmax_temperature)
+        row |= paper_test(*outputs, *s.chosen(a.config.d_model))
     if s.baselines:
         tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
         if text:
@@ -222,8 +209,6 @@ def identify(s: Identify) -> dict:
         raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999, ten million at most")
     source = tensors(s.models[0])
     shape = source.shapes.get(s.parameter, ())
-    if s.numbers < 4:
-        raise UserError(f"--numbers {s.numbers}: expected at least 4")
     if len(shape) != 2:
         names = ", ".join(
             name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name
@@ -264,28 +249,26 @@ def persistence(s: Persistence) -> dict:
     """Every checkpoint of a run against its birth, and a stranger beside it (BB Figures 11 and 14).
 
     `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions; the stranger is of the same
-    step where --stranger is a run that has it. Writes persistence.json and persistence.png.
+    step where --stranger is a run that has it, and its last one elsewhere. Writes persistence.json and .png.
     """
     run = steps(s.models[0]) if len(s.models) == 1 else []
     if len(run) < 2 or run[0].name != "step_0000000":
         raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
     others = {path.name: path for path in steps(s.stranger)} if s.stranger else {}
     opened = replace(s, models=(str(run[0]), str(run[-1]), *([s.stranger] if s.stranger else [])))
-    sources, vocab = open_models(opened)
-    birth = sources[0]
+    sources, vocab = open_models(opened, paper=True)
+    birth, width = sources[0], sources[0].config.d_model
     stranger = sources[2] if s.stranger else Newborn(birth.config, STRANGER, scheme=s.init)
 
     def measure(s: Persistence, *on) -> dict:
         paper = (s.paper_sequences, s.paper_length, "tokens", s.input_seed, vocab, *on)
-        inputs, chosen_as = (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on), (s.side, s.top_k)
+        inputs, chosen_as = (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on), s.chosen(width)
         born, born_rows = last_positions(birth, *paper), all_positions(birth, *inputs)
-        chosen = top_dimensions(born.numpy(), s.side, s.top_k or birth.config.d_model // 2)
-        strange, rows, points, p = last_positions(stranger, *paper), [], [], []
+        chosen, rows, points, p = top_dimensions(born.numpy(), *chosen_as[:2]), [], [], []
         for folder in common.progress(run, desc="checkpoints"):
             child, step = tensors(str(folder)), int(folder.name.removeprefix("step_"))
-            output = last_positions(child, *paper)
-            if folder.name in others:
-                strange = last_positions(tensors(str(others[folder.name])), *paper)
+            other = tensors(str(others[folder.name])) if folder.name in others else stranger
+            output, strange = (last_positions(source, *paper) for source in (child, other))
             row = dict(step=step)
             for who, model, other in (("", "its own birth", output), ("stranger_", "another birth", strange)):
                 tau = kendall(born.numpy(), other.numpy(), chosen, s.softmax_temperature)
@@ -294,7 +277,7 @@ def persistence(s: Persistence) -> dict:
             C = relation(born_rows, all_positions(child, *inputs))
             test = diagonal_test(C, ("relabel", s.input_seed), s.permutations)
             row |= dict(relabel_z=test["z"], relabel_log10_p=test["log10_p"], permutation_p=test["p"])
-            rows.append(row | paper_test(born, output, *chosen_as, s.softmax_temperature))
+            rows.append(row | paper_test(born, output, *chosen_as))
             logs = {f"{n}-test": math.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
             for name, log10_p in ({"relabelling": test["log10_p"]} | logs).items():
                 p.append(dict(step=step, test=name, minus_log10_p=-log10_p, level=2.0))

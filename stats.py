@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 import torch
-from scipy.special import betaln, hyp2f1, logsumexp
+from scipy.special import betaln, logsumexp
 from scipy.stats import binom, binomtest
 from scipy.stats import t as student
 from torch import Tensor
@@ -32,7 +32,6 @@ class CosineStatistics:
         zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         self.count, self.sum, self.outer = zeros(()), zeros(d), zeros(d, d)
         self.pairs = zeros(3)  # number, sum and sum of squares of disjoint pairs' cosines
-        self.single = zeros(0, d)  # the state still without a partner
 
     def update(self, states: Tensor) -> None:
         """Add states (n, d), normalised without an epsilon."""
@@ -40,11 +39,9 @@ class CosineStatistics:
         self.count += len(unit)
         self.sum += unit.sum(dim=0)
         self.outer.addmm_(unit.T, unit)
-        unit = torch.cat((self.single, unit))
-        even = len(unit) // 2 * 2
+        even = len(unit) // 2 * 2  # within a batch, so that ranks make no difference
         cosine = (unit[0:even:2] * unit[1:even:2]).sum(dim=1)
         self.pairs += torch.stack((self.count.new_tensor(even / 2), cosine.sum(), cosine.square().sum()))
-        self.single = unit[even:]
 
     def reduce(self) -> "CosineStatistics":
         """Sum over the ranks, in place."""
@@ -91,15 +88,18 @@ def pairwise_cosine(states: Tensor, epsilon: float = 0.0) -> dict:
 def student_log10_p(t: float, dof: float) -> float:
     """log10 of the two-sided p of Student's t, however small.
 
-    Where p underflows, it is the incomplete beta function I_x(dof/2, 1/2) at x = dof/(dof + t^2) by its
-    hypergeometric series, whose leading factor x^(dof/2) is what underflows (nearer to x = 1 it overflows).
+    Where p underflows, it is the incomplete beta function I_x(a, 1/2), a = dof/2 and x = 1/(1 + 1/z), by its
+    hypergeometric series in -z = -dof/t^2: there each term is less than a hundredth of the one before.
     """
     log_p = math.log(2) + float(student.logsf(abs(t), dof))
     if log_p > -600:
         return min(0.0, log_p / math.log(10))
-    a, x = dof / 2, dof / (dof + t * t)
-    factor = a * math.log(x) + math.log(t * t / (dof + t * t)) / 2 - math.log(a) - betaln(a, 0.5)
-    return float(factor + math.log(hyp2f1(a + 0.5, 1, a + 1, x))) / math.log(10)
+    a, z, term, series = dof / 2, dof / (t * t), 1.0, 1.0
+    for k in range(8):
+        term *= -(k + 0.5) * z / (a + 1 + k)
+        series += term
+    factor = math.log1p(z) / 2 - a * math.log1p(1 / z) - math.log(a) - betaln(a, 0.5)
+    return float(factor + math.log(series)) / math.log(10)
 
 
 def student_log10_tail(t: float, dof: float) -> float:

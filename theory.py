@@ -170,6 +170,7 @@ def kernel_recursion(
     Two finite-width terms are kept, without which their effects would be zero: SwiGLU's k_0, and the variance
     of the attention's logits, to first order. Scheme `centered` does not pass k_0 on where it is a mean that
     all hidden units share, as SwiGLU's is not; `projected` never. `residual`: do sublayers add to an input?
+    Calibrations are not in it.
     """
     d, residual_variance, steps, inter, intra = config.d_model, residual_std(config, scheme) ** 2, [], [], []
     kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
@@ -203,7 +204,7 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor) -> tuple[Tensor, Tenso
     z, weight = (t.to(noise.device) for t in gaussian_grid(61))
     up = mlp.up_proj.weight.double()
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
-    s = (gate.square() @ noise).sqrt()
+    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # a pruned gate has none
     h = act = mlp.activation((gate @ mean)[:, None] + s[:, None] * z)  # (d_ff, nodes)
     square, rest = h.square(), torch.zeros_like(s)
     if mlp.gate_proj is not None:  # given the gate, up's mean moves with it, and the rest of it is free
@@ -222,7 +223,7 @@ def mean_field(model: Transformer, T: int) -> tuple[Tensor, float]:
     Carries through the layers what all sequences share, a mean vector, and the covariance K (T, T) over
     positions of what they do not. Attention adds W_O W_V of the normed mean, and averages K; the MLP adds
     W_down E h, each pre-activation Gaussian about its mean. Neglected: that early positions have means of
-    their own, that attention is not quite uniform, and biases of q, k and v.
+    their own, that attention is not quite uniform, biases of q, k and v, and calibrations.
     """
     config, embedding = model.config, model.model.embed_tokens.weight
     mean = embedding.mean(0).double()

