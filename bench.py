@@ -25,7 +25,7 @@ from common import UserError, setting
 from experiment import conduct
 from findings import claim
 from init import newborn
-from model import PRESETS, ModelConfig, forward_flops
+from model import PRESETS, ModelConfig, forward_flops, training_flops
 from train import loss_sum
 
 TRAINED = {"tiny_llama": (32, 256), "nano_llama": (4, 512)}  # batch size, sequence length; on CUDA 32 x all
@@ -38,8 +38,10 @@ class Settings(common.RunSettings):
 
     model: tuple[str, ...] = setting(("nano_gpt2", "nano_llama", "nano_qwen"), "presets to time", PRESETS)
     sequence_length: tuple[int, ...] = setting((64, 512, 1024), "tokens in a sequence")
-    rounds: int = setting(3, "measurements of each contestant; the median counts")
-    tokens: int | None = setting(None, "in the largest batch of three that are tried; 2048, on CUDA 65536")
+    rounds: int = setting(3, "measurements of each contestant; the median counts", least=1)
+    tokens: int | None = setting(
+        None, "in the largest batch of three that are tried; 2048, on CUDA 65536", least=1
+    )
     work: tuple[str, ...] = ("forward", "training")  # words of the command line
 
 
@@ -150,9 +152,8 @@ def training_rows(s: Settings, name: str, device: torch.device) -> list[dict]:
         works[who] = partial(step, model, logits, torch.optim.AdamW(model.parameters(), fused=True))
         works[who]()  # the first step allocates
     took, peaks = take_turns(works, [dtype], s.rounds, device)
-    flops = 3 * (forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size)
     rates = {who: B * T / t for who, t in took.items()}
-    return [row(name, f"training, {B} sequences", T, dtype, rates, flops, peaks[dtype])]
+    return [row(name, f"training, {B} sequences", T, dtype, rates, training_flops(config, T), peaks[dtype])]
 
 
 def verdicts(rows: list[dict]) -> list[dict]:
@@ -192,8 +193,8 @@ def plan(words: list[str]) -> list:
     work, words = common.subcommand(words, ("forward", "training", "all"), "all", "benchmark")
     s = common.parse_settings(Settings, __doc__, words)
     checkpoint.shared_context(s.model, s.sequence_length)
-    if min(s.rounds, 1 if s.tokens is None else s.tokens) < 1:
-        raise UserError("--rounds and --tokens: expected at least 1")
+    if work == "training" and (s.model, s.sequence_length) != (Settings.model, Settings.sequence_length):
+        raise UserError(f"training times {' and '.join(TRAINED)}, without --model and --sequence-length")
     s.work = s.work if work == "all" else (work,)
     dtypes = [torch.bfloat16, torch.float32] if s.dtype == "auto" else [getattr(torch, s.dtype)]
     columns = "model work sequence_length dtype ours transformers ratio share peak_gflops"

@@ -10,6 +10,7 @@ Hugging Face's, so `transformers` opens them; config.json of all else is our Mod
 also have `checksums.json`, and `state.pt` to resume from. Nothing in a stranger's folder is ever executed.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -131,8 +132,9 @@ def find(spec: str) -> tuple[str, int, int] | Path:
         preset, seed, embedding_seed = match.groups()
         return choose(preset, PRESETS, "preset"), int(seed), int(embedding_seed or seed)
     if not os.path.isdir(spec):
-        hint = "expected a checkpoint folder, a preset or PRESET@SEED"
-        raise UserError(f"no model '{spec}': {hint} with one of {', '.join(PRESETS)}")
+        hint = f"expected a checkpoint folder, or PRESET@SEED with one of {', '.join(PRESETS)}"
+        hint = f"give it a seed, as in {spec}@42" if spec in PRESETS else hint
+        raise UserError(f"no model '{spec}': {hint}")
     own = os.path.exists(Path(spec) / "config.json")
     return Path(spec) if own else next(iter(steps(spec)[::-1]), Path(spec))
 
@@ -140,6 +142,14 @@ def find(spec: str) -> tuple[str, int, int] | Path:
 def steps(run: str | Path) -> list[Path]:
     """The checkpoints of a run folder, oldest first."""
     return sorted(Path(run).glob("step_" + "[0-9]" * 7))
+
+
+def newest_config(run: str | Path) -> ModelConfig | None:
+    """The architecture of a run folder, by its newest checkpoint that is not damaged."""
+    for folder in steps(run)[::-1]:
+        with contextlib.suppress(UserError):
+            check(folder, "config.json")
+            return read_config(folder)
 
 
 def config_of(spec: str) -> ModelConfig:
@@ -171,6 +181,8 @@ def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.read(name))
+            if not parameter.isfinite().all():
+                raise UserError(f"{spec}: {name} is not finite: check it for NaN")
     return model
 
 
@@ -181,10 +193,16 @@ def tensors(spec: str, scheme: str = "gpt2") -> "Weights | Newborn":
 
 
 def models(specs: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, int | None]]:
-    """(spec, seed) of every model: a preset with each of the seeds, PRESET@SEED with its own, else None."""
+    """(spec, seed) of every model: a preset with each of the seeds, PRESET@SEED with its own, else None.
+
+    UserError for a model that is named twice.
+    """
     own = {spec: find(spec) for spec in specs if spec not in PRESETS}
     alone = {spec: None if isinstance(found, Path) else found[1] for spec, found in own.items()}
-    return [(spec, seed) for spec in specs for seed in ([alone[spec]] if spec in own else seeds)]
+    pairs = [(spec, seed) for spec in specs for seed in ([alone[spec]] if spec in own else seeds)]
+    if len(set(pairs)) < len(pairs):
+        raise UserError("a model is named twice")
+    return pairs
 
 
 def obtain(
@@ -282,6 +300,14 @@ def check(folder: Path, name: str) -> None:
         raise UserError(f"cannot read {sums}: {error}") from None
     if known is not None and known != common.sha256(folder / name):
         raise UserError(f"corrupt checkpoint: {folder / name} is not what checksums.json says")
+
+
+def own_tokenizer(spec: str) -> Path | None:
+    """The SentencePiece file beside a checkpoint, if there is one; UserError if it is damaged."""
+    if not isinstance(found := find(spec), Path) or not (found / "tokenizer.model").is_file():
+        return None
+    check(found, "tokenizer.model")
+    return found / "tokenizer.model"
 
 
 def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | None = None) -> None:

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import functools
 import glob
 import hashlib
@@ -315,6 +316,20 @@ def atomic_folder(path: Path):
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(run: Path):
+    """The run folder for this process group alone; UserError if another one trains in it."""
+    folder = os.open(run, os.O_RDONLY)
+    try:
+        if rank() == 0:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"another process trains in {run}: wait for it, or choose another --out") from None
+    finally:
+        os.close(folder)
 
 
 def sha256(path: Path) -> str:

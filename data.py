@@ -35,13 +35,13 @@ from common import UserError, setting
 from init import keyed_generator
 from tokenizer import Tokenizer, load_tokenizer
 
-SPLITS = ("train", "val")
+SPLITS, DTYPES = ("train", "val"), ("uint16", "uint32")
 CHUNK = 2**20  # characters encoded in one call
 TXT_DOCUMENT = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
 
 
 @dataclass
-class Settings(common.RunSettings):
+class Settings:
     """What `data.py` can be told."""
 
     source: tuple[str, ...] = setting(
@@ -50,7 +50,7 @@ class Settings(common.RunSettings):
     tokenizer: str = setting("bpe:4096", "bpe:N, a SentencePiece .model file, tiktoken:gpt2, or bytes")
     field: str = setting("text", "of a JSON line, or of a row of an hf: data set, that holds the text")
     held_out: float = setting(0.01, "share of the documents in the validation split")
-    shard_tokens: int = setting(2**26, "tokens in a full shard")
+    shard_tokens: int = setting(2**26, "tokens in a full shard", least=1)
     out: str | None = setting(None, "folder to make (default: data/SOURCE-TOKENIZER)")
 
 
@@ -99,7 +99,8 @@ def documents(source: str | Path, field: str, english: bool) -> Iterator[str]:
             opener = gzip.open if source.suffix == ".gz" else open
             with opener(source, "rt", encoding="utf-8", errors="replace") as lines:
                 for number, line in enumerate(lines, start=1):
-                    yield _text(line, field, f"{source}:{number}")
+                    if line.strip():
+                        yield _text(line, field, f"{source}:{number}")
     except (OSError, EOFError, gzip.zlib.error) as error:
         raise UserError(f"cannot read {source}: {error}") from None
 
@@ -178,13 +179,13 @@ def prepare(settings: Settings) -> Path:
     if out.exists():
         raise UserError(f"{out} exists: choose another --out, or remove it")
     found, english = sources(settings.source), "docstrings" in settings.source
-    if not 0 < settings.held_out < 1 or settings.shard_tokens < 1:
-        raise UserError("--held-out must be between 0 and 1, --shard-tokens at least 1")
+    if not 0 < settings.held_out < 1:
+        raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
     if "backcopy" in settings.source and settings.tokenizer != "bytes":
         raise UserError("backcopy is a task on letters: read it by --tokenizer bytes")
     texts = lambda: (t for s in found for t in documents(s, settings.field, english) if t)  # noqa: E731
     tokenizer = load_tokenizer(settings.tokenizer, texts())
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32).newbyteorder("<")
+    dtype = np.dtype(DTYPES[tokenizer.vocab_size > 2**16]).newbyteorder("<")
     fingerprint, size, count = hashlib.sha256(), 0, dict.fromkeys(SPLITS, 0)
     with common.atomic_folder(out) as folder:
         writers = {split: ShardWriter(folder, split, dtype, settings.shard_tokens) for split in SPLITS}
@@ -201,9 +202,10 @@ def prepare(settings: Settings) -> Path:
                     size += len(raw)
         if 0 in count.values():
             raise UserError(f"no split may be empty, but documents are {count}: change --held-out")
+        meta = dict(source=settings.source, source_sha256=fingerprint.hexdigest(), bytes=size)
         if tokenizer.model:
             (folder / "tokenizer.model").write_bytes(tokenizer.model)
-        meta = dict(source=settings.source, source_sha256=fingerprint.hexdigest(), bytes=size)
+            meta["tokenizer_sha256"] = common.sha256(folder / "tokenizer.model")
         meta |= dict(documents=count, tokenizer="tokenizer.model" if tokenizer.model else tokenizer.name)
         meta |= dict(vocab_size=tokenizer.vocab_size, bos=tokenizer.bos, dtype=dtype.name)
         meta["shards"] = [shard for writer in writers.values() for shard in writer.close()]
@@ -215,7 +217,8 @@ def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
     """The documents in lists of about CHUNK characters."""
     chunk, size = [], 0
     for text in texts:
-        chunk, size = chunk + [text], size + len(text)
+        chunk.append(text)
+        size += len(text)
         if size >= CHUNK:
             yield chunk
             chunk, size = [], 0
@@ -253,7 +256,7 @@ class ShardWriter:
 class TokenData:
     """A prepared folder, memory-mapped. Its windows of T + 1 tokens, T apart, do not cross shards.
 
-    UserError if the folder is none, or if a shard's SHA-256 is not what meta.json says.
+    UserError if the folder is none, or if a file's SHA-256 is not what meta.json says.
     """
 
     def __init__(self, folder: str | Path):
@@ -261,11 +264,16 @@ class TokenData:
         try:
             meta = json.loads((self.folder / "meta.json").read_text())
             self.vocab_size, self.tokenizer, dtype = meta["vocab_size"], meta["tokenizer"], meta["dtype"]
+            if [type(self.vocab_size), type(self.tokenizer)] != [int, str] or dtype not in DTYPES:
+                raise ValueError(f"{self.vocab_size!r} tokens, {self.tokenizer!r}, {dtype!r}")
             self.fingerprint = hashlib.sha256(json.dumps(meta["shards"]).encode()).hexdigest()
-            for shard in common.progress(meta["shards"], desc=f"checking {folder}", leave=False):
-                path = self.folder / Path(shard["file"]).name
-                if common.sha256(path) != shard["sha256"]:
-                    raise UserError(f"corrupt shard {path}: its SHA-256 is not meta.json's; prepare it anew")
+            paths = [self.folder / Path(shard["file"]).name for shard in meta["shards"]]
+            known = {path: shard["sha256"] for path, shard in zip(paths, meta["shards"])}
+            known |= {self.tokenizer_file: meta["tokenizer_sha256"]} if "tokenizer_sha256" in meta else {}
+            for path, digest in common.progress(known.items(), desc=f"checking {folder}", leave=False):
+                if common.sha256(path) != digest:
+                    raise UserError(f"corrupt file {path}: its SHA-256 is not meta.json's; prepare it anew")
+            for path, shard in zip(paths, meta["shards"]):
                 self.shards[shard["split"]].append(np.memmap(path, dtype, "r"))
         except FileNotFoundError as error:
             hint = f"prepare one: python data.py SOURCE --out {folder}"
@@ -322,6 +330,8 @@ def plan(words: list[str]) -> list:
     """The settings of a command line, and what to do."""
     words, arguments = common.leading(words)
     settings = common.parse_settings(Settings, __doc__, arguments)
+    if words and settings.source != Settings.source:
+        raise UserError(f"name the source as words or by --source, not both: {' '.join(words)}")
     settings.source = tuple(words) or settings.source
     return [(settings, functools.partial(describe, settings))]
 

@@ -190,7 +190,7 @@ def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
 
 
 def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
-    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d); UserError: `like_rows`'."""
+    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d); see `like_rows`."""
     prints = (fingerprint(rows) for rows in like_rows(a, b))
     return diagonal_test(relation(*prints), ("relabel", seed), permutations)
 

@@ -9,6 +9,7 @@ Each run is made once and reused, and taken up where it was stopped. `--size pap
 
 import itertools
 import json
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,14 +70,9 @@ def trained(s: train.Settings) -> str:
     begun = bool(checkpoint.steps(s.out))
     s, *_ = common.start(replace(s, resume=begun))
     try:
-        train.check(s)
+        train.check(s, train.FREE - {"max_iters", "eval_every", "eval_sequences"})  # no comparison without
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
-    known = json.loads((Path(s.out) / "settings.json").read_text()) if begun else {}
-    for key in ("max_iters", "eval_every", "eval_sequences"):  # free for train.py, but not for a comparison
-        if begun and known.get(key) != getattr(s, key):
-            flag = f"--{key.replace('_', '-')} {known.get(key)}, not {getattr(s, key)}"
-            raise UserError(f"{s.out} was begun with {flag}: move it away, or name another folder by --runs")
     if not begun or last() < s.max_iters:
         train.train(s)
     if last() < s.max_iters:
@@ -137,7 +133,7 @@ def calibrated(s: Settings) -> dict:
 
 def text_loss(run: str, model: Transformer, s: Settings, dtype) -> float | None:
     """Mean loss, in nats a token, on 128 windows of the held-out text (BB Table 7); None without one."""
-    if s.text is None or not (checkpoint.find(run) / "tokenizer.model").exists():
+    if s.text is None or checkpoint.own_tokenizer(run) is None:
         return None
     T, device, total = model.config.context_length, torch.device(s.device), 0.0
     wanted = reading.Settings(text=s.text, num_sequences=128, device=s.device)
@@ -278,14 +274,14 @@ def judge_births(rows: list[dict]) -> list[dict]:
 
 # ---- the experiments ---------------------------------------------------------------------------------------
 
-EXPERIMENTS = {  # name: its runs, what measures them, its judge, its source, printed columns
+EXPERIMENTS = {  # name: its runs, what measures them, its judge, its source, printed columns, its figures
     "lineage": (kinship.family, kinship.every_method, kinship.judge, "BB Tables 4, 5, 8-12",
-        f"table base suspect kin {' '.join(kinship.METHODS[:6])} relabel_z body_z verdict"),
+        f"table base suspect kin {' '.join(kinship.METHODS[:6])} relabel_z body_z verdict", None),
     "calibrations": (calibrated, every_calibration, judge_calibrations, "BB Figure 12, Table 7; SO",
-        "config calibration seed val_loss text_loss sink_rate mean_alpha1 max_alpha1 dominance_ratio"),
-    "births": (newborns, every_birth, judge_births, "ours", ""),
+        "config calibration seed val_loss text_loss sink_rate mean_alpha1 max_alpha1 dominance_ratio",
+        plot_calibrations),
+    "births": (newborns, every_birth, judge_births, "ours", "", figure),
 }  # fmt: skip
-PLOTS = {"lineage": None, "calibrations": plot_calibrations, "births": figure}
 
 
 def train_all(name: str, s: Settings) -> dict[tuple, train.Settings]:
@@ -300,13 +296,12 @@ def train_all(name: str, s: Settings) -> dict[tuple, train.Settings]:
 
 def run(name: str, s: Settings) -> dict:
     """Train what is not yet trained, measure, judge, write JSON and figures; returns the JSON."""
-    _, measure, judge, paper, columns = EXPERIMENTS[name]
-    if s.text and not Path(s.text).is_file():
-        raise UserError(f"no text file '{s.text}'")
+    _, measure, judge, paper, columns, plot = EXPERIMENTS[name]
+    common.start(s)  # can we write there?
     runs = train_all(name, s)
     spent = dict(training_seconds=sum(map(seconds, runs.values())))
     measured = lambda *on: measure(runs, *on) | spent  # noqa: E731
-    return conduct(s, name, paper, measured, columns, judge, PLOTS[name])
+    return conduct(s, name, paper, measured, columns, judge, plot)
 
 
 def plan(words: list[str]) -> list:
@@ -315,6 +310,9 @@ def plan(words: list[str]) -> list:
     if not {"-h", "--help"} & {*words}:
         common.choose(name, EXPERIMENTS, "experiment")  # none is the default: each takes an hour
     s = common.parse_settings(Settings, __doc__, words)
+    s.runs = os.path.normpath(s.runs)  # a part of the runs' names
+    if s.text and not Path(s.text).is_file():
+        raise UserError(f"no text file '{s.text}'")
     return [(s, partial(run, name, s))]
 
 

@@ -3,10 +3,12 @@
 import itertools
 from pathlib import Path
 
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from common import atomic_path, rank
 
+rcParams["text.parse_math"] = False  # a folder's name may have a $
 BLUE, VERMILION = "#0072B2", "#D55E00"  # a colour-blind safe pair, and its palette (Okabe and Ito)
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("--", ":", "-.")  # of the first, the second, the third theory

@@ -314,3 +314,8 @@ def forward_flops(config: ModelConfig, T: int, last_only: bool = False) -> int:
     full = (query + key_value) * T + pair * T * (T + 1) // 2
     last = query + (key_value + pair) * T
     return (config.num_layers - 1) * full + (last if last_only else full)
+
+
+def training_flops(config: ModelConfig, T: int) -> float:
+    """The same for a token of a training step, with logits: a backward pass costs two forward ones."""
+    return 3 * (forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size)

@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 import common
-from checkpoint import find, models, obtain, shared_context
+from checkpoint import models, obtain, own_tokenizer, shared_context
 from common import setting
 from experiment import conduct
 from figures import BLUE, VERMILION, save_figure
@@ -166,7 +166,7 @@ def measure(settings: Settings, device: torch.device, dtype: torch.dtype) -> dic
     peak, rows, details = common.known_peak(device, dtype), [], []
     for name, seed in models(settings.model, settings.seed):
         model = obtain(name, seed, settings.embedding_seed, settings.init, device, dtype)
-        text = token_text(find(name)) if seed is None else None
+        text = token_text(file) if seed is None and (file := own_tokenizer(name)) else None
         for T in lengths:
             key = {"model": name, "seed": seed, "sequence_length": T}
             batch_size, begun = settings.batch_size or default_batch(device, T), time.perf_counter()
@@ -206,7 +206,7 @@ def plot(result: dict, folder: Path) -> None:
         ranks.bar(order[: len(counts)], percent * counts[:RANKS], color=BLUE, label="newborn model")
         ranks.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
         text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences\n"
-        text += f"{row['ratio']:.1f} x uniform, p = $10^{{{row['log10_p']:.0f}}}$"
+        text += f"{row['ratio']:.1f} x uniform, p = 1e{row['log10_p']:.0f}"
         ranks.text(0.96, 0.72, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
         ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
         of = row["model"] if row["seed"] is None else f"{row['model']}, seed {row['seed']}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import common
-from checkpoint import find
+from checkpoint import own_tokenizer
 from common import UserError, setting
 from data import TokenData
 from init import keyed_generator
@@ -31,13 +31,11 @@ class Settings(common.RunSettings):
     tokenizer: str | None = setting(None, "of --text: bytes or a .model file (default: the checkpoint's own)")
     bos: bool = setting(False, "put the tokenizer's BOS at the first position")
     input_seed: int = setting(0, "seed of random tokens, or of the places in --text")
-    num_sequences: int = setting(100, "sequences (Gu et al.: 100)")
+    num_sequences: int = setting(100, "sequences (Gu et al.: 100)", least=2)
 
 
 def check(s: Settings) -> None:
     """UserError for settings that do not fit each other."""
-    if s.num_sequences < 2:
-        raise UserError(f"--num-sequences {s.num_sequences}: expected at least 2")
     if s.data and s.text:
         raise UserError("give --data or --text, not both")
     if (s.data and s.tokenizer) or (s.tokenizer and not (s.text or s.bos)):
@@ -55,12 +53,6 @@ def encoded(file: str, tokenizer: str) -> Tensor:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     return torch.tensor(next(iter(load_tokenizer(tokenizer).encode([text]))), dtype=torch.int64)
-
-
-def own_tokenizer(spec: str) -> Path | None:
-    """The SentencePiece file beside a checkpoint, if there is one."""
-    file = found / "tokenizer.model" if isinstance(found := find(spec), Path) else None
-    return file if file and file.is_file() else None
 
 
 def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:

@@ -5,7 +5,8 @@
     >>> tokenizer.decode(tokenizer.encode(["def f(x):"])[0])
     'def f(x):'
 
-SentencePiece, tiktoken and bytes behind one interface. What is trained here keeps every byte of a text.
+SentencePiece, tiktoken and bytes behind one interface. What is trained here keeps every byte of a
+text, but for U+2581, which is SentencePiece's blank.
 """
 
 import functools
@@ -78,7 +79,15 @@ def sentence_piece(name: str, model: bytes) -> sentencepiece.SentencePieceProces
 
 BPE = dict(model_type="bpe", byte_fallback=True, split_digits=True, minloglevel=2)
 BPE |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False)
+BPE |= dict(num_threads=2)  # the file says how many there were, and should be the same on any machine
 BPE |= dict(allow_whitespace_only_pieces=False)  # a run of spaces is a token for each, as in GPT-2
+
+
+def pieces(texts: Iterator[str], longest: int = 4192) -> Iterator[str]:
+    """The lines of texts; in pieces where one has more bytes than SentencePiece reads."""
+    for line in (line for text in texts for line in text.splitlines() if line.strip()):
+        step = len(line) if len(line.encode()) <= longest else longest // 4
+        yield from (line[i : i + step] for i in range(0, len(line), step))
 
 
 def train_bpe(name: str, texts: Iterator[str], sample: int = 400_000) -> bytes:
@@ -86,12 +95,12 @@ def train_bpe(name: str, texts: Iterator[str], sample: int = 400_000) -> bytes:
     model, size, lines, generator = io.BytesIO(), name.removeprefix("bpe:"), [], random.Random(0)
     if not size.isdecimal():
         raise UserError(f"tokenizer '{name}': expected bpe:N, N the number of tokens")
-    for i, line in enumerate(line for text in texts for line in text.splitlines() if line.strip()):
+    for i, line in enumerate(pieces(texts)):
         if i < sample:
             lines.append(line)
         elif (j := generator.randrange(i + 1)) < sample:  # a reservoir; SentencePiece's own is not repeatable
             lines[j] = line
-    inputs = dict(sentence_iterator=iter(lines), vocab_size=int(size), num_threads=torch.get_num_threads())
+    inputs = dict(sentence_iterator=iter(lines), vocab_size=int(size))
     try:
         sentencepiece.SentencePieceTrainer.train(**BPE, **inputs, model_writer=model)
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
@@ -100,10 +109,7 @@ def train_bpe(name: str, texts: Iterator[str], sample: int = 400_000) -> bytes:
     return model.getvalue()
 
 
-def token_text(folder: str | Path) -> Callable[[int], str] | None:
-    """What a token says, for a folder with a SentencePiece model; otherwise None."""
-    file = Path(folder) / "tokenizer.model"
-    if not file.is_file():
-        return None
+def token_text(file: Path) -> Callable[[int], str]:
+    """What a token says, by a SentencePiece file."""
     coder = sentence_piece(str(file), file.read_bytes())
     return lambda token: coder.id_to_piece(token) if token < coder.vocab_size() else ""

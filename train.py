@@ -8,8 +8,7 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 steps that --keep names, and the newest two. Batches are a function of (data seed, step), the same for any
 number of ranks and micro-batches, so resuming needs no random state: on a CPU a run that was killed ends with
-the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0 (torchrun then reports the
-signal itself, and kills what takes over 30 seconds).
+the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0 (torchrun allows 30 s).
 """
 
 import contextlib
@@ -36,7 +35,7 @@ from attention import track
 from common import UserError, setting
 from figures import curves
 from init import SCHEMES, keyed_generator, newborn
-from model import CHOICES, PRESETS, Transformer, forward_flops
+from model import CHOICES, PRESETS, Transformer, training_flops
 from tokenizer import Tokenizer
 
 
@@ -54,19 +53,19 @@ class Settings(common.RunSettings):
     source: tuple[str, ...] = setting(("python",), "text of the default data set, as in data.py")
     tokenizer: str = setting("bpe:4096", "of the default data set, as in data.py")
     data_seed: int = setting(0, "seed of the order of the training sequences")
-    sequence_length: int = setting(256, "tokens in a sequence")
-    global_batch_size: int = setting(32, "sequences in a step, over all ranks")
-    micro_batch_size: int = setting(32, "sequences in a forward pass")
-    max_iters: int = setting(600, "steps; the learning rate ends there at a tenth of its peak")
-    warmup_iters: int = setting(100, "steps of linear warm-up")
-    learning_rate: float = setting(1e-3, "peak of the learning rate")
-    weight_decay: float = setting(0.1, "of matrices; gains and biases have none")
-    grad_clip: float = setting(1.0, "largest norm of the gradient")
-    log_every: int = setting(10, "steps between printed lines")
-    eval_every: int = setting(100, "steps between evaluations")
-    eval_sequences: int = setting(64, "held-out sequences of an evaluation, always the same")
+    sequence_length: int = setting(256, "tokens in a sequence", least=1)
+    global_batch_size: int = setting(32, "sequences in a step, over all ranks", least=1)
+    micro_batch_size: int = setting(32, "sequences in a forward pass", least=1)
+    max_iters: int = setting(600, "steps; the learning rate ends there at a tenth of its peak", least=1)
+    warmup_iters: int = setting(100, "steps of linear warm-up", least=0)
+    learning_rate: float = setting(1e-3, "peak of the learning rate", least=1e-12)
+    weight_decay: float = setting(0.1, "of matrices; gains and biases have none", least=0)
+    grad_clip: float = setting(1.0, "largest norm of the gradient", least=1e-12)
+    log_every: int = setting(10, "steps between printed lines", least=1)
+    eval_every: int = setting(100, "steps between evaluations", least=1)
+    eval_sequences: int = setting(64, "held-out sequences of an evaluation, always the same", least=1)
     track_sinks: bool = setting(False, "log alpha_1 and sink rate at evaluations, as sinks.py rate")
-    save_every: int = setting(100, "steps between checkpoints to resume from")
+    save_every: int = setting(100, "steps between checkpoints to resume from", least=1)
     keep: str = setting("powers", "checkpoints to keep, with the last", ("powers", "all", "last"))
     compile: bool = setting(True, "compile the model, on CUDA")
     resume: bool = setting(False, "go on from the newest whole checkpoint in --out")
@@ -74,8 +73,8 @@ class Settings(common.RunSettings):
 
 
 # What may change when a run goes on; with max_iters the learning rate's schedule does.
-FREE = "device log_every eval_every eval_sequences track_sinks save_every keep compile resume out max_iters"
-FREE += " micro_batch_size"
+FREE = set("device log_every eval_every eval_sequences track_sinks save_every compile resume out".split())
+FREE |= {"max_iters", "micro_batch_size"}
 
 
 def learning_rate(step: int, s: Settings) -> float:
@@ -102,9 +101,9 @@ def open_data(s: Settings, device: torch.device) -> data.TokenData:
 
 def build(s: Settings, tokens: data.TokenData) -> Transformer:
     """The model at birth, float32 on the CPU, after checking that it fits data and settings."""
-    begun = checkpoint.steps(s.out) if s.resume else []
+    begun = checkpoint.newest_config(s.out) if s.resume else None
     if s.init_from and begun:  # its parent may be gone
-        model = newborn(checkpoint.read_config(begun[0]), s.seed)
+        model = newborn(begun, s.seed)
     elif s.init_from:
         model = checkpoint.load(s.init_from, scheme=s.init)
         if s.attn_calibration not in ("none", model.config.attn_calibration):
@@ -122,26 +121,22 @@ def build(s: Settings, tokens: data.TokenData) -> Transformer:
     return model
 
 
-def check(s: Settings) -> None:
-    """UserError for numbers that make no sense, or a run folder that holds another run."""
-    positive = "sequence_length global_batch_size micro_batch_size max_iters log_every eval_every save_every"
-    for name in f"{positive} eval_sequences learning_rate grad_clip".split():
-        if not 0 < getattr(s, name) < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(s, name)}: expected a number above 0")
+def check(s: Settings, free: set[str] = FREE) -> None:
+    """UserError for a run folder that holds another run: one whose settings differ, but for the `free`."""
     if s.global_batch_size < common.world_size():
         raise UserError(f"--global-batch-size {s.global_batch_size}: less than one for each process")
     run, known = Path(s.out), Path(s.out) / "settings.json"
     if checkpoint.steps(run) and not s.resume:
         raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    if s.resume and known.exists():
+    if s.resume and (known.exists() or checkpoint.steps(run)):
         try:
             before, now = json.loads(known.read_text()), json.loads(json.dumps(asdict(s)))
-            changed = [key for key in now if key not in FREE.split() and before.get(key) != now[key]]
+            changed = [key for key in now if key not in free and before.get(key) != now[key]]
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"cannot read {known}: {error}") from None
         if changed:
-            flag, was = changed[0].replace("_", "-"), before.get(changed[0])
-            raise UserError(f"{run} was begun with --{flag} {was}: resume with the same")
+            was = f"--{changed[0].replace('_', '-')} {before.get(changed[0])}"
+            raise UserError(f"{run} was begun with {was}: resume with the same")
 
 
 def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fingerprint: str) -> int:
@@ -155,8 +150,7 @@ def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fin
             state = checkpoint.load_state(folder)
             if state["data"] != fingerprint:
                 raise UserError("the data set is another one than it was begun with")
-            weights = checkpoint.load(str(folder)).state_dict()
-            model.load_state_dict(weights)
+            model.load_state_dict(checkpoint.load(str(folder)).state_dict())
             optimizer.load_state_dict(state["optimizer"])
             return state["step"]
         except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
@@ -254,7 +248,7 @@ def plot(run: Path) -> None:
 def kept_lines(path: Path, step: int) -> str:
     """The lines of metrics.jsonl up to a step: what came after, or is torn, will come again."""
     kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             kept += [line + "\n"] * (json.loads(line)["step"] <= step)
     return "".join(kept)
@@ -276,6 +270,12 @@ def train(s: Settings) -> Path:
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     s, device, dtype = common.start(s)
     check(s)
+    with common.alone(Path(s.out)):
+        return loop(s, device, dtype)
+
+
+def loop(s: Settings, device: torch.device, dtype: torch.dtype) -> Path:
+    """The steps of a run that is this process group's alone."""
     run, tokens, master, T = Path(s.out), open_data(s, device), common.rank() == 0, s.sequence_length
     raw, tokenizer = build(s, tokens).to(device).train(), tokens.load_tokenizer()
     matrices, rest = ([p for p in raw.parameters() if (p.ndim > 1) is big] for big in (True, False))
@@ -285,8 +285,7 @@ def train(s: Settings) -> Path:
     resumed = s.resume and bool(checkpoint.steps(run))
     model = torch.compile(raw) if s.compile and device.type == "cuda" else raw
     model = DistributedDataParallel(model) if common.world_size() > 1 else model
-    peak = common.sum_over_ranks(torch.tensor(common.known_peak(device, dtype), device=device)).item()
-    token_flops = 3 * (forward_flops(raw.config, T) / T + 2 * raw.config.d_model * raw.config.vocab_size)
+    peak, token_flops = common.known_peak(device, dtype), training_flops(raw.config, T)
     metrics, texts = run / "metrics.jsonl", {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
     texts[metrics] = kept_lines(metrics, step) if resumed else ""
     for path in texts if master else ():
@@ -316,6 +315,7 @@ def train(s: Settings) -> Path:
             if done and master:
                 print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
             if done:
+                common.sum_over_ranks(torch.zeros((), device=device))  # rank 0 has saved
                 return run
             begun = time.perf_counter()
             share = accumulate(model, tokens, s, step, device, dtype)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_refused, run_script
+from conftest import assert_refused, run_here, run_script
 from scipy.stats import ttest_1samp, ttest_rel
 
 import checkpoint
@@ -233,8 +233,12 @@ def test_asleep_and_awake_against_explicit_attention():
 
 def test_mistakes(tmp_path):
     assert_refused(run_script("families.py", "lineages", "--out", tmp_path), "lineage")
-    with pytest.raises(UserError, match="missing.txt"):
-        families.run("births", families.Settings(text=str(tmp_path / "missing.txt"), out=str(tmp_path)))
+    assert_refused(run_here("families.py", "births", "--text", tmp_path / "missing.txt"), "missing.txt")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out"):  # before hours of training
+        families.run("births", families.Settings(out=str(tmp_path / "file")))
+    ((s, _),) = families.plan(["births", "--runs", "./some//runs/"])
+    assert s.runs == "some/runs"  # a part of each run's name
 
 
 def test_a_run_that_was_stopped_stops_what_asked_for_it(tmp_path, monkeypatch):

@@ -123,7 +123,9 @@ def test_every_run_that_a_command_reads_is_trained_by_a_family(scale):
         assert len(widths) < 2, name
 
 
-def test_every_command_can_be_read_at_every_scale(tmp_path):
+def test_every_command_can_be_read_at_every_scale(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.txt").write_text("some text")
     for scale in ("smoke", "laptop", "paper"):
         s = paper.Settings(out=str(tmp_path), scale=scale, runs="runs")
         for name in paper.COMMANDS:

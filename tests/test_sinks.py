@@ -492,7 +492,7 @@ def test_weights_of_nan_and_foreign_tokens_are_refused(tmp_path, run_folder):
     model, out = init.newborn(ModelConfig(**SMALL), 0), str(tmp_path)
     model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = math.nan
     checkpoint.save(tmp_path / "nan", model)
-    refused("nan: a weight is not finite", model=(f"{tmp_path}/nan",), out=out)
+    refused("k_proj.weight is not finite", model=(f"{tmp_path}/nan",), out=out)
     model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = 0.0
     checkpoint.save(tmp_path / "small", model)
     tokenizer = str(run_folder / "data" / "tokenizer.model")

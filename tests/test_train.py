@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_refused, run_script
+from conftest import ROOT, assert_refused, run_here, run_script
 from kill_training import FLAGS, command, killed, outcome, prepare, same
 
 import checkpoint
@@ -209,7 +209,7 @@ def test_nan_stops_and_the_last_good_checkpoint_is_kept(tokens, tmp_path, capsys
         poisoned.model.layers[3].mlp.up_proj.weight[0, 0] = math.nan
     checkpoint.save(tmp_path / "poisoned", poisoned)
     flags = ["--init-from", tmp_path / "poisoned", "--data", tokens, "--out", tmp_path / "run"]
-    assert_refused(run_script("train.py", *FLAGS.split(), *flags), "step 0", "nan")
+    assert_refused(run_here("train.py", *FLAGS.split(), *flags), "up_proj", "NaN")
     for rate, every in ((1e18, 100), (10.0, 1)):  # found by the loss, or by an evaluation
         out = tmp_path / f"rate{rate}"
         with pytest.raises(UserError, match="lower --learning-rate") as error:
