@@ -199,6 +199,21 @@ def test_specs(tmp_path):
             checkpoint.load(spec)
 
 
+def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
+    model = init.newborn("tiny_llama", 1)
+    model.lm_head.weight.data[7, 3] = float("nan")
+    (tmp_path / "sp.model").write_bytes(b"not read here")
+    checkpoint.save(tmp_path / "a", model, tokenizer=tmp_path / "sp.model")
+    with pytest.raises(UserError, match="lm_head.weight is not finite"):
+        checkpoint.load(tmp_path / "a")
+    assert checkpoint.own_tokenizer(str(tmp_path / "a")) == tmp_path / "a" / "tokenizer.model"
+    (tmp_path / "a" / "tokenizer.model").write_bytes(b"something else")
+    with pytest.raises(UserError, match="corrupt.*tokenizer.model"):
+        checkpoint.own_tokenizer(str(tmp_path / "a"))
+    with pytest.raises(UserError, match="give it a seed, as in tiny_llama@42"):
+        checkpoint.find("tiny_llama")
+
+
 def test_saving_replaces_and_survives(tmp_path):
     """A second save takes the place of the first; a failed one, or one killed in between, leaves it alone."""
     first, second = random_model(KINDS["llama"], 1), random_model(KINDS["llama"], 2)

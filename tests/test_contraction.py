@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import KINDS, assert_refused, random_model, run_here, run_script
 
+import checkpoint
 import contraction
 import findings
 import init
@@ -100,7 +101,7 @@ def test_claims_can_fail(everything, name):
 
 
 def test_two_ranks_give_the_rows_of_one_process(everything, tmp_path):
-    for name in ("layers", "ablation", "predict"):
+    for name in ("ablation", "predict"):
         done = run_script(
             "contraction.py", name, *TINY, "--batch-size", 4, "--out", tmp_path / "two", ranks=2
         )
@@ -112,7 +113,7 @@ def test_two_ranks_give_the_rows_of_one_process(everything, tmp_path):
         assert two["environment"]["processes"] == 2
         for ours, theirs in zip(one["rows"], two["rows"], strict=True):
             for key, value in ours.items():
-                if key not in ("seconds", "cosine_log10_p"):  # each rank pairs its own sequences
+                if key != "seconds":
                     near = pytest.approx(value, rel=1e-5, abs=1e-9) if type(value) is float else value
                     assert theirs[key] == near, key
 
@@ -243,6 +244,64 @@ def test_weights_foretell_a_tiny_newborn():
         row = contraction.predict(s, "tiny_gpt2", seed)[0][0]
         assert row["direction_cosine"] > 0.95 and row["seconds"] < 2
         assert row["mean_field_cosine"] == pytest.approx(row["mean_cosine"], abs=0.04)
+
+
+def made(name: str, out, *models, sequences: int = 8) -> dict:
+    """The JSON of an experiment with these models, short sequences on the CPU."""
+    flags = ["--num-sequences", sequences, "--out", out, "--dtype", "float32"]
+    flags += ["--sequence-length", 12] if "sequence_length" in EXPERIMENTS[name][2] else []
+    done = run_here("contraction.py", name, "--model", *models, *flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["layers", "mlp", "intra", "engage", "predict"])
+def test_several_models_are_judged_and_drawn_one_by_one(name, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("figures.curves", lambda points, *_, **__: drawn.append(points))
+    alone = [made(name, tmp_path / str(seed), f"tiny_gpt2@{seed}") for seed in (7, 8)]
+    both = made(name, tmp_path, "tiny_gpt2@7", "tiny_gpt2@8")
+    assert len(both["claims"]) == 2 * len(alone[0]["claims"])
+    for seed, one in zip((7, 8), alone):
+        own = [
+            c["claim"].split(": ", 1)[1] for c in both["claims"] if c["claim"].startswith(f"tiny_gpt2@{seed}")
+        ]
+        assert own == [claim["claim"] for claim in one["claims"]]
+    assert len(drawn[2]) == len(drawn[0]) + len(drawn[1])
+    key = {"layers": "variant", "engage": "curve", "predict": "model"}.get(name, "stack")
+    assert all("tiny_gpt2@" in point[key] for point in drawn[2])
+
+
+def test_laws_are_of_newborns(tmp_path):
+    """A checkpoint's rows have none, and no claim speaks of one; its own numbers are a newborn's here."""
+    checkpoint.save(tmp_path / "saved", init.newborn("tiny_gpt2", 7))
+    for name in ("layers", "mlp", "engage", "amplify", "intra", "variance", "predict"):
+        born = made(name, tmp_path, "tiny_gpt2@7")
+        saved = made(name, tmp_path, tmp_path / "saved")
+        assert all(row[law] is None for row in saved["rows"] for law in contraction.LAWS if law in row), name
+        assert not any("theory" in claim["claim"] for claim in saved["claims"])
+        assert len(saved["claims"]) < len(born["claims"]) or name == "variance"
+
+
+def test_what_an_experiment_cannot_read(tmp_path):
+    for changes in (dict(sublayers="mlp"), dict(sublayers="attention"), dict(num_layers=1)):
+        config = ModelConfig(**({"vocab_size": 97, "context_length": 64, "num_layers": 3, "num_heads": 2}
+            | {"d_model": 16, "d_ff": 24} | changes))  # fmt: skip
+        checkpoint.save(tmp_path / "odd", init.newborn(config, 1))
+        for name in ("layers", "mlp", "overlap", "intra", "amplify"):
+            refused = run_here("contraction.py", name, "--model", tmp_path / "odd", "--out", tmp_path / "new")
+            assert_refused(refused, "two layers")
+    checkpoint.save(tmp_path / "two", init.newborn(replace(config, num_layers=2), 1))
+    assert made("layers", tmp_path, tmp_path / "two")["claims"]
+    plans = contraction.plan(["--sequence-length", "512"])  # beyond the smallest preset's context
+    assert len(plans) == len(EXPERIMENTS)
+
+
+def test_a_pruned_gate_is_no_nan():
+    model = init.newborn("tiny_llama", 1)
+    model.model.layers[2].mlp.gate_proj.weight.data[3] = 0
+    direction, cosine = contraction.theory.mean_field(model, 8)
+    assert direction.isfinite().all() and math.isfinite(cosine)
 
 
 def test_cure_at_a_tiny_size():

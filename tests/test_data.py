@@ -108,6 +108,21 @@ def test_bpe_is_repeatable_and_samples(corpus, tmp_path):
     assert sampled == resampled
 
 
+def test_bpe_reads_long_lines_and_forgets_the_threads():
+    """A line longer than SentencePiece takes counts; the file is the same on any machine."""
+    line = " ".join(TEXTS).replace("\n", " ") * 9
+    assert len(line) > 20_000
+    long, threads = load_tokenizer("bpe:400", iter([line])), torch.get_num_threads()
+    assert len(long.encode([TEXTS[0]])[0]) < 0.9 * len(TEXTS[0])
+    assert "".join(tokenizer_module.pieces(iter([line]))) == line
+    first = tokenizer_module.train_bpe("bpe:400", iter(TEXTS))
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert tokenizer_module.train_bpe("bpe:400", iter(TEXTS)) == first
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_bpe_keeps_every_byte():
     strange = [
         "  two  spaces\t\ttabs\r\n\n\n",
@@ -181,9 +196,11 @@ def test_windows_and_batches(corpus, tmp_path):
         tokens.num_windows("val", 10**6)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "meta", "meta_type", "no_meta"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "truncate", "remove", "meta", "meta_type", "dtype", "bpe", "no_meta"]
+)
 def test_a_corrupt_data_set_is_refused(corpus, tmp_path, damage):
-    folder = prepare(corpus, tmp_path / "set")
+    folder = prepare(corpus, tmp_path / "set", tokenizer="bpe:400")
     shard, meta = folder / "train_00000.bin", folder / "meta.json"
     if damage == "flip":
         raw = bytearray(shard.read_bytes())
@@ -197,6 +214,10 @@ def test_a_corrupt_data_set_is_refused(corpus, tmp_path, damage):
         meta.write_text(meta.read_text()[:100])
     elif damage == "meta_type":
         meta.write_text("[]")
+    elif damage == "dtype":  # numpy would read bytes as pointers
+        meta.write_text(meta.read_text().replace('"uint16"', '"O"'))
+    elif damage == "bpe":
+        (folder / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes() + b" ")
     else:
         meta.unlink()
     with pytest.raises(UserError, match=str(tmp_path)):

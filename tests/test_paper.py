@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, run_here
 
 import experiment
 import families
@@ -66,7 +66,7 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, capsys):
     paper.COMMANDS["deep/probe"] = (PROBE.replace("4", "5"), "", "")
     paper.run(few)
     assert ", 2 made now" in capsys.readouterr().out
-    text = (tmp_path / "width.json").read_text()
+    text = (tmp_path / "setup.json").read_text()
     wrong = (
         ('"environment": {', '"environment": {}, "was": {'),
         ('"claim":', '"clam":'),
@@ -74,10 +74,10 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, capsys):
     )
     wrong += (('"settings": {', '"settings": [], "was": {'),)
     for damage in ("{", "[]", '{"rows": []}', "", *(text.replace(old, new) for old, new in wrong)):
-        (tmp_path / "width.json").write_text(damage)
-        paper.run(replace(few, only=("width",)))
+        (tmp_path / "setup.json").write_text(damage)
+        paper.run(replace(few, only=("setup",)))
         assert ", 1 made now" in capsys.readouterr().out
-        assert json.loads((tmp_path / "width.json").read_text())["settings"]["input_seed"] == 3
+        assert json.loads((tmp_path / "setup.json").read_text())["rows"] == json.loads(text)["rows"]
     paper.run(replace(few, dtype="bfloat16"))
     assert ", 3 made now" in capsys.readouterr().out
 
@@ -169,7 +169,7 @@ def test_smoke(tmp_path):
     left_out = {"matrix", "calibrate", "compare", "cost", "qwen/persistence", "outside/identify"}
     left_out |= {name for name in paper.COMMANDS if name.endswith("/probe")} | {"nano_llama/cure"}
     names = [name for name in paper.COMMANDS if name not in left_out]
-    done = run_script("paper.py", "--scale", "smoke", "--out", tmp_path, "--only", *names)
+    done = run_here("paper.py", "--scale", "smoke", "--out", tmp_path, "--only", *names)
     assert done.returncode == 0, done.stderr[-3000:]
     text = (tmp_path / "README.md").read_text()
     assert {name for _, name, _ in paper.COVERAGE if name in paper.COMMANDS} == {*paper.COMMANDS}
@@ -178,7 +178,7 @@ def test_smoke(tmp_path):
         assert name not in names or f"| {item} |  |  | not made |" not in text
     for _, path in re.findall(r"\[(figure)\]\((.*?)\)", text):
         assert (tmp_path / path).exists()
-    again = run_script("paper.py", "--scale", "smoke", "--out", tmp_path, "--only", *names)
+    again = run_here("paper.py", "--scale", "smoke", "--out", tmp_path, "--only", *names)
     assert again.returncode == 0 and ", 0 made now" in again.stdout, again.stderr
     assert text == (tmp_path / "README.md").read_text()
     assert not (ROOT / "results" / "runs").exists()

@@ -13,6 +13,7 @@ import findings
 import init
 import probe
 import stats
+from common import UserError
 from model import PRESETS
 
 CONTRACT = {
@@ -164,6 +165,7 @@ def test_more_ranks_than_batches(tmp_path):
         (["--out", "probe.py"], ["probe.py"]),
         (["--dtype", "float16"], ["float16", "bfloat16"]),
         (["nothing.py"], ["nothing.py"]),
+        (["--seed", "42", "42"], ["twice"]),
     ],
 )
 def test_bad_inputs(flags, words, tmp_path):
@@ -176,7 +178,7 @@ def test_nan_weights_are_named():
     model = init.newborn("tiny_gpt2", 0)
     model.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.nan
     found = probe.probe(model, 8, 4, 2)
-    with pytest.raises(probe.UserError, match="NaN"):
+    with pytest.raises(UserError, match="NaN"):
         probe.preference_row(model, found, np.ones(1))
 
 
@@ -231,7 +233,9 @@ def test_findings_are_computed(columns, verdicts):
 
 
 def test_the_papers_number_stands_only_beside_its_protocol():
-    assert "58.5 x" in [c["paper"] for c in findings.probe(rows_of(num_sequences=[10_000]))]
+    theirs = dict(model=["nano_gpt2"], num_sequences=[10_000])
+    assert "58.5 x" in [c["paper"] for c in findings.probe(rows_of(**theirs))]
+    assert {c["paper"] for c in findings.probe(rows_of(num_sequences=[10_000]))} == {None}
     assert {c["paper"] for c in findings.probe(rows_of(num_sequences=[1_000]))} == {None}
 
 

@@ -272,6 +272,21 @@ def test_persistence(runs, tmp_path):
     assert {row["stranger_mean_tau"] for row in found["newborn"]} == {float(tau.mean())}
 
 
+def test_a_stranger_of_other_steps_stays_the_newest(runs, tmp_path):
+    """Its birth is compared with the birth only; where it has no such step, its last checkpoint stands."""
+    for step, size in ((0, 0.0), (15, 3.0)):
+        checkpoint.save(tmp_path / f"b/step_{step:07d}", noised(init.newborn(CONFIG, 2), size, 2))
+    words = ["persistence", runs / "a", "--stranger", tmp_path / "b", *TINY, *SHORT, "--out", tmp_path]
+    assert script(*words).returncode == 0
+    found = {row["step"]: row["stranger_mean_tau"] for row in rows_of(tmp_path / "persistence.json")}
+    at = (40, 9, "tokens", 0, 300, "cpu", torch.float32)
+    birth = last_positions(Newborn(CONFIG, 1), *at).numpy()
+    chosen = top_dimensions(birth, "top", 32)
+    for step, strangers in ((0, 0), (1, 15), (20, 15)):
+        source = checkpoint.tensors(tmp_path / f"b/step_{strangers:07d}")
+        assert found[step] == kendall(birth, last_positions(source, *at).numpy(), chosen).mean()
+
+
 # ---- cost --------------------------------------------------------------------------------------------------
 
 

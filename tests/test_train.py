@@ -120,12 +120,12 @@ def test_gradient_accumulation(tokens, whole, tmp_path, size):
 
 
 def test_two_ranks_give_the_losses_of_one(tokens, tmp_path):
-    one = settings(tokens, tmp_path / "1", "--global-batch-size 5 --max-iters 20 --save-every 20 --keep last")
-    flags = "--dtype float32 --global-batch-size 5 --max-iters 20 --save-every 20 --keep last --data".split()
+    one = settings(tokens, tmp_path / "1", "--global-batch-size 5 --save-every 20 --keep last")
+    flags = "--dtype float32 --global-batch-size 5 --save-every 20 --keep last --data".split()
     done = run_script("train.py", *FLAGS.split(), *flags, tokens, "--out", tmp_path / "2", ranks=2)
     assert done.returncode == 0, done.stderr
     expected = losses(train.train(one))
-    assert len(expected) == 20 and losses(tmp_path / "2") == pytest.approx(expected, rel=1e-4)  # as above
+    assert len(expected) == 12 and losses(tmp_path / "2") == pytest.approx(expected, rel=1e-4)  # as above
 
 
 def test_resuming_needs_the_same_settings_and_data(tokens, whole, tmp_path):
@@ -314,9 +314,26 @@ def test_full_disk_and_read_only_output(tokens, tmp_path):
     )
     assert again.returncode == 0
     (tmp_path / "file").write_text("")
-    assert_refused(
-        subprocess.run(command(tokens, tmp_path / "file" / "x"), capture_output=True, text=True), "--out"
-    )
+    assert_refused(run_here("train.py", *command(tokens, tmp_path / "file" / "x")[2:]), "--out")
+
+
+def test_one_process_group_a_run(tokens, whole, tmp_path):
+    with common.alone(whole), pytest.raises(UserError, match="another process trains"):
+        train.train(settings(tokens, whole, resume=True))
+    assert len(losses(whole)) == 12  # and as it was
+
+
+def test_a_run_survives_a_damaged_birth_and_log(tokens, whole, tmp_path):
+    """Neither is needed to go on: the newest whole checkpoint knows the shape, what is torn comes again."""
+    s = settings(tokens, tmp_path / "a", init_from=str(whole), max_iters=3)
+    birth = checkpoint.steps(train.train(s))[0]
+    (birth / "config.json").write_text("{")
+    with (tmp_path / "a" / "metrics.jsonl").open("ab") as log:
+        log.write(b'{"step": \xff\xfe')
+    train.train(replace(s, resume=True, max_iters=4))
+    assert len(losses(tmp_path / "a")) == 4
+    with pytest.raises(UserError, match="--keep powers"):  # it would remove what was to be kept
+        train.train(replace(s, resume=True, keep="last"))
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
