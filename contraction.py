@@ -1,6 +1,6 @@
 """Why does a newborn prefer tokens? Its states contract: every mechanism of BB section 4, with its theory.
 
-    python contraction.py                        # all of them, about seven minutes on 2 cores
+    python contraction.py                        # all of them, about ten minutes on 2 cores
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py overlap --seed {0..99} --num-sequences 2000
 

@@ -172,7 +172,7 @@ def answers() -> str:
     asked = (
         ("Which tokens does my untrained model already prefer?", "probe.py --seed 42", "a minute",
          preference),
-        ("Why?", "contraction.py", "eight minutes", contraction),
+        ("Why?", "contraction.py", "ten minutes", contraction),
         ("Is this checkpoint a child of that one, and of which seed?", "seedprint.py compare BASE SUSPECT",
          "seconds", verdict),
         ("Where does attention sink, and can I train without?", "sinks.py", "seconds", sink),
