@@ -17,33 +17,11 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import kstest, norm
 
+import baselines
 import common
-from baselines import (
-    Inputs,
-    PaperInputs,
-    check,
-    identity_taus,
-    judge_taus,
-    kendall_std,
-    last_positions,
-    null_taus,
-    open_models,
-    paper_test,
-)
+import evidence
 from checkpoint import Newborn
 from common import UserError, setting
-from evidence import (
-    SAME,
-    all_positions,
-    diagonal_test,
-    fingerprint,
-    gram_test,
-    neuron_pairs,
-    relation,
-    states,
-    unit_ranks,
-    weight_correlation,
-)
 from experiment import conduct
 from figures import draw
 from init import SCHEMES, keyed_generator
@@ -57,7 +35,7 @@ INPUTS = ("own embedding", "shared embedding", "gaussian")
 
 
 @dataclass
-class Settings(PaperInputs):
+class Settings(baselines.PaperInputs):
     """What `seedprint.py calibrate` can be told; `--init` is replaced by `--schemes`."""
 
     model: tuple[str, ...] = setting(("tiny_gpt2", "tiny_llama"), "presets to be born", PRESETS)
@@ -79,7 +57,7 @@ def calibrate(s: Settings) -> dict:
         raise UserError(f"unexpected argument '{s.models[0]}': calibrate makes its own births (see --help)")
     if s.init != "gpt2":
         raise UserError("calibrate draws newborns by --schemes, not by --init")
-    check(s, s.model, paper=True)
+    baselines.check(s, s.model, paper=True)
     columns = "test inputs scheme model num_pairs rejections rate low high ks_p"
     return conduct(s, "calibrate", "BB B.3.1, Figure 13", every_setting, columns, plot=plot)
 
@@ -130,12 +108,13 @@ def exact_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) ->
         given = random_tokens(s.input_seed, range(n), T, config.vocab_size)
     count = s.num_births if inputs == INPUTS[0] else max(14, s.num_births // 4)  # the others are traps
     newborns = births(s, model, scheme, inputs, count)
-    prints = [fingerprint(states(one, given, device, dtype).flatten(0, 1)) for one in newborns]
+    final = (evidence.states(one, given, device, dtype).flatten(0, 1) for one in newborns)
+    prints = [evidence.fingerprint(rows) for rows in final]
     p = []
     for i, ahead in itertools.product(range(len(prints)), range(1, 7)):
         j = (i + ahead) % len(prints)
-        C = relation(prints[i], prints[j])
-        p.append(diagonal_test(C, (s.input_seed, i, j), s.permutations)["p"])
+        C = evidence.relation(prints[i], prints[j])
+        p.append(evidence.diagonal_test(C, (s.input_seed, i, j), s.permutations)["p"])
     return np.array(p)
 
 
@@ -144,9 +123,9 @@ def exact_weights(s: Settings, model: str, scheme: str) -> dict[str, np.ndarray]
     newborns, p = births(s, model, scheme, WEIGHTS, s.num_births), {"weights": [], "basis-free": []}
     for i, a in enumerate(newborns):
         b, key = newborns[(i + 1) % len(newborns)], (s.input_seed, i)
-        C, _ = weight_correlation(a, b)
-        p["weights"].append(diagonal_test(C["body"], key, s.permutations)["p"])
-        p["basis-free"].append(gram_test(neuron_pairs(a, b, 1), key)["p"])
+        C, _ = evidence.weight_correlation(a, b)
+        p["weights"].append(evidence.diagonal_test(C["body"], key, s.permutations)["p"])
+        p["basis-free"].append(evidence.gram_test(evidence.neuron_pairs(a, b, 1), key)["p"])
     return {test: np.array(values) for test, values in p.items()}
 
 
@@ -155,12 +134,12 @@ def paper_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) ->
     config, kind = PRESETS[model], "gaussian" if inputs == "gaussian" else "tokens"
     paper = (s.paper_sequences, s.paper_length, kind, s.input_seed, config.vocab_size, device, dtype)
     newborns = births(s, model, scheme, inputs, s.paper_births)
-    outputs = [last_positions(newborn, *paper).numpy() for newborn in newborns]
+    outputs = [baselines.last_positions(newborn, *paper).numpy() for newborn in newborns]
     chosen = s.chosen(config.d_model)
     p, pooled = {name: np.ones((len(outputs),) * 2) for name in ("t-test", "U-test", "closed form")}, []
     for i, j in itertools.combinations(range(len(outputs)), 2):
-        taus = identity_taus(outputs[i], outputs[j], *chosen)
-        said = judge_taus(taus, s.paper_sequences, config.d_model, *chosen)
+        taus = baselines.identity_taus(outputs[i], outputs[j], *chosen)
+        said = baselines.judge_taus(taus, s.paper_sequences, config.d_model, *chosen)
         p["t-test"][i, j], p["U-test"][i, j] = said["paper_t_p"], said["paper_u_p"]
         p["closed form"][i, j] = norm.sf(said["closed_form_z"])
         pooled.append(taus)
@@ -198,7 +177,7 @@ def spread(taus: np.ndarray, s: Settings, key: dict) -> list[dict]:
     """The taus of strangers as a histogram, beside the Gaussian of independent rows (Figure 13)."""
     edges, title = np.linspace(-0.3, 0.3, 61), f"{key['model']}, {key['inputs']}"
     measured = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
-    law = 100 * np.diff(norm.cdf(edges, scale=kendall_std(s.paper_sequences)))
+    law = 100 * np.diff(norm.cdf(edges, scale=baselines.kendall_std(s.paper_sequences)))
     return [
         key | dict(panel=title, tau=float(x), share=float(y), gaussian=float(z))
         for x, y, z in zip((edges[1:] + edges[:-1]) / 2, measured, law)
@@ -208,54 +187,55 @@ def spread(taus: np.ndarray, s: Settings, key: dict) -> list[dict]:
 # ---- what does each test need? -----------------------------------------------------------------------------
 
 
-def cost(s: Inputs) -> dict:
+def cost(s: baselines.Inputs) -> dict:
     """Tokens and seconds until each test says p < 1e-6 of two kin, doubling sequences; writes cost.json."""
     if len(s.models) != 2:
         raise UserError("cost expects two models of one birth")
-    open_models(s)
+    baselines.open_models(s)
     return conduct(s, "cost", "BB 5, 6.1", tokens_needed, plot=None)
 
 
-def tokens_needed(s: Inputs, device, dtype) -> dict:
+def tokens_needed(s: baselines.Inputs, device, dtype) -> dict:
     """A row for each test of the two models."""
-    pair, vocab = open_models(s)
+    pair, vocab = baselines.open_models(s)
     T = s.sequence_length
     at = (s.input_seed, vocab, device, dtype)
 
     def relabelling(prepare, n: int) -> float:
-        C = relation(*(all_positions(source, n, T, *at, prepare) for source in pair))
-        return diagonal_test(C, (s.input_seed,), s.permutations)["log10_p"]
+        C = evidence.relation(*(evidence.all_positions(source, n, T, *at, prepare) for source in pair))
+        return evidence.diagonal_test(C, (s.input_seed,), s.permutations)["log10_p"]
 
     def paper(key: str, n: int) -> float:
         if n < 4:
             return 0.0
-        said = paper_test(*(last_positions(source, n, T, "tokens", *at) for source in pair))[key]
+        outputs = (baselines.last_positions(source, n, T, "tokens", *at) for source in pair)
+        said = baselines.paper_test(*outputs)[key]
         log_p = norm.logsf(said) if key.endswith("z") else np.log(max(said, 1e-300))
         return float(log_p / np.log(10))
 
     tests = {
-        "relabelling": partial(relabelling, fingerprint),
-        "relabelling, plain ranks": partial(relabelling, unit_ranks),
+        "relabelling": partial(relabelling, evidence.fingerprint),
+        "relabelling, plain ranks": partial(relabelling, evidence.unit_ranks),
         "closed form": partial(paper, "closed_form_z"),
         "t-test": partial(paper, "paper_t_p"),
         "U-test": partial(paper, "paper_u_p"),
     }
     begun = time.perf_counter()
-    C, rows = weight_correlation(*pair)[0]["body"], []
+    C, rows = evidence.weight_correlation(*pair)[0]["body"], []
     if C is not None:
-        log10_p = diagonal_test(C, (s.input_seed,), s.permutations)["log10_p"]
+        log10_p = evidence.diagonal_test(C, (s.input_seed,), s.permutations)["log10_p"]
         rows.append(dict(test="weights", tokens=0, seconds=time.perf_counter() - begun, log10_p=log10_p))
-        rows[0] |= dict(reached=log10_p <= SAME, times_fewer_tokens=None)
+        rows[0] |= dict(reached=log10_p <= evidence.SAME, times_fewer_tokens=None)
     for name, test in common.progress(tests.items(), desc="cost"):
-        last_positions.cache_clear()
-        all_positions.cache_clear()
-        null_taus.cache_clear()
+        baselines.last_positions.cache_clear()
+        evidence.all_positions.cache_clear()
+        baselines.null_taus.cache_clear()
         for n in (-(-3 // T) * 2**k for k in range(15)):  # three rows at least
             begun = time.perf_counter()
             log10_p = test(n)
             took = time.perf_counter() - begun
-            if log10_p <= SAME:
+            if log10_p <= evidence.SAME:
                 break
-        row = dict(test=name, tokens=n * T, seconds=took, log10_p=log10_p, reached=log10_p <= SAME)
+        row = dict(test=name, tokens=n * T, seconds=took, log10_p=log10_p, reached=log10_p <= evidence.SAME)
         rows.append(row | dict(times_fewer_tokens=AUTHORS / (n * T) if row["reached"] else None))
     return dict(rows=rows)

@@ -325,9 +325,13 @@ def alone(run: Path):
     try:
         if rank() == 0:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
+        os.close(folder)
         raise UserError(f"another process trains in {run}: wait for it, or choose another --out") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
     finally:
         os.close(folder)
 

@@ -137,7 +137,7 @@ def test_p_of_weights_by_hand(monkeypatch):
 def test_gaussian_inputs_are_the_same_for_all(monkeypatch):
     given = []
     monkeypatch.setitem(PRESETS, "tiny_llama", SMALL)
-    monkeypatch.setattr(calibration, "states", lambda one, x, *more: given.append(x) or torch.randn(3, 9, 32))
+    monkeypatch.setattr(evidence, "states", lambda one, x, *more: given.append(x) or torch.randn(3, 9, 32))
     s = Settings(num_births=14, num_sequences=3, sequence_length=9, permutations=9, input_seed=4)
     calibration.exact_p(s, "tiny_llama", "gpt2", "gaussian", *CPU)
     assert len(given) == 14 and all(torch.equal(x, gaussian_vectors(4, range(3), 9, 32)) for x in given)
