@@ -137,7 +137,7 @@ def engage(s: Settings, name: str, seed: int):
         key = {"model": name, "normed": normed, "theory": law, "preactivation_std": g.std().item()}
         rows.append(key | pairwise_cosine(block.mlp(inputs)))
         density, _ = np.histogram(g.cpu(), np.append(z, 2.05) - 0.025)
-        key = {"model": name, "curve": f"{'with' if normed else 'without'} LayerNorm", "half": None}
+        key = {"curve": f"pre-activations {'with' if normed else 'without'} LayerNorm", "half": None}
         points += [key | {"z": a, "y": b} for a, b in zip(z, density / density.max())]
     phi = ACTIVATIONS[config.mlp](torch.from_numpy(z)).tolist()
     points += [{"curve": f"activation ({config.mlp})", "z": a, "y": b, "half": a / 2} for a, b in zip(z, phi)]
