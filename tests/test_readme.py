@@ -391,31 +391,15 @@ def test_every_file_and_flag_that_the_readme_names_exists():
             assert script != "contraction.py" or (line.split() or ["all"])[0] in [*EXPERIMENTS, "all"], line
 
 
-def apply(diff: str, folder) -> None:
-    """Make a README's diff in copies of the files it names: each hunk's old lines stand there once."""
-    name, lines = None, 0
-    for part in re.split(r"^(--- [\w.]+|@@)\n", diff, flags=re.MULTILINE)[1:]:
-        if part.startswith("--- "):
-            name = part.removeprefix("--- ")
-        elif part and part != "@@":
-            old, new = (
-                "".join(line[1:] + "\n" for line in part.splitlines() if line[0] in f" {sign}")
-                for sign in "-+"
-            )
-            source = (folder / name).read_text()
-            assert source.count(old) == 1, (name, old)
-            (folder / name).write_text(source.replace(old, new))
-            lines += sum(line[0] in "+-" for line in part.splitlines())
-    assert 0 < lines < 20
-
-
 def forked(tmp_path, number: int):
     """A copy of the code with one of README's three differences."""
     diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(diffs) == 3
     for path in ROOT.glob("*.py"):
         (tmp_path / path.name).write_text(path.read_text())
-    apply(diffs[number], tmp_path)
+    assert 0 < len(re.findall(r"^[+-](?!\+\+ |-- )", diffs[number], re.MULTILINE)) < 20
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=diffs[number], text=True, check=True)
     return tmp_path
 
 
