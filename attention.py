@@ -114,10 +114,8 @@ def replaced(kind: str, factor: float, model: Transformer, position: int, layers
         elif kind == "amplify":
             mean = chosen.mean(0, keepdim=True)
             chosen = mean + factor * (chosen - mean)
-        elif kind == "scale":
+        else:  # "scale"
             chosen = factor * chosen
-        else:
-            raise ValueError(f"no intervention {kind!r}")
         return torch.cat([heads[:, :, : position - 1], chosen, heads[:, :, position:]], dim=2)
 
     return on_heads

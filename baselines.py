@@ -17,23 +17,21 @@ from scipy import stats
 from scipy.special import softmax
 from torch import Tensor
 
-import common
 from checkpoint import config_of, shared_context, tensors
-from common import UserError, setting
+from common import RunSettings, UserError, setting
 from evidence import like_rows, states
 from init import SCHEMES, keyed_generator
 from probe import gaussian_vectors, random_tokens
 
 THRESHOLD = 0.8  # of the four similarities (BB B.3.2, after REEF)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ICS_TOKENS = 4096
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
 
 
 @dataclass
-class Inputs(common.RunSettings):
+class Inputs(RunSettings):
     """The `models`, what the relabelling test reads, and how often it permutes."""
 
     models: tuple[str, ...] = ()  # words of the command line, not a flag
@@ -52,9 +50,7 @@ class PaperInputs(Inputs):
     paper_length: int = setting(64, "tokens in each of them; in the paper 1024")
     side: str = setting("top", "dimensions of largest or smallest mean output", ("top", "bottom"))
     top_k: int | None = setting(None, "of them, in each model (default: half of the width)", least=1)
-    softmax_temperature: float | None = setting(
-        None, "softmax over the chosen ones; their code: 10", least=1e-6
-    )
+    softmax_temperature: float | None = setting(None, "softmax over the chosen; their code: 10", least=1e-6)
 
     def chosen(self, d: int) -> tuple[str, int, float | None]:
         """How the dimensions of models of width d are chosen, as `identity_taus` wants it."""
@@ -78,11 +74,9 @@ def open_models(s: Inputs, paper: bool = False) -> tuple[list, int]:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
     check(s, specs, paper)
     sources = [tensors(spec, s.init) for spec in specs]
-    widths = [source.config.d_model for source in sources]
-    for spec, width in zip(specs, widths):
-        if width != widths[0]:
-            pair = f"{specs[0]} is {widths[0]} wide, {spec} is {width}"
-            raise UserError(f"{pair}: only models of one width can be compared")
+    widths = {spec: source.config.d_model for spec, source in zip(specs, sources)}
+    if len(set(widths.values())) > 1:
+        raise UserError(f"only models of one width can be compared, not of {widths}")
     return sources, min(source.config.vocab_size for source in sources)
 
 
@@ -104,10 +98,8 @@ def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float
     return np.nan_to_num(np.array(tau, dtype=float))
 
 
-def identity_taus(
-    a: np.ndarray, b: np.ndarray, side: str, top_k: int, temperature: float | None
-) -> np.ndarray:
-    """Kendall's tau on the dimensions that are among the `top_k` of both."""
+def identity_taus(a, b, side: str, top_k: int, temperature: float | None) -> np.ndarray:
+    """Kendall's tau of arrays (n, d) on the dimensions that are among the `top_k` of both."""
     chosen = np.intersect1d(*(top_dimensions(rows, side, top_k) for rows in (a, b)))
     return kendall(a, b, chosen, temperature) if len(chosen) else np.zeros(0)
 
@@ -124,13 +116,10 @@ def null_taus(n: int, d: int, side: str, top_k: int, temperature: float | None, 
 def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: int, device, dtype) -> Tensor:
     """Final last-position states, (n, d), for n random sequences of T "tokens" or "gaussian" vectors."""
     d, parts = source.config.d_model, []
+    draw, width = (gaussian_vectors, d) if kind == "gaussian" else (random_tokens, vocab)
     size = max(1, 2**27 // (T * d))  # sequences at a time: half a gigabyte of states
     for start in range(0, n, size):
-        indices = range(start, min(start + size, n))
-        if kind == "gaussian":
-            inputs = gaussian_vectors(input_seed, indices, T, d)
-        else:
-            inputs = random_tokens(input_seed, indices, T, vocab)
+        inputs = draw(input_seed, range(start, min(start + size, n)), T, width)
         parts.append(states(source, inputs, device, dtype, last_only=True))
     return torch.cat(parts).cpu()
 
@@ -185,9 +174,8 @@ def intrinsic(a, b) -> float:
         profiles = []
         for source in (a, b):
             names = [f"model.layers.{i}.self_attn.{kind}.weight" for i in range(source.config.num_layers)]
-            profiles.append(np.array([source.read(name).float().std().item() for name in names]))
-        depth = min(map(len, profiles))
-        grid = np.linspace(0, 1, depth)
+            profiles.append([source.read(name).float().std().item() for name in names])
+        grid = np.linspace(0, 1, min(map(len, profiles)))
         profiles = [np.interp(grid, np.linspace(0, 1, len(profile)), profile) for profile in profiles]
         flat = min(profile.std() for profile in profiles) == 0
         values.append(0.0 if flat else float(np.corrcoef(*profiles)[0, 1]))
@@ -197,20 +185,16 @@ def intrinsic(a, b) -> float:
 def cka(x: Tensor, y: Tensor) -> float:
     """Linear centred kernel alignment of features (n, d1) and (n, d2)."""
     x, y = x.double() - x.double().mean(0), y.double() - y.double().mean(0)
-    if len(x) < max(x.shape[1], y.shape[1]):  # n x n products are the smaller ones
-        kx, ky = x @ x.T, y @ y.T
-        return ((kx * ky).sum() / (kx.norm() * ky.norm()).clamp(min=1e-300)).item()
-    return ((x.T @ y).norm().square() / ((x.T @ x).norm() * (y.T @ y).norm()).clamp(min=1e-300)).item()
+    kx, ky = x @ x.T, y @ y.T  # (n, n)
+    return ((kx * ky).sum() / (kx.norm() * ky.norm()).clamp(min=1e-300)).item()
 
 
 def reef(a, b, tokens: Tensor, device, dtype) -> tuple[float, list[list[float]]]:
     """CKA of last-position block outputs on the same tokens (n, T): matched layers' mean, and all pairs."""
-    outputs = []
-    for source in (a, b):
-        layers = []
+    outputs = [], []
+    for source, layers in zip((a, b), outputs):
         keep = lambda _, x, to=layers: to.append(x[:, -1].float().clone())  # noqa: E731
         states(source, tokens, device, dtype, on_state=keep)
-        outputs.append(layers)
     matrix = [[cka(x, y) for y in outputs[1]] for x in outputs[0]]
     return float(np.mean([matrix[i][i] for i in range(min(map(len, outputs)))])), matrix
 
@@ -233,7 +217,7 @@ def invariant_terms(source):
 
     Q, K, V, O, U (up), D (down) as they are stored, (out, in); key-value heads repeated for their queries.
     """
-    for layer in list(range(source.config.num_layers))[:-3:-1]:
+    for layer in range(source.config.num_layers)[:-3:-1]:
         name, heads = f"model.layers.{layer}.", source.config.kv_heads
         q, k, v, o = (source.read(f"{name}self_attn.{kind}.weight").float() for kind in ATTENTION)
         k, v = (w.unflatten(0, (heads, -1)).repeat_interleave(len(q) // len(w), 0) for w in (k, v))
@@ -246,7 +230,7 @@ def ics(a, b) -> float:
 
     None of these (n, n) is made: the product of X M X' and Y N Y', summed, is that of M and G N G', G = X'Y.
     """
-    n, cosines = min(ICS_TOKENS, a.config.vocab_size, b.config.vocab_size), []
+    n, cosines = min(4096, a.config.vocab_size, b.config.vocab_size), []
     X = [source.read("model.embed_tokens.weight")[:n].float() for source in (a, b)]
     pairs = {(i, j): X[i].T @ X[j] for i, j in ((0, 1), (0, 0), (1, 1))}
     for terms in zip(invariant_terms(a), invariant_terms(b)):
@@ -264,5 +248,4 @@ def similarities(a, b, tokens: Tensor, device, dtype) -> dict:
     if "full" != a.config.sublayers or "full" != b.config.sublayers:
         raise UserError("the baselines need models with attention and MLP")
     matched, matrix = reef(a, b, tokens, device, dtype)
-    values = dict(intrinsic=intrinsic(a, b), reef=matched, pcs=pcs(a, b), ics=ics(a, b))
-    return values | {"reef_matrix": matrix}
+    return dict(intrinsic=intrinsic(a, b), reef=matched, pcs=pcs(a, b), ics=ics(a, b), reef_matrix=matrix)

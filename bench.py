@@ -13,7 +13,6 @@ count. `share` is of that peak, in the products that the answer needs: what is c
 """
 
 import statistics
-import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +20,7 @@ import torch
 
 import checkpoint
 import common
-from common import UserError, setting
+from common import UserError, seconds, setting
 from experiment import conduct
 from findings import claim
 from init import newborn
@@ -39,9 +38,7 @@ class Settings(common.RunSettings):
     model: tuple[str, ...] = setting(("nano_gpt2", "nano_llama", "nano_qwen"), "presets to time", PRESETS)
     sequence_length: tuple[int, ...] = setting((64, 512, 1024), "tokens in a sequence")
     rounds: int = setting(3, "measurements of each contestant; the median counts", least=1)
-    tokens: int | None = setting(
-        None, "in the largest batch of three that are tried; 2048, on CUDA 65536", least=1
-    )
+    tokens: int | None = setting(None, "in the largest of three batches; 2048, on CUDA 65536", least=1)
     work: tuple[str, ...] = ("forward", "training")  # words of the command line
 
 
@@ -54,31 +51,14 @@ def transformers_model(config: ModelConfig, head: bool = False) -> torch.nn.Modu
         import transformers
     except ImportError:
         return None
-    shape = dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.d_model,
-        intermediate_size=config.d_ff,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.context_length,
-        attn_implementation="sdpa",
-    )
+    shape = checkpoint.config_json(config)
     if config.mlp == "gelu":
         rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": 1.0}
-        shape |= {"rope_parameters": rope, "use_parallel_residual": False, "hidden_act": "gelu"}
-        return transformers.GPTNeoXModel(transformers.GPTNeoXConfig(**shape)).eval()
-    if config.qkv_bias:
-        return transformers.Qwen2Model(transformers.Qwen2Config(**shape)).eval()
-    kind = transformers.LlamaForCausalLM if head else transformers.LlamaModel
-    return kind(transformers.LlamaConfig(**shape)).eval()
-
-
-def seconds(work, *arguments) -> float:
-    """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
-    begun = time.perf_counter()
-    work(*arguments).flatten()[0].item()
-    return time.perf_counter() - begun
+        shape = {theirs: getattr(config, ours) for theirs, ours in checkpoint.KEYS.items()}
+        shape |= {"model_type": "gpt_neox", "rope_parameters": rope, "use_parallel_residual": False}
+    kind = transformers.AutoModelForCausalLM if head else transformers.AutoModel
+    theirs = transformers.AutoConfig.for_model(**shape)
+    return kind.from_config(theirs, attn_implementation="sdpa").eval()
 
 
 def take_turns(works: dict, dtypes, rounds: int, device: torch.device) -> tuple[dict, dict]:

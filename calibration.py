@@ -12,18 +12,15 @@ import itertools
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from scipy.stats import kstest, norm
 
 import baselines
-import common
 import evidence
 from checkpoint import Newborn
-from common import UserError, setting
-from experiment import conduct
-from figures import draw
+from common import UserError, progress, setting
+from experiment import conduct, figure
 from init import SCHEMES, keyed_generator
 from model import PRESETS
 from probe import gaussian_vectors, random_tokens
@@ -36,14 +33,13 @@ INPUTS = ("own embedding", "shared embedding", "gaussian")
 
 @dataclass
 class Settings(baselines.PaperInputs):
-    """What `seedprint.py calibrate` can be told; `--init` is replaced by `--schemes`."""
+    """What `seedprint.py calibrate` can be told."""
 
+    init: str = "gpt2"  # no flag: it is replaced by --schemes
     model: tuple[str, ...] = setting(("tiny_gpt2", "tiny_llama"), "presets to be born", PRESETS)
     schemes: tuple[str, ...] = setting(("gpt2", "normal"), "how they are drawn", SCHEMES)
     first_seed: int = setting(1, "seed of the first birth; the others follow", least=0)
-    num_births: int = setting(
-        200, "newborns with embeddings of their own; each is compared with the next six", least=14
-    )
+    num_births: int = setting(200, "newborns with own embeddings, each compared with the next six", least=14)
     paper_births: int = setting(12, "of them for the paper's test, which takes longer; all pairs", least=3)
     permutations: int = setting(999, "relabellings; the smallest p is 1 / (1 + this)", least=1)
 
@@ -55,17 +51,10 @@ def calibrate(s: Settings) -> dict:
     """
     if s.models:
         raise UserError(f"unexpected argument '{s.models[0]}': calibrate makes its own births (see --help)")
-    if s.init != "gpt2":
-        raise UserError("calibrate draws newborns by --schemes, not by --init")
     baselines.check(s, s.model, paper=True)
     columns = "test inputs scheme model num_pairs rejections rate low high ks_p"
+    plot = partial(figure, calibrate_tau="taus")
     return conduct(s, "calibrate", "BB B.3.1, Figure 13", every_setting, columns, plot=plot)
-
-
-def plot(result: dict, folder: Path) -> None:
-    """calibrate.png and calibrate_tau.png."""
-    draw("calibrate", result["points"], folder / "calibrate.png")
-    draw("calibrate_tau", result["taus"], folder / "calibrate_tau.png")
 
 
 def every_setting(s: Settings, device, dtype) -> dict:
@@ -73,7 +62,7 @@ def every_setting(s: Settings, device, dtype) -> dict:
     rows, points, taus = [], [], []
     settings = list(itertools.product(s.model, s.schemes, INPUTS))
     settings += [(model, s.schemes[0], WEIGHTS) for model in s.model]  # once scaled, they know no scheme
-    for model, scheme, inputs in common.progress(settings, desc="calibrate", unit=" settings"):
+    for model, scheme, inputs in progress(settings, desc="calibrate", unit=" settings"):
         key, drawn = dict(inputs=inputs, scheme=scheme, model=model), scheme == s.schemes[0]
         if inputs == WEIGHTS:
             by_test, drawn = exact_weights(s, model, scheme), False
@@ -101,16 +90,12 @@ def births(s: Settings, model: str, scheme: str, inputs: str, count: int) -> lis
 
 def exact_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) -> np.ndarray:
     """The relabelling test's p for each birth and the six that follow it, (pairs,)."""
-    config, n, T = PRESETS[model], s.num_sequences, s.sequence_length
-    if inputs == "gaussian":
-        given = gaussian_vectors(s.input_seed, range(n), T, config.d_model)
-    else:
-        given = random_tokens(s.input_seed, range(n), T, config.vocab_size)
+    d, vocab = PRESETS[model].d_model, PRESETS[model].vocab_size
+    draw, width = (gaussian_vectors, d) if inputs == "gaussian" else (random_tokens, vocab)
+    given = draw(s.input_seed, range(s.num_sequences), s.sequence_length, width)
     count = s.num_births if inputs == INPUTS[0] else max(14, s.num_births // 4)  # the others are traps
-    newborns = births(s, model, scheme, inputs, count)
-    final = (evidence.states(one, given, device, dtype).flatten(0, 1) for one in newborns)
-    prints = [evidence.fingerprint(rows) for rows in final]
-    p = []
+    final = (evidence.states(one, given, device, dtype) for one in births(s, model, scheme, inputs, count))
+    prints, p = [evidence.fingerprint(rows.flatten(0, 1)) for rows in final], []
     for i, ahead in itertools.product(range(len(prints)), range(1, 7)):
         j = (i + ahead) % len(prints)
         C = evidence.relation(prints[i], prints[j])
@@ -121,11 +106,10 @@ def exact_p(s: Settings, model: str, scheme: str, inputs: str, device, dtype) ->
 def exact_weights(s: Settings, model: str, scheme: str) -> dict[str, np.ndarray]:
     """The p of the tests of weights for each birth and the next, (births,) each."""
     newborns, p = births(s, model, scheme, WEIGHTS, s.num_births), {"weights": [], "basis-free": []}
-    for i, a in enumerate(newborns):
-        b, key = newborns[(i + 1) % len(newborns)], (s.input_seed, i)
+    for i, (a, b) in enumerate(zip(newborns, newborns[1:] + newborns[:1])):
         C, _ = evidence.weight_correlation(a, b)
-        p["weights"].append(evidence.diagonal_test(C["body"], key, s.permutations)["p"])
-        p["basis-free"].append(evidence.gram_test(evidence.neuron_pairs(a, b, 1), key)["p"])
+        p["weights"].append(evidence.diagonal_test(C["body"], (s.input_seed, i), s.permutations)["p"])
+        p["basis-free"].append(evidence.gram_test(evidence.neuron_pairs(a, b, 1), (s.input_seed, i))["p"])
     return {test: np.array(values) for test, values in p.items()}
 
 
@@ -165,23 +149,18 @@ def over_births(rejected: np.ndarray, resamples: int = 2000) -> tuple[float, flo
 def quantiles(p: np.ndarray, key: dict) -> list[dict]:
     """Sorted p beside what a uniform distribution gives, both as -log10, thinned to 60 points."""
     order = np.unique(np.geomspace(1, len(p), 60).round().astype(int)) - 1
-    observed, expected = np.sort(p)[order], (order + 0.5) / len(p)
-    title = f"{key['model']}, {key['inputs']}"
-    return [
-        key | dict(panel=title, expected=float(x), observed=float(min(12, y)), uniform=float(x))
-        for x, y in zip(-np.log10(expected), -np.log10(np.maximum(observed, 1e-300)))
-    ]
+    both = -np.log10([(order + 0.5) / len(p), np.sort(p)[order].clip(min=1e-12)])  # (2, points)
+    key = key | dict(panel=f"{key['model']}, {key['inputs']}")
+    return [key | dict(expected=x, observed=y, uniform=x) for x, y in both.T.tolist()]
 
 
 def spread(taus: np.ndarray, s: Settings, key: dict) -> list[dict]:
     """The taus of strangers as a histogram, beside the Gaussian of independent rows (Figure 13)."""
-    edges, title = np.linspace(-0.3, 0.3, 61), f"{key['model']}, {key['inputs']}"
+    edges, key = np.linspace(-0.3, 0.3, 61), key | dict(panel=f"{key['model']}, {key['inputs']}")
     measured = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
     law = 100 * np.diff(norm.cdf(edges, scale=baselines.kendall_std(s.paper_sequences)))
-    return [
-        key | dict(panel=title, tau=float(x), share=float(y), gaussian=float(z))
-        for x, y, z in zip((edges[1:] + edges[:-1]) / 2, measured, law)
-    ]
+    bins = np.stack([(edges[1:] + edges[:-1]) / 2, measured, law], axis=1)  # (bins, 3)
+    return [key | dict(tau=x, share=y, gaussian=z) for x, y, z in bins.tolist()]
 
 
 # ---- what does each test need? -----------------------------------------------------------------------------
@@ -191,15 +170,12 @@ def cost(s: baselines.Inputs) -> dict:
     """Tokens and seconds until each test says p < 1e-6 of two kin, doubling sequences; writes cost.json."""
     if len(s.models) != 2:
         raise UserError("cost expects two models of one birth")
-    baselines.open_models(s)
-    return conduct(s, "cost", "BB 5, 6.1", tokens_needed, plot=None)
+    return conduct(s, "cost", "BB 5, 6.1", partial(tokens_needed, *baselines.open_models(s)), plot=None)
 
 
-def tokens_needed(s: baselines.Inputs, device, dtype) -> dict:
+def tokens_needed(pair: list, vocab: int, s: baselines.Inputs, device, dtype) -> dict:
     """A row for each test of the two models."""
-    pair, vocab = baselines.open_models(s)
-    T = s.sequence_length
-    at = (s.input_seed, vocab, device, dtype)
+    T, at = s.sequence_length, (s.input_seed, vocab, device, dtype)
 
     def relabelling(prepare, n: int) -> float:
         C = evidence.relation(*(evidence.all_positions(source, n, T, *at, prepare) for source in pair))
@@ -226,10 +202,9 @@ def tokens_needed(s: baselines.Inputs, device, dtype) -> dict:
         log10_p = evidence.diagonal_test(C, (s.input_seed,), s.permutations)["log10_p"]
         rows.append(dict(test="weights", tokens=0, seconds=time.perf_counter() - begun, log10_p=log10_p))
         rows[0] |= dict(reached=log10_p <= evidence.SAME, times_fewer_tokens=None)
-    for name, test in common.progress(tests.items(), desc="cost"):
-        baselines.last_positions.cache_clear()
-        evidence.all_positions.cache_clear()
-        baselines.null_taus.cache_clear()
+    for name, test in progress(tests.items(), desc="cost"):
+        for cached in (baselines.last_positions, evidence.all_positions, baselines.null_taus):
+            cached.cache_clear()
         for n in (-(-3 // T) * 2**k for k in range(15)):  # three rows at least
             begun = time.perf_counter()
             log10_p = test(n)

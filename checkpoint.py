@@ -10,7 +10,6 @@ Hugging Face's, so `transformers` opens them; config.json of all else is our Mod
 also have `checksums.json`, and `state.pt` to resume from. Nothing in a stranger's folder is ever executed.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -28,12 +27,8 @@ from common import UserError, choose
 from init import birth_value, newborn
 from model import PRESETS, Llama3Scaling, ModelConfig, Transformer
 
-FAMILIES = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": dict(qkv_bias=True),
-    "qwen3": dict(qk_norm=True, head_dim=128),
-}
+FAMILIES = {"llama": {}, "mistral": {}}
+FAMILIES |= {"qwen2": dict(qkv_bias=True), "qwen3": dict(qk_norm=True, head_dim=128)}
 KEYS = {  # Hugging Face's name: ours
     "vocab_size": "vocab_size", "hidden_size": "d_model", "intermediate_size": "d_ff", "head_dim": "head_dim",
     "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "rms_norm_eps": "norm_epsilon",
@@ -55,10 +50,9 @@ def typed(kind: type, values: dict, place: Path):
     for name, value in values.items():
         expected = typing.get_args(hints.get(name)) or (hints.get(name),)
         number = type(value) in (int, float)
-        if type(value) not in expected and not (float in expected and number):
+        fits = type(value) in expected or (number and float in expected)
+        if not fits or (number and not 0 < value < 2**40):
             raise UserError(f"{place}: {name} cannot be {value!r}")
-        if number and not 0 < value < 2**40:
-            raise UserError(f"{place}: {name} cannot be {value}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -112,14 +106,13 @@ def config_json(config: ModelConfig) -> dict:
     if llama != ("rmsnorm", "swiglu", "full", "none") or split:
         return {"model_type": "bornbiased", **asdict(config)}
     kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     values = asdict(config) | {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if scaling := values["rope_scaling"]:
         rope |= {"rope_type": "llama3"} | {theirs: scaling[ours] for theirs, ours in SCALING.items()}
     common_keys = {"hidden_act": "silu", "attention_bias": False, "dtype": "float32", "rope_parameters": rope}
     theirs = {theirs: values[ours] for theirs, ours in KEYS.items() if kind != "qwen2" or ours != "head_dim"}
-    return {"model_type": kind, "architectures": [f"{name}ForCausalLM"], **theirs, **common_keys}
+    return {"model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"], **theirs, **common_keys}
 
 
 # ---- specs -------------------------------------------------------------------------------------------------
@@ -144,20 +137,10 @@ def steps(run: str | Path) -> list[Path]:
     return sorted(Path(run).glob("step_" + "[0-9]" * 7))
 
 
-def newest_config(run: str | Path) -> ModelConfig | None:
-    """The architecture of a run folder, by its newest checkpoint that is not damaged."""
-    for folder in steps(run)[::-1]:
-        with contextlib.suppress(UserError):
-            check(folder, "config.json")
-            return read_config(folder)
-
-
 def config_of(spec: str) -> ModelConfig:
     """The architecture of a preset or spec, without its weights."""
-    found = PRESETS.get(spec) or find(spec)
-    if isinstance(found, Path):
-        return read_config(found)
-    return found if isinstance(found, ModelConfig) else PRESETS[found[0]]
+    found = (spec,) if spec in PRESETS else find(spec)
+    return read_config(found) if isinstance(found, Path) else PRESETS[found[0]]
 
 
 def shared_context(specs, lengths: tuple[int, ...] | None = None, flag: str = "--sequence-length") -> int:
@@ -169,9 +152,9 @@ def shared_context(specs, lengths: tuple[int, ...] | None = None, flag: str = "-
     return context
 
 
-def load(spec: str, device="cpu", dtype=torch.float32, scheme: str = "gpt2") -> Transformer:
-    """The model of a spec, in eval mode, its blocks in `dtype`; `scheme` is how a newborn is drawn."""
-    found = find(str(spec))
+def load(spec: str, device="cpu", dtype=torch.float32, scheme="gpt2", seeds: tuple = ()) -> Transformer:
+    """The model of a spec, or of a preset and `seeds`, drawn by `scheme`; in eval mode, blocks in `dtype`."""
+    found = (spec, *seeds) if seeds and spec in PRESETS else find(str(spec))
     if not isinstance(found, Path):
         return newborn(*found, scheme, device, dtype)
     weights = Weights(found)
@@ -205,15 +188,6 @@ def models(specs: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, in
     return pairs
 
 
-def obtain(
-    spec: str, seed: int | None, embedding_seed: int | None, scheme: str, device, dtype
-) -> Transformer:
-    """The newborn of a preset and seed, or the model of any other spec."""
-    if spec in PRESETS:
-        return newborn(spec, seed, embedding_seed, scheme, device, dtype)
-    return load(spec, device, dtype, scheme)
-
-
 def skeleton(config: ModelConfig, place: str | Path = "config") -> dict[str, tuple[int, ...]]:
     """The shapes of a model's parameters, by name; UserError for sizes beyond any memory."""
     try:
@@ -226,9 +200,7 @@ def skeleton(config: ModelConfig, place: str | Path = "config") -> dict[str, tup
 class Newborn:
     """The tensors of a newborn, each drawn when it is read."""
 
-    def __init__(
-        self, config: ModelConfig, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
-    ):
+    def __init__(self, config: ModelConfig, seed: int, embedding_seed: int | None = None, scheme="gpt2"):
         self.config, self.key, self.shapes = config, (seed, embedding_seed, scheme), skeleton(config)
 
     def read(self, name: str) -> torch.Tensor:
@@ -247,11 +219,10 @@ class Weights:
         if os.path.exists(index):
             try:
                 names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-                safe = all(Path(name).name == name and name.endswith(".safetensors") for name in names)
+                if not all(Path(name).name == name and name.endswith(".safetensors") for name in names):
+                    raise ValueError("a file elsewhere")
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                safe = False
-            if not safe:
-                raise UserError(f"{index}: expected a weight_map to .safetensors files of this folder")
+                raise UserError(f"{index}: expected a weight_map to .safetensors files here") from None
         for name in sorted(names):
             check(folder, name)
             try:

@@ -44,9 +44,8 @@ def run(plan) -> None:
     All mistakes that `plan` finds, it finds before the first work. Exit status: 0, 2 with one line for a
     UserError, 1 for anything else.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a terminal need not have every letter of a sample
-            stream.reconfigure(errors="backslashreplace")
+    with contextlib.suppress(AttributeError):  # a terminal need not have every letter of a sample
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does
     try:
         for _, work in plan(sys.argv[1:]):
             work()
@@ -70,8 +69,7 @@ def run(plan) -> None:
 
 def setting(default, help: str, choices=(), least=None):
     """A dataclass field: its help, the words it allows, or the least number; None is chosen at run time."""
-    described = {"help": help, "choices": tuple(choices), "least": least}
-    return dataclasses.field(default=default, metadata=described)
+    return dataclasses.field(default=default, metadata=dict(help=help, choices=tuple(choices), least=least))
 
 
 @dataclasses.dataclass
@@ -86,9 +84,8 @@ class RunSettings:
 def choose(name: str, choices, what: str) -> str:
     """`name`, if it is one of `choices`; otherwise a UserError that names the closest one, or all of them."""
     if name not in choices:
-        close = [choice for choice in choices if choice.endswith(f"/{name}")]
-        close = close or difflib.get_close_matches(name, list(choices), n=1)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(choices)}"
+        near = [c for c in choices if c.endswith(f"/{name}")] or difflib.get_close_matches(name, choices, n=1)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(choices)}"
         raise UserError(f"unknown {what} {name!r}: {hint}")
     return name
 
@@ -186,10 +183,9 @@ def _evaluate(node: ast.expr):
     """The value of a literal or of arithmetic on literals; ValueError, TypeError or ArithmeticError else."""
     if isinstance(node, ast.Tuple | ast.List):
         return tuple(_evaluate(item) for item in node.elts)
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_evaluate(node.left), _evaluate(node.right))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _ARITHMETIC:
-        return _ARITHMETIC[type(node.op)](_evaluate(node.operand))
+    if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _ARITHMETIC:
+        operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
+        return _ARITHMETIC[type(node.op)](*map(_evaluate, operands))
     return ast.literal_eval(node)
 
 
@@ -250,15 +246,19 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def seconds(work, *arguments) -> float:
+    """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
+    begun = time.perf_counter()
+    work(*arguments).flatten()[0].item()
+    return time.perf_counter() - begun
+
+
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a large square matrix product, median of 9: the limit that MFU refers to."""
-    size, seconds = 8192 if device.type == "cuda" else 2048, []
+    size = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    for _ in range(10):
-        started = time.perf_counter()
-        torch.nn.functional.linear(a, b)[0, 0].item()  # reading a number waits for the device
-        seconds.append(time.perf_counter() - started)
-    return 2 * size**3 / sorted(seconds[1:])[4]
+    times = [seconds(torch.nn.functional.linear, a, b) for _ in range(10)]
+    return 2 * size**3 / sorted(times[1:])[4]
 
 
 @functools.cache
@@ -302,6 +302,7 @@ def atomic_folder(path: Path):
                 shutil.rmtree(stale, ignore_errors=True)
         if old.exists() and not path.exists():
             os.rename(old, path)  # we were killed between the two renames below
+        shutil.rmtree(new, ignore_errors=True)  # a killed process may have had our number, as in containers
         new.mkdir(parents=True)
         yield new
         for file in new.iterdir():

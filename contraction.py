@@ -12,15 +12,14 @@ import functools
 import itertools
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 import common
 import theory
-from checkpoint import config_of, models, obtain, shared_context
+from checkpoint import config_of, load, models, shared_context
 from common import UserError, setting
 from experiment import conduct, judge_each
 from init import SCHEMES, STD, newborn, variant
@@ -38,16 +37,14 @@ class Settings(common.RunSettings):
     embedding_seed: int | None = setting(None, "seed of embedding and head (default: 0 for all seeds)")
     init: str | None = setting(None, "how the weights are drawn (default: gpt2)", SCHEMES)
     input_seed: int = setting(0, "seed of the random inputs")
-    num_sequences: int | None = setting(
-        None, "random sequences, or vectors, for each seed and length", least=2
-    )
+    num_sequences: int | None = setting(None, "random sequences, or vectors, of a seed and length", least=2)
     sequence_length: tuple[int, ...] | None = setting(None, "positions in a sequence")
     batch_size: int | None = setting(None, "sequences in a forward pass (default: as probe.py's)", least=1)
 
     def born(self, name: str, seed: int, dtype="float32", init: str | None = None) -> Transformer:
         """A model as these settings ask; in float32 wherever that is cheap."""
-        init = init or self.init
-        return obtain(name, seed, self.embedding_seed, init, self.device, getattr(torch, dtype))
+        seeds = (seed, self.embedding_seed)
+        return load(name, self.device, getattr(torch, dtype), init or self.init, seeds)
 
     def vectors(self, T: int, d: int) -> torch.Tensor:
         """The Gaussian inputs, (num_sequences, T, d)."""
@@ -129,18 +126,18 @@ def engage(s: Settings, name: str, seed: int):
     """Figure 6: LayerNorm spreads the pre-activations until the activation's asymmetry tells."""
     model = bare(s, name, seed, sublayers="mlp", num_layers=1)
     block, config, rows, points = model.model.layers[0], model.config, [], []
-    x, z = s.vectors(1, config.d_model)[:, 0], np.linspace(-2, 2, 81)
+    x, z = s.vectors(1, config.d_model)[:, 0], torch.linspace(-2, 2, 81, dtype=torch.float64)
     for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
         g = (block.mlp.gate_proj or block.mlp.up_proj)(inputs)
         std = STD * inputs.square().sum(1).mean().sqrt().item()
         law = theory.one_block_cosine(config.mlp, std, config.d_model)
         key = {"model": name, "normed": normed, "theory": law, "preactivation_std": g.std().item()}
         rows.append(key | pairwise_cosine(block.mlp(inputs)))
-        density, _ = np.histogram(g.cpu(), np.append(z, 2.05) - 0.025)
+        density = torch.histc(g, 81, -2.025, 2.025)  # bins about the z
         key = {"curve": f"pre-activations {'with' if normed else 'without'} LayerNorm", "half": None}
-        points += [key | {"z": a, "y": b} for a, b in zip(z, density / density.max())]
-    phi = ACTIVATIONS[config.mlp](torch.from_numpy(z)).tolist()
-    points += [{"curve": f"activation ({config.mlp})", "z": a, "y": b, "half": a / 2} for a, b in zip(z, phi)]
+        points += [key | {"z": a, "y": b} for a, b in zip(z.tolist(), (density / density.max()).tolist())]
+    key, phi = {"curve": f"activation ({config.mlp})"}, ACTIVATIONS[config.mlp](z)
+    points += [key | {"z": a, "y": b, "half": a / 2} for a, b in zip(z.tolist(), phi.tolist())]
     return rows, [{"model": name} | point for point in points]
 
 
@@ -189,26 +186,23 @@ def variance(s: Settings, name: str, seed: int):
     model, rows, squares = bare(s, name, seed, sublayers="attention", num_layers=1), [], []
     config, T = model.config, max(s.sequence_length)
 
-    def watch(layer, heads, q, k, v):  # (1, H, T, Dh)
-        squares.append(heads.double().square().mean(dim=(0, 1, 3)))
-
+    watch = lambda _, heads, *qkv: squares.append(heads.double().square().mean((0, 1, 3)))  # noqa: E731
     for i in range(s.num_sequences):
         x = gaussian_vectors(s.input_seed, range(i, i + 1), T, config.d_model)
-        model.hidden(x.to(s.device), on_heads=watch)
+        model.hidden(x.to(s.device), on_heads=watch)  # heads: (1, H, T, Dh)
     law, measured = theory.aggregated_std(config, T).tolist(), torch.stack(squares).mean(0).sqrt()
     for i, (std, c) in enumerate(zip(measured.tolist(), law), start=1):
-        theories = {"uniform_theory": law[0] / math.sqrt(i), "theory": c}
-        rows.append({"model": name, "position": i, "std": std} | theories)
+        rows.append(dict(model=name, position=i, std=std, uniform_theory=law[0] / math.sqrt(i), theory=c))
     return rows, []
 
 
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: bool = False):
+def on_tokens(s: Settings, name: str, seed: int, T: int, init: str):
     """(row, points): a newborn on random tokens, beside what its weights alone foretell of it."""
-    model = s.born(name, seed, s.dtype, init)
-    if projected:
+    model = s.born(name, seed, s.dtype, "gpt2" if init == "projected" else init)
+    if init == "projected":
         theory.project_out_mean_output(model)
     begun = time.perf_counter()
     foreseen, foreseen_cosine = theory.mean_field(model, T)
@@ -217,7 +211,7 @@ def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: b
     row = preference_row(model, found, uniform_counts(s.num_sequences, model.config.vocab_size, RANKS))
     counts, direction = found["token_counts"], F.normalize(found["cosines"].direction().cpu(), dim=0)
     downs = [block.mlp.down_proj.weight.float().square().mean().item() for block in model.model.layers]
-    law, _ = theory.kernel_recursion(model.config, T, "projected" if projected else init)
+    law, _ = theory.kernel_recursion(model.config, T, init)
     row |= {
         "direction_count": int(counts[row["direction_token"]]),
         "runner_up_count": int(counts.topk(2).values[1]),
@@ -228,7 +222,7 @@ def on_tokens(s: Settings, name: str, seed: int, T: int, init: str, projected: b
         "seconds": seconds,
         "down_std": math.sqrt(sum(downs) / len(downs)),
     }
-    key = {"model": name, "init": "projected" if projected else init, "seed": seed, "sequence_length": T}
+    key = {"model": name, "init": init, "seed": seed, "sequence_length": T}
     points = [dict(predicted=a, measured=b) for a, b in zip(foreseen.tolist(), direction.tolist())]
     return key | row, [{"model": name} | point for point in points]
 
@@ -246,8 +240,8 @@ def predict(s: Settings, name: str, seed: int):
 
 def cure(s: Settings, name: str, seed: int):
     """Ours: newborns whose down projections cannot pass on what all hidden units share."""
-    kinds = itertools.product(s.sequence_length, (("gpt2", False), ("centered", False), ("gpt2", True)))
-    return [on_tokens(s, name, seed, T, *kind)[0] for T, kind in kinds], []
+    kinds = itertools.product(s.sequence_length, ("gpt2", "centered", "projected"))
+    return [on_tokens(s, name, seed, T, init)[0] for T, init in kinds], []
 
 
 def width(s: Settings, name: None, seed: int):
@@ -299,13 +293,11 @@ COLUMNS = {  # of rows too wide to show
 
 def fill(name: str, given: Settings, strict: bool) -> Settings:
     """`given` with the experiment's defaults; `strict`: UserError for a flag that it does not read."""
-    values, defaults = {}, EXPERIMENTS[name][2]
-    for flag in fields(given):
-        value, unread = getattr(given, flag.name), flag.default is None and flag.name not in defaults
-        if unread and strict and value is not None:
-            raise UserError(f"{name} does not read --{flag.name.replace('_', '-')}")
-        values[flag.name] = defaults.get(flag.name) if unread or value is None else value
-    s = Settings(**values)
+    defaults, told = EXPERIMENTS[name][2], {k: v for k, v in vars(given).items() if v is not None}
+    unread = [flag for flag in told if getattr(Settings, flag) is None and flag not in defaults]
+    if strict and unread:
+        raise UserError(f"{name} does not read --{unread[0].replace('_', '-')}")
+    s = Settings(**(defaults | {flag: value for flag, value in told.items() if flag not in unread}))
     for config in map(config_of, s.model or ()):
         if config.sublayers != "full" or config.num_layers < 2:
             raise UserError("expected models of attention and MLPs, and of two layers or more")
@@ -330,8 +322,7 @@ def run(name: str, settings: Settings) -> dict:
             more, drawn = sample(s, model, seed)
             if seed is None:
                 more = [row | {law: None for law in LAWS if law in row} for row in more]
-            known = model is None or any(row["model"] == model for row in rows)
-            rows, points = rows + more, points + drawn * (not known)
+            rows, points = rows + more, points + drawn * all(point["model"] != model for point in points)
         return {"rows": rows if "seed" in rows[0] else over_seeds(rows), "points": points}
 
     return conduct(settings, name, paper, measure, COLUMNS.get(name, ""), functools.partial(judge_each, name))

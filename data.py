@@ -17,6 +17,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from init import keyed_generator
 from tokenizer import Tokenizer, load_tokenizer
 
 SPLITS, DTYPES = ("train", "val"), ("uint16", "uint32")
-CHUNK = 2**20  # characters encoded in one call
+CHUNK = 32  # documents encoded in one call
 TXT_DOCUMENT = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
 
 
@@ -190,7 +191,8 @@ def prepare(settings: Settings) -> Path:
     with common.atomic_folder(out) as folder:
         writers = {split: ShardWriter(folder, split, dtype, settings.shard_tokens) for split in SPLITS}
         with common.progress(desc=f"tokenizing into {out}", unit="B", unit_scale=True) as bar:
-            for chunk in chunks(texts()):
+            stream = texts()
+            while chunk := list(itertools.islice(stream, CHUNK)):
                 for text, tokens in zip(chunk, tokenizer.encode(chunk)):
                     raw = text.encode()
                     digest = hashlib.sha256(raw).digest()
@@ -213,19 +215,6 @@ def prepare(settings: Settings) -> Path:
     return out
 
 
-def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """The documents in lists of about CHUNK characters."""
-    chunk, size = [], 0
-    for text in texts:
-        chunk.append(text)
-        size += len(text)
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
 class ShardWriter:
     """The shards of one split, one after the other."""
 
@@ -244,7 +233,7 @@ class ShardWriter:
         """Write what is pending; the descriptions of all shards."""
         if self.size:
             path = self.folder / f"{self.split}_{len(self.shards):05}.bin"
-            np.concatenate(self.pending).tofile(path)
+            path.write_bytes(np.concatenate(self.pending))  # `tofile` may miss that the disk is full
             shard = dict(file=path.name, split=self.split, tokens=self.size, sha256=common.sha256(path))
             self.shards, self.pending, self.size = [*self.shards, shard], [], 0
         return self.shards

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from scipy.stats import norm, rankdata
 from torch import Tensor
 
-import common
-from common import UserError, bfloat16_is_fast
+from common import UserError, bfloat16_is_fast, progress
 from init import keyed_generator
 from model import NORMS, Block, rope_table
 from probe import DEFAULTS, random_tokens
@@ -144,7 +143,7 @@ def weight_correlation(a, b) -> tuple[dict[str, Tensor | None], list[str]]:
     matrices = [{k: v for k, v in source.shapes.items() if len(v) == 2} for source in (a, b)]
     sums = {kind: Correlation(a.config.d_model) for kind in ("body", "embedding")}
     skipped = sorted(matrices[0].keys() ^ matrices[1].keys())
-    for name in common.progress([n for n in matrices[0] if n in matrices[1]], desc="weights", leave=False):
+    for name in progress([n for n in matrices[0] if n in matrices[1]], desc="weights", leave=False):
         body = name.startswith("model.layers.")
         if body and matrices[0][name] != matrices[1][name]:
             skipped.append(name)
@@ -283,11 +282,9 @@ def neuron_pairs(a, b, layers: int):
 
 
 @functools.lru_cache(maxsize=8)
-def all_positions(
-    source, n: int, T: int, input_seed: int, vocab: int, device, dtype, prepare=fingerprint
-) -> Tensor:
+def all_positions(source, n: int, T: int, seed: int, vocab, device, dtype, prepare=fingerprint) -> Tensor:
     """Fingerprint of every position of n random sequences of T tokens, (n T, d): each is a row."""
-    tokens = random_tokens(input_seed, range(n), T, vocab)
+    tokens = random_tokens(seed, range(n), T, vocab)
     if tokens.numel() < 3:
         raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
     return prepare(states(source, tokens, device, dtype).flatten(0, 1))
@@ -319,9 +316,7 @@ def decide(tests: dict[str, dict]) -> tuple[str, str]:
     return NO_EVIDENCE, "neither activations nor weights agree more than by chance"
 
 
-def compare_pair(
-    a, b, rows, seed: int, permutations: int, free: int = 99, layers: int = 4, always: bool = False
-) -> tuple[dict, dict[str, Tensor]]:
+def compare_pair(a, b, rows, seed: int, permutations: int, free=99, layers=4, always=False) -> tuple:
     """Every test of two sources and their fingerprints `rows`, (n, d): a row, and the correlation matrices.
 
     The two tests by Gram matrices, of `free` permutations and `layers` layers, are made `always`, or if the
@@ -331,7 +326,7 @@ def compare_pair(
     C = {"relabel": relation(*rows)} | {kind: value for kind, value in C.items() if value is not None}
     tests = {kind: diagonal_test(value, (kind, seed), permutations) for kind, value in C.items()}
     mlps = "attention" not in (a.config.sublayers, b.config.sublayers) and a.config.d_ff == b.config.d_ff
-    if mlps and (always or decide(tests)[0] != SAME_BIRTH or tests["embedding"]["same"]):
+    if mlps and (always or decide(tests)[0] != SAME_BIRTH or tests.get("embedding", {}).get("same")):
         tests["basis_free"] = gram_test(neuron_pairs(a, b, layers), ("basis_free", seed), free)
     if always or decide(tests)[0] != SAME_BIRTH:
         grams = [tuple(coordinate_gram(source, layers) for source in (a, b))]

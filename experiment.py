@@ -23,21 +23,21 @@ from figures import draw
 from stats import split
 
 
-def figure(result: dict, folder: Path) -> None:
-    """The figure of a result's points, or rows, as figures.py has it under the experiment's name."""
+def figure(result: dict, folder: Path, **more: str) -> None:
+    """The figure of a result's points, or rows, as figures.py has it; and `more`, by name, of other keys."""
     draw(result["experiment"], result.get("points") or result["rows"], folder / f"{result['experiment']}.png")
+    for name, key in more.items():
+        draw(name, result[key], folder / f"{name}.png")
 
 
-def conduct(
-    settings: RunSettings, name: str, paper: str, measure, columns="", judge=None, plot=figure
-) -> dict:
+def conduct(s: RunSettings, name: str, paper: str, measure, columns="", judge=None, plot=figure) -> dict:
     """Make an experiment; print it, write its figures and, as a sign that all is there, <out>/<name>.json.
 
     `measure` returns the JSON's keys: `rows`, and what it likes: `points` to be drawn, `summary` to be judged
     instead of the rows by `judge` (None: the function of that name in findings.py). `plot(result, folder)`
     draws. Returns the JSON.
     """
-    s, device, dtype = start(settings)
+    s, device, dtype = start(s)
     made, begun = environment(device, dtype), time.perf_counter()
     found = measure(s, device, dtype)
     rows = found.pop("rows")
@@ -71,9 +71,8 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict:
         commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
         commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
-    made = dict(torch=torch.__version__, numpy=np.__version__, device=name, commit=commit)
-    made |= dict(dtype=str(dtype).removeprefix("torch."))
-    return made | dict(threads=torch.get_num_threads(), processes=world_size())
+    made = dict(torch=torch.__version__, numpy=np.__version__, dtype=str(dtype).removeprefix("torch."))
+    return made | dict(device=name, commit=commit, threads=torch.get_num_threads(), processes=world_size())
 
 
 def save(result: dict, folder: Path) -> None:

@@ -9,7 +9,6 @@ Each run is made once and reused, and taken up where it was stopped. `--size pap
 
 import itertools
 import json
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,17 +27,14 @@ import sinks
 import train
 from common import UserError, setting
 from experiment import conduct, figure
-from figures import draw
 from findings import claim
 from kinship import OPENWEBTEXT, SEEDS
 from model import CHOICES, Transformer
 from probe import probe
 from stats import column, interval, split
 
-FOLDER = Path(__file__).parent
-SMOKE = dict(max_iters=2, warmup_iters=1, save_every=1, eval_sequences=4)
-SMOKE |= dict(global_batch_size=4, micro_batch_size=4, sequence_length=32)
-SMOKE |= dict(source=("backcopy",), tokenizer="bytes")  # the quickest to prepare
+SMOKE = dict(source=("backcopy",), tokenizer="bytes", sequence_length=32, eval_sequences=4)  # the quickest
+SMOKE |= dict(max_iters=2, warmup_iters=1, save_every=1, global_batch_size=4, micro_batch_size=4)
 
 
 @dataclass
@@ -51,7 +47,7 @@ class Settings(common.RunSettings):
 
     def training(self, config: str, out: str, **changes) -> train.Settings:
         """A run of configs/<config>.py (or of the defaults), changed, at this size, in the folder `out`."""
-        words = [f"{FOLDER}/configs/{config}.py"] if config else []
+        words = [f"{Path(__file__).parent}/configs/{config}.py"] if config else []
         settings = common.parse_settings(train.Settings, "", words)
         changes |= SMOKE if self.size == "smoke" else {}
         return replace(settings, **dict(device=self.device, dtype=self.dtype, out=out) | changes)
@@ -66,16 +62,15 @@ def trained(s: train.Settings) -> str:
 
     UserError if the folder holds a run of other settings. Stopped by a signal, it stops whoever asked for it.
     """
-    last = lambda: int(checkpoint.steps(s.out)[-1].name.removeprefix("step_"))  # noqa: E731
-    begun = bool(checkpoint.steps(s.out))
-    s, *_ = common.start(replace(s, resume=begun))
+    whole = lambda: (Path(s.out) / f"step_{s.max_iters:07}").exists()  # noqa: E731
+    s, *_ = common.start(replace(s, resume=bool(checkpoint.steps(s.out))))
     try:
         train.check(s, train.FREE - {"max_iters", "eval_every", "eval_sequences"})  # no comparison without
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
-    if not begun or last() < s.max_iters:
+    if not whole():
         train.train(s)
-    if last() < s.max_iters:
+    if not whole():
         raise KeyboardInterrupt
     return s.out
 
@@ -101,10 +96,10 @@ def paired(text: str, paper, runs: dict, kind: str, than: str, key: str, sign: i
 
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
 
-CALIBRATED = {"laptop": (42, 123, 1000), "backcopy": (42, 123, 1000, 2000, 7)}  # config: seeds
 EXPECTED = (  # a calibration, another, of what it has less (-1) or more (1), in words, the paper's number
     ("amplify", "none", "sink_rate", -1, "amplify lowers the sink rate (Figure 12)", None),
     ("attenuate", "amplify", "sink_rate", -1, "attenuate lowers it further (Figure 12)", None),
+    ("attenuate", "none", "sink_rate", -1, "attenuate lowers the sink rate (Figure 12)", None),
     ("attenuate", "none", "mean_alpha1", -1, "attenuate lowers raw alpha_1 (ours)", None),
     ("headnorm", "none", "mean_alpha1", -1, "headnorm lowers raw alpha_1 (ours)", None),
     ("headnorm", "none", "mean_loss", -1, "headnorm learns faster: mean loss of all evaluations (SO)", None),
@@ -116,13 +111,9 @@ EXPECTED = (  # a calibration, another, of what it has less (-1) or more (1), in
 
 def calibrated(s: Settings) -> dict:
     """Runs of each calibration and seed, as the config files say."""
-    configs, runs = dict(CALIBRATED), {}
-    if s.size == "paper":
-        configs = {"nano_llama": configs.pop("laptop")} | configs
-    if s.size == "smoke":
-        del configs["laptop"]
-    for config, kind in itertools.product(configs, CHOICES["attn_calibration"]):
-        for seed in s.seeds(configs[config]):
+    runs, text = {}, {"smoke": (), "laptop": ("laptop",), "paper": ("nano_llama",)}[s.size]
+    for config, kind in itertools.product((*text, "backcopy"), CHOICES["attn_calibration"]):
+        for seed in s.seeds((*SEEDS, 7) if config == "backcopy" else SEEDS[:3]):  # the task is a quick one
             plain = (kind, seed) == ("none", 42)  # what `train.py configs/<config>.py` makes
             out = f"{s.runs}/{config}" if plain else f"{s.runs}/calibrations/{config}-{kind}-{seed}"
             changes = OPENWEBTEXT if config == "nano_llama" else {}
@@ -182,7 +173,9 @@ def every_calibration(runs: dict, s: Settings, device, dtype) -> dict:
         curve += [key | point for point in losses]
         lengths += [key | row for row in found]
     later = [point for point in curve if point["step"]]  # the loss at birth would hide the rest
-    return dict(rows=rows, curve=curve, lengths=lengths, points=over_runs(later, "step", "loss"))
+    panels = [over_runs(lengths, "sequence_length", key) for key in ("sink_rate", "mean_alpha1")]
+    drawn = dict(points=over_runs(later, "step", "loss"), by_length=sum(panels, []))
+    return dict(rows=rows, curve=curve, lengths=lengths) | drawn
 
 
 def over_runs(points: list[dict], x: str, y: str) -> list[dict]:
@@ -194,13 +187,6 @@ def over_runs(points: list[dict], x: str, y: str) -> list[dict]:
         point["theory"] = part[0]["uniform_alpha1"] if y == "mean_alpha1" else None
         drawn.append(point | dict(value=float(values.mean()), error=float(values.std())))
     return drawn
-
-
-def plot_calibrations(result: dict, folder: Path) -> None:
-    """Held-out losses along training, and sinks by length."""
-    figure(result, folder)
-    panels = [over_runs(result["lengths"], "sequence_length", key) for key in ("sink_rate", "mean_alpha1")]
-    draw("calibrated_rate", sum(panels, []), folder / "calibrated_rate.png")
 
 
 def judge_calibrations(rows: list[dict]) -> list[dict]:
@@ -243,16 +229,14 @@ def every_birth(runs: dict, s: Settings, device, dtype) -> dict:
         ends, model = logged(settings.out), checkpoint.load(settings.out, device)
         row = dict(init=init, seed=seed, birth_loss=ends[0]["loss"], val_loss=ends[-1]["loss"])
         row["mean_loss"] = float(column(ends[1:], "loss").mean())
-        row["mean_cosine"] = probe(model, 64, 200)["cosines"].mean_and_std()[0]
-        rows.append(row)
+        rows.append(row | dict(mean_cosine=probe(model, 64, 200)["cosines"].mean_and_std()[0]))
         values = column(logged(settings.out, "loss"), "loss")
-        losses.setdefault(init, []).append(
-            values[: len(values) // window * window].reshape(-1, window).mean(1)
-        )
+        values = values[: len(values) // window * window].reshape(-1, window).mean(1)
+        losses.setdefault(init, []).append(values)
     drawn = {init: np.array(values) for init, values in losses.items()}  # (seeds, steps / window)
     drawn["difference"] = drawn["centered"] - drawn["gpt2"]
     for kind, values in drawn.items():
-        title = f"{kind}, 95 % interval" if kind == "difference" else "loss, mean and std of seeds"
+        title = "centered - gpt2" if kind == "difference" else "training loss, mean of seeds"
         for i, part in enumerate(values.T, start=1):
             found = interval(part)
             error = found["high"] - found["mean"] if kind == "difference" else part.std()
@@ -264,12 +248,12 @@ def every_birth(runs: dict, s: Settings, device, dtype) -> dict:
 def judge_births(rows: list[dict]) -> list[dict]:
     """Ours: paired differences of `centered` and `gpt2`, with 95 % intervals over seeds."""
     runs, ours = split(rows, "init"), "an unprejudiced birth (centered)"
-    asked = (
-        ("mean_loss", -1, "learns faster: mean loss of all evaluations"),
-        ("val_loss", -1, "ends at a lower held-out loss"),
-    )
-    asked += (("mean_cosine", -1, "ends with less contraction of random sequences"),)
-    return [paired(f"{ours} {text}", None, runs, "centered", "gpt2", key, sign) for key, sign, text in asked]
+    asked = {
+        "mean_loss": "learns faster: mean loss of all evaluations",
+        "val_loss": "ends at a lower held-out loss",
+        "mean_cosine": "ends with less contraction of random sequences",
+    }
+    return [paired(f"{ours} {text}", None, runs, "centered", "gpt2", key, -1) for key, text in asked.items()]
 
 
 # ---- the experiments ---------------------------------------------------------------------------------------
@@ -279,7 +263,7 @@ EXPERIMENTS = {  # name: its runs, what measures them, its judge, its source, pr
         f"table base suspect kin {' '.join(kinship.METHODS[:6])} relabel_z body_z verdict", None),
     "calibrations": (calibrated, every_calibration, judge_calibrations, "BB Figure 12, Table 7; SO",
         "config calibration seed val_loss text_loss sink_rate mean_alpha1 max_alpha1 dominance_ratio",
-        plot_calibrations),
+        partial(figure, calibrated_rate="by_length")),
     "births": (newborns, every_birth, judge_births, "ours", "", figure),
 }  # fmt: skip
 
@@ -310,7 +294,7 @@ def plan(words: list[str]) -> list:
     if not {"-h", "--help"} & {*words}:
         common.choose(name, EXPERIMENTS, "experiment")  # none is the default: each takes an hour
     s = common.parse_settings(Settings, __doc__, words)
-    s.runs = os.path.normpath(s.runs)  # a part of the runs' names
+    s.runs = str(Path(s.runs))  # a part of the runs' names
     if s.text and not Path(s.text).is_file():
         raise UserError(f"no text file '{s.text}'")
     return [(s, partial(run, name, s))]

@@ -7,8 +7,9 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from common import atomic_path, rank
+from stats import column, split
 
-rcParams["text.parse_math"] = False  # a folder's name may have a $
+rcParams.update({"text.parse_math": False, "lines.markersize": 5, "lines.linewidth": 2.2})  # $ in names
 BLUE, VERMILION = "#0072B2", "#D55E00"  # a colour-blind safe pair, and its palette (Okabe and Ito)
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
@@ -16,11 +17,11 @@ COSINE = "mean cosine between sequences"
 # experiment: x, y and series of its figure, the theories and their legends, and `curves`' other arguments
 FIGURES = {
     "layers": ("layer", "mean_cosine", "variant", {"theory": "kernel recursion"}, ("layer", COSINE),
-        dict(panel="sequence_length", band="std_cosine")),
+        dict(panel="sequence_length", band=("std_cosine", "std of pairs"))),
     "ablation": ("rank", "count", "variant", {"theory": "uniform draws"},
         ("rank of the predicted token", "sequences that predict it"),
         dict(panel="sequence_length", ticks=[1, 5, 10, 15, 20])),
-    "overlap": ("direction_count", "top1_count", "model", {"direction_count": "both are one token"},
+    "overlap": ("direction_count", "top1_count", "model", {"direction_count": "equal counts"},
         ("count of the contraction direction's token", "count of the most frequent token"), dict(style="o")),
     "mlp": ("layer", "mean_cosine", "stack", {"theory": "Proposition 2; kernel recursion"},
         ("layer", COSINE), {}),
@@ -47,8 +48,8 @@ FIGURES = {
         ("-log10 p expected", "-log10 p of strangers"), dict(panel="panel", style=".-")),
     "calibrate_tau": ("tau", "share", "scheme", {"gaussian": "Gaussian of independent rows"},
         ("Kendall's tau of strangers", "% of dimensions"), dict(panel="panel", style="-")),
-    "persistence": ("step", "tau", "model", {}, ("training step", "Kendall's tau with birth, mean and std"),
-        dict(band="std", log="x")),
+    "persistence": ("step", "tau", "model", {}, ("training step", "Kendall's tau with birth"),
+        dict(band=("std", "std of dimensions"), log="x")),
     "persistence_p": ("step", "minus_log10_p", "test", {"level": "p = 0.01"},
         ("training step", "-log10 p against its birth"), dict(log="xy")),
     "rate": ("x", "y", "checkpoint", {"theory": "uniform attention"}, ("tokens in a sequence", ""),
@@ -58,17 +59,16 @@ FIGURES = {
     "anatomy": ("x", "y", "of", {"theory": "uniform attention"}, ("position; rank of the neuron", ""),
         dict(panel="panel", share="", style="-", log="xy")),
     "intervene": ("x", "alpha", "series", {"theory": "uniform attention"},
-        ("layer; factor", "mean attention to the position"), dict(panel="panel", band="error", share="y")),
+        ("layer; factor", "mean attention to the position"),
+        dict(panel="panel", band=("error", "95 % interval"), share="y")),
     "births": ("step", "loss", "init", {"zero": "no difference"}, ("training step", "nats a token"),
-        dict(panel="panel", band="error", share="x")),
+        dict(panel="panel", band=("error", "std of seeds; 95 % interval"), share="x")),
     "calibrations": ("step", "value", "calibration", {}, ("training step", "held-out loss, nats a token"),
-        dict(panel="panel", band="error", share="")),
+        dict(panel="panel", band=("error", "std of seeds"), share="")),
     "calibrated_rate": ("sequence_length", "value", "calibration", {"theory": "uniform attention"},
-        ("tokens in a sequence", ""), dict(panel="panel", band="error", share="", across=2, log="x",
-        ticks=[32, 64, 128, 256])),
+        ("tokens in a sequence", ""), dict(panel="panel", band=("error", "std of seeds"), share="", across=2,
+        log="x", ticks=[32, 64, 128, 256])),
 }  # fmt: skip
-
-
 OF_MODEL = {"model", "panel"}  # series and panels that name the model already
 
 
@@ -90,41 +90,38 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 def curves(
     points: list[dict], path: Path, x: str, y: str, series: str, theory: dict, labels: tuple[str, str],
-    panel: str = "", band: str = "", log: str = "", style: str = "o-", ticks=None, share: str = "xy",
-    across: int = 3,
+    panel="", band=("", ""), log="", style="o-", ticks=None, share="xy", across=3,
 ) -> None:  # fmt: skip
     """`y` over `x`, a colour for each value of `series`, a panel for each of `panel`, `across` in a row.
 
-    `theory` maps the keys that hold theories to their legends; a point may have None. `band` is the key of a
-    half width to shade; `log` the axes in logarithms, "x", "y" or "xy"; `labels` those of x and y; `share`
-    the axes that panels have in common.
+    `theory` maps the keys that hold theories to their legends; a point may have None. `band` is the
+    key of a half width to shade, and its legend; `log` the axes in logarithms, "x", "y" or "xy"; `labels`
+    those of x and y; `share` the axes that panels have in common.
     """
-    panels = list(dict.fromkeys(point[panel] for point in points)) if panel else [None]
-    names = list(dict.fromkeys(point[series] for point in points))
+    panels, names = split(points, panel) if panel else {None: points}, split(points, series)
     across, down = min(across, len(panels)), -(-len(panels) // across)
     figure = Figure(figsize=(3.0 + 4.0 * across, 3.8 * down), layout="constrained")
-    grid = figure.subplots(down, across, squeeze=False, sharex="x" in share, sharey="y" in share)
-    for axes in grid.flat[len(panels) :]:
+    grid = figure.subplots(down, across, squeeze=False, sharex="x" in share, sharey="y" in share).flatten()
+    for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    grid = grid.flatten()
-    for axes, value in zip(grid, panels):
+    for axes, (value, part) in zip(grid, panels.items()):
         for colour, name in zip(itertools.cycle(COLOURS), names):
-            line = [p for p in points if p[series] == name and (not panel or p[panel] == value)]
-            xs, ys = [p[x] for p in line], [p[y] for p in line]
-            axes.plot(xs, ys, style, color=colour, markersize=5, label=str(name).replace("_", " "))
-            if band:
-                half = [p[band] for p in line]
-                low, high = ([m + sign * h for m, h in zip(ys, half)] for sign in (-1, 1))
-                axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
+            line = [point for point in part if point[series] == name]
+            xs, ys = column(line, x), column(line, y)
+            axes.plot(xs, ys, style, color=colour, label=str(name).replace("_", " "))
+            if band[0]:
+                half = column(line, band[0])
+                axes.fill_between(xs, ys - half, ys + half, color=colour, alpha=0.15, linewidth=0)
             for dash, key in zip(DASHES, theory):
                 law = sorted((p[x], p[key]) for p in line if p.get(key) is not None)
-                axes.plot([x for x, _ in law], [y for _, y in law], "k" + dash, linewidth=1.3, zorder=3)
+                axes.plot([x for x, _ in law], [y for _, y in law], "k" + dash, linewidth=1.1, zorder=3)
+        if band[0]:
+            axes.fill_between([], [], color="grey", alpha=0.3, linewidth=0, label=band[1])
         for dash, legend in zip(DASHES, theory.values()):
-            axes.plot([], [], "k" + dash, linewidth=1.3, label=legend)
+            axes.plot([], [], "k" + dash, linewidth=1.1, label=legend)
         title = value if type(value) is str else f"{panel} {value}".replace("_", " ")
-        axes.set(title=title if panel else "")
-        axes.set(xscale="log" if "x" in log else "linear", yscale="log" if "y" in log else "linear")
-        if all(type(p[x]) is int for p in points if not panel or p[panel] == value) and "x" not in log:
+        axes.set(title=title if panel else "", **{f"{axis}scale": "log" for axis in log})
+        if all(type(point[x]) is int for point in part) and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2
         if ticks:
             shown = [tick for tick in ticks if min(p[x] for p in points) <= tick <= max(p[x] for p in points)]

@@ -12,6 +12,7 @@ the JSON files alone. `--scale paper` asks for the papers' own sizes, and so for
 
 import importlib
 import json
+import re
 import shlex
 import sys
 import time
@@ -19,8 +20,6 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-
-import torch
 
 import common
 import data
@@ -32,6 +31,7 @@ from experiment import conduct
 from figures import FIGURES
 from findings import claim
 from kinship import OPENWEBTEXT
+from stats import split
 
 # Parts of commands; {words} in braces depend on the scale.
 CHILD, STRANGER = "{runs}/lineage/{size}_llama-1000", "{runs}/lineage/{size}_llama-123"
@@ -90,7 +90,6 @@ COMMANDS = {  # result: its command at laptop scale, what smoke adds, what the p
     "laptop/intervene": (f"sinks.py intervene {READING}", LOOK, ""),
 }  # fmt: skip
 PAPER_TEXT = data.default_folder(data.Settings(**OPENWEBTEXT)).name
-GPUS = "torchrun --nproc-per-node 8 "
 # What a paper has; the result that speaks of it, or a command that is not run here; words in its claims.
 COVERAGE = (
     ("Table 1a, Figure 1a", "probe", "Finding 1.1"), ("Figure 1a", "ten_thousand/probe", "Figure 1a"),
@@ -116,7 +115,7 @@ COVERAGE = (
     ("Tables 5 and 12, The Stack", "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup", ""),
     ("Table 6", "python seedprint.py compare Llama-2-7b-hf vicuna-7b-v1.5 --paper-test", ""),
     ("Table 7", "calibrations", "Table 7"),
-    ("Table 7, its size", GPUS + "train.py configs/nano_llama.py --attn-calibration attenuate", ""),
+    ("Table 7, its size", "torchrun train.py configs/nano_llama.py --attn-calibration attenuate", ""),
     ("Table 8", "lineage", "Table 4b, 8:"), ("Table 9", "lineage", "Table 9:"),
     ("Table 10", "lineage", "Table 10:"), ("Table 11", "lineage", "Table 11:"),
     ("Table 12", "lineage", "Table 12:"),
@@ -125,7 +124,7 @@ COVERAGE = (
     ("Figure 12", "calibrations", "Figure 12"), ("Figure 12, a model with sinks", "backcopy/rate", ""),
     ("Figure 12, a text model", "laptop/rate", ""),
     ("Figure 13", "calibrate", "own embedding"), ("Figure 13, Gaussian inputs", "calibrate", "gaussian"),
-    ("Figure 14", "qwen/persistence", "Figure 14"), ("Figure 14, LLaMA style", "persistence", "Figure 14"),
+    ("Figure 14", "qwen/persistence", "Figure 14"), ("Figure 14, a LLaMA", "persistence", "Figure 14"),
     ("SO: variance", "sink_variance", ""), ("SO: the chain", "backcopy/anatomy", ""),
     ("SO: the chain, on text", "laptop/anatomy", ""),
     ("SO: interventions", "backcopy/intervene", ""), ("SO: interventions, on text", "laptop/intervene", ""),
@@ -136,6 +135,9 @@ COVERAGE = (
     ("Ours: kin, and (rightly not) strangers", "compare", ""), ("Ours: a family tree", "matrix", ""),
     ("Ours: cost", "cost", ""),
 )  # fmt: skip
+OURS = re.compile(r"\bours\b", re.IGNORECASE)  # in items and claims that no paper has
+DRAWN = {"Figure 12": "calibrated_rate", "Figure 14": "qwen/persistence_p",
+    "Figure 14, a LLaMA": "persistence_p"}  # fmt: skip
 
 
 @dataclass
@@ -145,9 +147,7 @@ class Settings(common.RunSettings):
     only: tuple[str, ...] | None = setting(None, "experiments to make (default: all)", COMMANDS)
     scale: str = setting("laptop", "how large", ("smoke", "laptop", "paper"))
     out: str | None = setting(None, "folder of the results (default: results; results-smoke, results-paper)")
-    runs: str | None = setting(
-        None, "folder of the training runs (default: runs, runs-paper; smoke: in --out)"
-    )
+    runs: str | None = setting(None, "folder of training runs (default: runs, runs-paper; smoke: in --out)")
     text: str | None = setting(None, "held-out English, for Table 7's perplexity")
 
 
@@ -173,11 +173,10 @@ def setup(s: common.RunSettings, *_) -> dict:
 def judge_setup(rows: list[dict]) -> list[dict]:
     """BB Tables 13 and 14: are ours the same?"""
     claims = []
-    for table in TABLES:
-        part = [row for row in rows if row["table"] == table]
-        same = sum(row["paper"] == row["ours"] for row in part)
+    for table, part in split(rows, "table").items():
+        same, n = sum(row["paper"] == row["ours"] for row in part), len(part)
         text = f"nano_llama's numbers are the paper's (Table {table})"
-        claims.append(claim(text, f"{len(part)} of {len(part)}", f"{same} of {len(part)}", same == len(part)))
+        claims.append(claim(text, f"{n} of {n}", f"{same} of {n}", same == n))
     return claims
 
 
@@ -211,20 +210,17 @@ def planned(name: str, s: Settings) -> tuple:
 
 def train_for(name: str, s: Settings) -> None:
     """The training runs that an experiment reads, made if they are not there."""
-    of = {"/lineage/": "lineage", "--data": "calibrations"}
-    for mark, family in of.items():
+    for mark, family in {"/lineage/": "lineage", "--data": "calibrations"}.items():
         if mark in COMMANDS[name][0]:
-            size = families.Settings(s.device, s.dtype, s.out, s.scale, s.runs)
-            families.train_all(family, size)
+            families.train_all(family, families.Settings(s.device, s.dtype, s.out, s.scale, s.runs))
 
 
-def stored(name: str, s: Settings, wanted=None) -> dict | None:
-    """An experiment's result, if there is a whole one with the `wanted` settings (None: its command's).
+def stored(name: str, s: Settings) -> dict | None:
+    """An experiment's result, if there is a whole one with its command's settings.
 
     "auto" is any device and dtype, and no text is any text.
     """
-    wanted = planned(name, s)[0] if wanted is None else wanted
-    asked, path = json.loads(json.dumps(asdict(wanted))), Path(s.out) / f"{name}.json"
+    asked, path = json.loads(json.dumps(asdict(planned(name, s)[0]))), Path(s.out) / f"{name}.json"
     free = {key for key, value in asked.items() if value == "auto" or (key, value) == ("text", None)}
     try:
         result = json.loads(path.read_text())
@@ -246,8 +242,8 @@ def run(s: Settings) -> None:
         for i, name in enumerate(names, start=1):
             place = f"[{i} of {len(names)}, {(time.perf_counter() - begun) / 60:.0f} min] {name}"
             try:
-                wanted, work = planned(name, s)
-                if stored(name, s, wanted):
+                _, work = planned(name, s)
+                if stored(name, s):
                     print(f"{place}: {Path(s.out) / name}.json has it", flush=True)
                     continue
                 why = ", as what is there is of other settings" * (Path(s.out) / f"{name}.json").exists()
@@ -274,26 +270,23 @@ def run(s: Settings) -> None:
 
 def report(s: Settings) -> str:
     """README.md of the results: a line for each claim about a table or figure, from the JSON files alone."""
-    results, lines, said = {name: stored(name, s) for name in COMMANDS}, [], set()
-    done = {name: result for name, result in results.items() if result}
+    done, lines = {name: found for name in COMMANDS if (found := stored(name, s))}, []
     for item, name, words in COVERAGE:
-        chosen = [c for c in done[name]["claims"] if words in c["claim"]] if name in done else []
-        lines += [row(item, name, c, s, done) for c in chosen] or [row(item, name, None, s, done)]
-        said |= {(name, c["claim"]) for c in chosen}
+        claims = done[name]["claims"] if name in done else []
+        lines += [(item, name, c) for c in claims if words in c["claim"]] or [(item, name, None)]
     for name, result in done.items():
-        lines += [
-            row("besides", name, c, s, done) for c in result["claims"] if (name, c["claim"]) not in said
-        ]
-    claims = [c["holds"] for result in done.values() for c in result["claims"]]
+        said = [c for _, of, c in lines if of == name]
+        lines += [("ours, besides", name, c) for c in result["claims"] if c not in said]
+    theirs = {(name, c["claim"]) for item, name, c in lines if c and not OURS.search(f"{item} {c}")}
+    held = [((name, c["claim"]) in theirs, c["holds"]) for name in done for c in done[name]["claims"]]
+    papers, ours = ([holds for of, holds in held if of is which] for which in (True, False))
     spent = sum(result.get("training_seconds", 0) for result in done.values()) / 60
     minutes = sum(result["environment"]["seconds"] for result in done.values()) / 60
     devices = ", ".join(dict.fromkeys(result["environment"]["device"] for result in done.values()))
-    text = (
-        f"{sum(claims)} of {len(claims)} claims hold. {len(done)} of {len(results)} experiments are there: "
-    )
-    text += f"{minutes:.0f} minutes of measuring and {spent:.0f} of training steps, on {devices}.\n"
-    head = "| of the paper | claim | paper | ours | | figure | command |\n|---|---|---|---|---|---|---|\n"
-    return TITLE.format(scale=s.scale) + text + "\n" + head + "\n".join(lines) + "\n"
+    text = f"{sum(ours + papers)} of {len(held)} claims hold: {sum(papers)} of {len(papers)} of the papers', "
+    text += f"{sum(ours)} of {len(ours)} of ours. {len(done)} of {len(COMMANDS)} experiments are there: "
+    text += f"{minutes:.0f} minutes of measuring and {spent:.0f} of training steps, on {devices}."
+    return TABLE.format(scale=s.scale, text=text, rows="\n".join(row(*line, s, done) for line in lines))
 
 
 def row(item: str, name: str, found: dict | None, s: Settings, done: dict) -> str:
@@ -306,8 +299,9 @@ def row(item: str, name: str, found: dict | None, s: Settings, done: dict) -> st
         cells = [item, "", "", why, "", "", f"`python {command(name, s)}`"]
     else:
         used = replace(s, text=done[name]["settings"].get("text"))
-        shown = f"[figure]({name}.png)" if (Path(s.out) / f"{name}.png").exists() else ""
-        theirs = "n/a" if found["paper"] is None else found["paper"]
+        drawn = f"{DRAWN.get(item, name)}.png"
+        shown = f"[figure]({drawn})" if (Path(s.out) / drawn).exists() else ""
+        theirs = found["paper"] or ("" if OURS.search(f"{item} {found}") else "n/a")
         holds = "holds" if found["holds"] else "**does not hold**"
         made = f"`python {command(name, used)}`, {done[name]['environment']['seconds']:.0f} s"
         told = (found["claim"], theirs, found["measured"], holds, shown, made)
@@ -315,15 +309,20 @@ def row(item: str, name: str, found: dict | None, s: Settings, done: dict) -> st
     return f"| {' | '.join(cells)} |"
 
 
-TITLE = """# Do the papers hold?
+TABLE = """# Do the papers hold?
 
 Every table and figure of *Transformers Are Born Biased*, and what *The Structural Origin of Attention Sink*
 (SO) claims, at {scale} scale. Written by `python paper.py` from the JSON files beside it; whether a claim
-held was computed from their rows. "n/a": the number does not survive in our copy of the paper. "Not run
+held was computed from their rows. "n/a": the number is not legible in the text we have of the paper. "Not run
 here": it needs what no laptop has. A claim fails, too, where its interval leaves it open, and where a rival
 method fails; some should fail, like kinship of strangers. The text of Table 7 is the test split of WikiText-2
 in one file. Seconds do not include training, which `families.py` does once.
 
+{text}
+
+| of the paper | claim | paper | ours | | figure | command |
+|---|---|---|---|---|---|---|
+{rows}
 """
 
 
@@ -335,9 +334,9 @@ def plan(words: list[str]) -> list:
     s.runs = s.runs or (f"{s.out}/runs" if s.scale == "smoke" else f"runs{suffix}")
     if s.text and not Path(s.text).is_file():
         raise UserError(f"no text file '{s.text}'")
-    if torch.distributed.is_torchelastic_launched():
-        raise UserError("one process is enough here: its commands may be given torchrun one by one")
     common.start(s)  # can we write there?
+    if common.world_size() > 1:
+        raise UserError("one process is enough here: its commands may be given torchrun one by one")
     return [(s, partial(run, s))]
 
 

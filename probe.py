@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 import common
-from checkpoint import models, obtain, own_tokenizer, shared_context
+from checkpoint import load, models, own_tokenizer, shared_context
 from common import setting
 from experiment import conduct
 from figures import BLUE, VERMILION, save_figure
@@ -50,9 +50,7 @@ class Settings(common.RunSettings):
     embedding_seed: int = setting(0, "seed of embedding and head, the same for all seeds (BB B.2)")
     init: str = setting("gpt2", "how the weights are drawn", SCHEMES)
     input_seed: int = setting(0, "seed of the random sequences")
-    num_sequences: int | None = setting(
-        None, "sequences for each model, seed and length; " + _default(0), least=2
-    )
+    num_sequences: int | None = setting(None, "sequences for each model and length; " + _default(0), least=2)
     sequence_length: tuple[int, ...] | None = setting(None, "tokens in a sequence; " + _default(1))
     batch_size: int | None = setting(None, "sequences in a forward pass; by tokens, " + _default(2), least=1)
 
@@ -165,7 +163,7 @@ def measure(settings: Settings, device: torch.device, dtype: torch.dtype) -> dic
     lengths = settings.sequence_length or [min(T, context) for T in lengths]
     peak, rows, details = common.known_peak(device, dtype), [], []
     for name, seed in models(settings.model, settings.seed):
-        model = obtain(name, seed, settings.embedding_seed, settings.init, device, dtype)
+        model = load(name, device, dtype, settings.init, (seed, settings.embedding_seed))
         text = token_text(file) if seed is None and (file := own_tokenizer(name)) else None
         for T in lengths:
             key = {"model": name, "seed": seed, "sequence_length": T}

@@ -57,28 +57,25 @@ def encoded(file: str, tokenizer: str) -> Tensor:
 
 def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
     """What the model of a spec reads: (n, T) tokens. UserError for text that is not there, or not its own."""
-    n, own, name = s.num_sequences, own_tokenizer(spec), s.tokenizer
+    n, own = s.num_sequences, own_tokenizer(spec)
+    name = s.tokenizer or (str(own) if own else None)
     if s.data:
         data = open_data(s.data)
         name = str(data.tokenizer_file or data.tokenizer)
         if own and (not data.tokenizer_file or own.read_bytes() != data.tokenizer_file.read_bytes()):
             raise UserError(f"--data {s.data} was made by another tokenizer than {spec}'s own")
-        windows = data.num_windows("val", T)
-    elif s.text or s.bos:
-        name = name or (str(own) if own else None)
-        if name is None:
-            raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer, or bytes")
-        windows = len(encoded(s.text, name)) // T if s.text else n
-    if (s.data or s.text) and windows < n:
-        place = s.data or s.text
-        raise UserError(f"{place} has {windows} sequences of {T} tokens: lower --num-sequences {n}")
-    if s.data:
         read, _ = data.held_out(n, T)
+    elif name is None and (s.text or s.bos):
+        raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer, or bytes")
     elif s.text:
-        places = keyed_generator("text", s.input_seed, T).choice(windows, size=n, replace=False)
-        read = encoded(s.text, name).unfold(0, T, T)[places]
+        text, generator = encoded(s.text, name), keyed_generator("text", s.input_seed, T)
+        windows = len(text) // T
+        places = generator.choice(windows, size=min(n, windows), replace=False)
+        read = text[: windows * T].view(windows, T)[places]
     else:
         read = random_tokens(s.input_seed, range(n), T, vocab)
+    if len(read) < n:
+        raise UserError(f"{s.data or s.text}: {len(read)} sequences of {T} tokens; lower --num-sequences {n}")
     if s.bos:
         read = torch.cat([torch.full_like(read[:, :1], load_tokenizer(name).bos), read[:, 1:]], dim=1)
     if read.max() >= vocab:

@@ -13,7 +13,6 @@ in the README. Models are read one block at a time: two of 7B parameters fit int
 """
 
 import itertools
-import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from scipy.cluster.hierarchy import dendrogram, linkage
+from scipy.spatial.distance import squareform
 from scipy.stats import norm
 
 import calibration
@@ -35,10 +35,9 @@ from common import UserError, setting
 from data import TokenData
 from evidence import all_positions, compare_pair, diagonal_test, relation
 from evidence import relabelling_test as relabelling_test  # two tests of plain arrays, for others to call
-from experiment import conduct
-from figures import draw, save_figure
-from init import STD
-from init import draw as draw_birth
+from experiment import conduct, figure
+from figures import save_figure
+from init import STD, draw
 from probe import random_tokens
 from stats import student_log10_tail
 
@@ -74,9 +73,7 @@ class Identify(common.RunSettings):
 class Persistence(PaperInputs):
     """What `seedprint.py persistence` can be told."""
 
-    stranger: str | None = setting(
-        None, "run of another birth to compare (default: a newborn of another seed)"
-    )
+    stranger: str | None = setting(None, "run of another birth (default: a newborn of another seed)")
 
 
 # ---- pairs -------------------------------------------------------------------------------------------------
@@ -128,32 +125,27 @@ def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype)
 def histogram(C: torch.Tensor, title: str, num_rows: int | None) -> list[dict]:
     """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
     off = C[~torch.eye(len(C), dtype=bool)].numpy()
-    edges, points = np.linspace(C.min().item(), C.max().item(), 61), []
-    law = 100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5)) if num_rows else np.full(60, np.nan)
-    for pairs, values in (("mismatched", off), ("matched", C.diagonal().numpy())):
+    edges, points, none = np.linspace(C.min().item(), C.max().item(), 61), [], [None] * 60
+    law = (100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5))).tolist() if num_rows else none
+    for pairs, values, laws in (("mismatched", off, law), ("matched", C.diagonal().numpy(), none)):
         share = 100 * np.histogram(values, edges)[0] / len(values)
-        for x, y, theory in zip((edges[1:] + edges[:-1]) / 2, share, law):
-            theory = float(theory) if pairs == "mismatched" and num_rows else None
-            point = dict(correlation=float(x), share=float(y), theory=theory)
-            points.append(point | dict(coordinates=pairs, evidence=title))
+        for x, y, theory in zip(((edges[1:] + edges[:-1]) / 2).tolist(), share.tolist(), laws):
+            points.append(dict(correlation=x, share=y, theory=theory, coordinates=pairs, evidence=title))
     return points
 
 
 def matrix(s: Inputs) -> dict:
     """All pairs; writes matrix.json and matrix.png, a heat map and a family tree; returns the JSON."""
     specs, (sources, vocab) = s.models, open_models(s)
-    if len(set(specs)) < len(specs):
-        raise UserError("matrix expects every model once")
 
     def measure(s: Inputs, *on) -> dict:
         rows, at = [], (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on)
         prints = [all_positions(source, *at) for source in sources]
-        pairs = list(itertools.combinations(range(len(specs)), 2))
-        for i, j in common.progress(pairs, desc="matrix", unit=" pairs"):
-            pair = sources[i], sources[j], (prints[i], prints[j])
-            row, _ = compare_pair(*pair, s.input_seed, s.permutations)
+        pairs = list(itertools.combinations(zip(specs, sources, prints), 2))
+        for (a, one, its), (b, other, theirs) in common.progress(pairs, desc="matrix", unit=" pairs"):
+            row, _ = compare_pair(one, other, (its, theirs), s.input_seed, s.permutations)
             del row["skipped"]
-            rows.append(dict(a=specs[i], b=specs[j]) | row)
+            rows.append(dict(a=a, b=b) | row)
         return dict(rows=rows)
 
     plot = lambda result, folder: plot_matrix(specs, result["rows"], folder / "matrix.png")  # noqa: E731
@@ -162,32 +154,26 @@ def matrix(s: Inputs) -> dict:
 
 def plot_matrix(specs: tuple[str, ...], rows: list[dict], path: Path) -> None:
     """Correlations of body weights, with the z of activations written in, and the tree of their distances."""
-    value, z = np.eye(len(specs)), np.full((len(specs), len(specs)), np.nan)
-    for row in rows:
-        i, j = specs.index(row["a"]), specs.index(row["b"])
-        value[i, j] = value[j, i] = row["body_matched"] or 0.0
-        z[i, j] = z[j, i] = row["relabel_z"]
+    matched, z = ([row[key] or 0.0 for row in rows] for key in ("body_matched", "relabel_z"))
+    value, z = squareform(matched) + np.eye(len(specs)), squareform(z)
     figure = Figure(figsize=(4 + 0.9 * len(specs), 2.2 + 0.55 * len(specs)), layout="constrained")
     tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
-    distance = (1 - value.clip(0, 1))[np.triu_indices(len(specs), 1)]
+    clusters = linkage(1 - np.clip(matched, 0, 1), "average")
     order = dendrogram(
-        linkage(distance, "average"), ax=tree, orientation="left", no_labels=True, color_threshold=0,
+        clusters, ax=tree, orientation="left", no_labels=True, color_threshold=0,
         above_threshold_color="black",
     )["leaves"]  # fmt: skip
     tree.set(xlabel="1 - correlation", title="family tree")
     tree.spines[["top", "right", "left"]].set_visible(False)
-    image = heat.imshow(
-        value[np.ix_(order, order)], cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower"
-    )
-    names = [str(specs[i]) for i in order]
-    names = [name if len(name) < 28 else "..." + name[-25:] for name in names]
+    value, z = (found[np.ix_(order, order)] for found in (value, z))
+    image = heat.imshow(value, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    names = [specs[i] if len(specs[i]) < 28 else "..." + specs[i][-25:] for i in order]
     heat.set_xticks(range(len(specs)), names, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(len(specs)), names, fontsize=8)
     heat.set_title("z of activations")
-    for (y, i), (x, j) in itertools.product(enumerate(order), repeat=2):
-        if i != j:
-            colour = "black" if value[i, j] > 0.6 else "white"
-            heat.text(x, y, f"{z[i, j]:.1f}", ha="center", va="center", color=colour, fontsize=8)
+    for y, x in itertools.permutations(range(len(specs)), 2):
+        colour = "black" if value[y, x] > 0.6 else "white"
+        heat.text(x, y, f"{z[y, x]:.1f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, label="correlation of body weights")
     save_figure(figure, path)
 
@@ -210,9 +196,7 @@ def identify(s: Identify) -> dict:
     source = tensors(s.models[0])
     shape = source.shapes.get(s.parameter, ())
     if len(shape) != 2:
-        names = ", ".join(
-            name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name
-        )
+        names = ", ".join(n for n in source.shapes if n.startswith("model.layers.0.") and "proj" in n)
         raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}")
     weight, size = source.read(s.parameter).flatten()[: s.numbers].double().numpy(), 256
     m = len(weight)
@@ -223,7 +207,7 @@ def identify(s: Identify) -> dict:
     def cosines(start: int) -> list[tuple[float, int]]:
         found = []
         for seed in range(start, min(start + size, last + 1)):
-            numbers = draw_birth(seed, s.parameter, shape, STD, m).numpy()
+            numbers = draw(seed, s.parameter, shape, STD, m).numpy()
             found.append((float(numbers @ unit) / float(np.linalg.norm(numbers)), seed))
         return found
 
@@ -278,17 +262,14 @@ def persistence(s: Persistence) -> dict:
             test = diagonal_test(C, ("relabel", s.input_seed), s.permutations)
             row |= dict(relabel_z=test["z"], relabel_log10_p=test["log10_p"], permutation_p=test["p"])
             rows.append(row | paper_test(born, output, *chosen_as))
-            logs = {f"{n}-test": math.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
+            logs = {f"{n}-test": np.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
             for name, log10_p in ({"relabelling": test["log10_p"]} | logs).items():
                 p.append(dict(step=step, test=name, minus_log10_p=-log10_p, level=2.0))
         points, p = ([point for point in drawn if point["step"]] for drawn in (points, p))  # log axes
         return dict(rows=rows, points=points, p=p)
 
-    def plot(result: dict, folder: Path) -> None:
-        draw("persistence", result["points"], folder / "persistence.png")
-        draw("persistence_p", result["p"], folder / "persistence_p.png")
-
     columns = "step mean_tau std_tau stranger_mean_tau stranger_std_tau relabel_z paper_t_p paper_u_p"
+    plot = partial(figure, persistence_p="p")
     return conduct(s, "persistence", "BB Figures 11 and 14", measure, columns, plot=plot)
 
 

@@ -37,8 +37,6 @@ from init import SCHEMES, newborn
 from model import CHOICES, MLP, PRESETS, Transformer
 from stats import interval
 
-# ---- settings ----------------------------------------------------------------------------------------------
-
 
 @dataclass
 class Settings(reading.Settings):
@@ -48,14 +46,14 @@ class Settings(reading.Settings):
     seed: tuple[int, ...] = setting((42,), "seeds of the presets' weights")
     init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
     attn_calibration: str = setting("none", "of newborns' heads (BB 6.2)", CHOICES["attn_calibration"])
-    sequence_length: int = setting(64, "tokens in a sequence (Gu et al.: 64)")
+    sequence_length: int = setting(64, "tokens in a sequence (Gu et al.: 64)", least=2)
 
 
 @dataclass
 class Rate(Settings):
     """What `sinks.py rate` can be told."""
 
-    sequence_length: tuple[int, ...] | None = setting(None, "tokens in a sequence (default: 32 to 512)")
+    sequence_length: tuple[int, ...] | None = setting(None, "tokens a sequence (default: 32 to 512)", least=2)
     epsilon: float = setting(0.3, "a head with alpha_1 above this is a sink head (Gu et al.)")
 
 
@@ -63,9 +61,9 @@ class Rate(Settings):
 class Intervene(Settings):
     """What `sinks.py intervene` can be told."""
 
-    position: int = setting(5, "k, the position to be made a sink, from 1")
+    position: int = setting(5, "k, the position to be made a sink, from 1", least=1)
     layers: tuple[int, ...] | None = setting(None, "layers to intervene in, from 1 (default: all)")
-    factor: tuple[float, ...] = setting((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), "lambda of the two sweeps")
+    factor: tuple[float, ...] = setting((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), "lambda of each sweep", least=0)
 
 
 # ---- how much? (BB Figure 12) ------------------------------------------------------------------------------
@@ -96,10 +94,9 @@ def plot_heads(heads: list[dict], path: Path) -> None:
         L, H = alpha.shape
         edges = (0.5, H + 0.5, L + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=edges)
-        axes.set(xlabel="head", ylabel="layer")
+        axes.set(xlabel="head", xticks=range(1, H + 1, 1 + H // 9))
+        axes.set(ylabel="layer", yticks=range(1, L + 1, 1 + L // 9))
         axes.set_title(f"{found['checkpoint'][-26:]}, T = {found['sequence_length']}", fontsize=9)
-        axes.set_xticks(range(1, H + 1, 1 + H // 9))
-        axes.set_yticks(range(1, L + 1, 1 + L // 9))
     figure.colorbar(image, ax=list(panels), label="alpha_1")
     save_figure(figure, path)
 
@@ -154,18 +151,15 @@ def anatomy(s: Settings, spec: str, model: Transformer):
 
     downs = {layer: block.mlp.down_proj for layer, block in blocks.items() if block.mlp}
     handles = [down.register_forward_pre_hook(partial(on_units, layer)) for layer, down in downs.items()]
-    try:
-        for part in attention.batches(tokens):
-            model.hidden(part, on_state=on_state, on_heads=on_heads)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for part in attention.batches(tokens):
+        model.hidden(part, on_state=on_state, on_heads=on_heads)
+    for handle in handles:
+        handle.remove()
     for layer, block in blocks.items():
-        ranked = super_neurons(layer, block.mlp, sums["units", layer]) if block.mlp and T > 1 else []
+        ranked = super_neurons(layer, block.mlp, sums["units", layer]) if block.mlp else []
         columns = dict(std=attention.spread(sums["std", layer]), alpha=sums["alpha", layer].tolist())
-        columns["dominance_ratio"] = sums["dominance", layer].tolist()
+        columns |= dict(dominance_ratio=sums["dominance", layer].tolist(), uniform_alpha=uniform)
         columns["key_alignment"] = sums["keys", layer].norm(dim=2).mean(0).tolist()
-        columns["uniform_alpha"] = uniform
         rows += [dict(layer=layer, position=i + 1) | {k: v[i] for k, v in columns.items()} for i in range(T)]
         neurons, columns["super_neurons"] = neurons + ranked, [neuron["ratio"] for neuron in ranked[:T]]
         for name, title in LINKS.items() if layer - 1 in shown else ():
@@ -255,10 +249,8 @@ EXPERIMENTS = {  # name of the subcommand: its function, settings, file, source 
 
 def check(s: Settings) -> None:
     """UserError for settings that do not fit the models, or each other."""
-    lengths = s.sequence_length if isinstance(s.sequence_length, tuple) else (s.sequence_length,)
-    shared_context(s.model, () if s.sequence_length is None else lengths)
-    if 1 in lengths:
-        raise UserError("--sequence-length 1: one position has nothing else to attend to")
+    several = isinstance(s.sequence_length, tuple | None)
+    shared_context(s.model, s.sequence_length if several else (s.sequence_length,))
     reading.check(s)
     for spec in s.model:
         if config_of(spec).sublayers == "mlp":
@@ -269,23 +261,10 @@ def check(s: Settings) -> None:
         raise UserError(f"--epsilon {s.epsilon}: expected a number between 0 and 1")
     if isinstance(s, Intervene):
         last = min(config_of(spec).num_layers for spec in s.model) - 1
-        if not 1 <= s.position <= s.sequence_length:
-            raise UserError(
-                f"--position {s.position}: expected 1 to {s.sequence_length}, the sequence's length"
-            )
+        if s.position > s.sequence_length:
+            raise UserError(f"--position {s.position}: the sequence has {s.sequence_length}")
         if last < 1 or not all(1 <= layer <= last for layer in s.layers or ()):
             raise UserError(f"--layers: only a layer after them can tell, so at most {last} for these models")
-        if not all(0 <= factor <= 1e6 for factor in s.factor):
-            raise UserError("--factor: expected numbers from 0 to a million")
-
-
-def labels(s: Settings) -> dict[str, tuple]:
-    """(spec, seed) of every model, as `checkpoint.models` has it, by label; UserError if two are one."""
-    pairs = models(s.model, s.seed)
-    chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: (spec, seed) for spec, seed in pairs}
-    if len(chosen) < len(pairs):
-        raise UserError("a model is named twice")
-    return chosen
 
 
 def born(label: str, s: Settings) -> Transformer:
@@ -299,12 +278,15 @@ def run(name: str, settings: Settings) -> dict:
     """Make an experiment with every checkpoint; write JSON and figures; returns the JSON."""
     check(settings)
     sample, _, experiment, paper, columns = EXPERIMENTS[name]
-    chosen, drawn = labels(settings), {}
+    pairs, drawn = models(settings.model, settings.seed), {}
+    chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: seed for spec, seed in pairs}
+    if len(chosen) < len(pairs):
+        raise UserError("a model is named twice")
 
     def measure(s: Settings, device, dtype) -> dict:
         found = defaultdict(list)
-        for label, (spec, seed) in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
-            model = load(spec, device, dtype) if seed is None else born(label, s)
+        for label, seed in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
+            model = load(label, device, dtype) if seed is None else born(label, s)
             rows, points, more = sample(s, label, model)
             drawn[label] = [dict(checkpoint=label) | point for point in points]
             found["rows"] += [dict(checkpoint=label) | row for row in rows]
@@ -314,7 +296,7 @@ def run(name: str, settings: Settings) -> dict:
 
     def plot(result: dict, folder: Path) -> None:
         if name == "rate":  # all in one figure
-            draw("rate", [point for points in drawn.values() for point in points], folder / "rate.png")
+            draw("rate", sum(drawn.values(), []), folder / "rate.png")
             return plot_heads(result["heads"], folder / "rate_heads.png")
         for label, points in drawn.items():
             which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(drawn) > 1 else ""

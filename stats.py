@@ -123,8 +123,7 @@ def interval(values, name: str = "mean", low: str = "low", high: str = "high") -
 
 def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's interval of a rate."""
-    interval = binomtest(successes, n).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
+    return tuple(map(float, binomtest(successes, n).proportion_ci(confidence, method="wilson")))
 
 
 @functools.cache
@@ -142,18 +141,15 @@ def uniform_counts(n: int, num_choices: int, ranks: int, repetitions: int = 1000
     return total / repetitions
 
 
-MEASURED = ("mean_cosine", "std_cosine", "preactivation_std", "std")
-
-
 def over_seeds(samples: list[dict]) -> list[dict]:
-    """One row for samples that differ in MEASURED values only: their means, and `seed_std` of the first."""
-    rows, same = [], {}
-    for sample in samples:
-        same.setdefault(tuple((k, v) for k, v in sample.items() if k not in MEASURED), []).append(sample)
-    for key, group in same.items():
-        values = {k: column(group, k) for k in MEASURED if k in group[0]}
+    """One row for samples that differ in `measured` values only: their means, and `seed_std` of the first."""
+    measured = ("mean_cosine", "std_cosine", "preactivation_std", "std")
+    rows, same = [], [key for key in samples[0] if key not in measured]
+    for group in split(samples, *same).values():
+        values = {key: column(group, key) for key in measured if key in group[0]}
+        means = {key: float(value.mean()) for key, value in values.items()}
         spread = float(next(iter(values.values())).std())
-        rows.append(dict(key) | {k: float(v.mean()) for k, v in values.items()} | {"seed_std": spread})
+        rows.append({key: group[0][key] for key in same} | means | {"seed_std": spread})
     return rows
 
 

@@ -159,9 +159,7 @@ def aggregated_std(config: ModelConfig, T: int, tokens: bool = False) -> Tensor:
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
-def kernel_recursion(
-    config: ModelConfig, T: int, scheme: str = "gpt2", residual: bool = True
-) -> tuple[list[float], list[float]]:
+def kernel_recursion(config: ModelConfig, T: int, scheme="gpt2", residual=True) -> tuple[list, list]:
     """Cosines before (0) and after each block: of two sequences' last states, and the mean within a sequence.
 
     In the limit of infinite width the newborn is two (T, T) matrices: S_ij, the covariance of positions i and

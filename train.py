@@ -99,16 +99,14 @@ def open_data(s: Settings, device: torch.device) -> data.TokenData:
     return tokens
 
 
-def build(s: Settings, tokens: data.TokenData) -> Transformer:
-    """The model at birth, float32 on the CPU, after checking that it fits data and settings."""
-    begun = checkpoint.newest_config(s.out) if s.resume else None
-    if s.init_from and begun:  # its parent may be gone
-        model = newborn(begun, s.seed)
-    elif s.init_from:
+def build(s: Settings, tokens: data.TokenData) -> tuple[Transformer, dict | None]:
+    """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
+    model, state = restore(Path(s.out), tokens.fingerprint) if s.resume else (None, None)
+    if model is None and s.init_from:
         model = checkpoint.load(s.init_from, scheme=s.init)
         if s.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {s.init_from} has the calibration {model.config.attn_calibration}")
-    else:
+    elif model is None:
         config = replace(PRESETS[s.model], attn_calibration=s.attn_calibration)
         model = newborn(config, s.seed, s.embedding_seed, s.init)
     if s.track_sinks and model.config.sublayers == "mlp":
@@ -118,7 +116,7 @@ def build(s: Settings, tokens: data.TokenData) -> Transformer:
         raise UserError(f"{tokens.folder} has {tokens.vocab_size} tokens, the model {V}: change --tokenizer")
     if s.sequence_length > context:
         raise UserError(f"--sequence-length {s.sequence_length}: the model's context is {context}")
-    return model
+    return model, state
 
 
 def check(s: Settings, free: set[str] = FREE) -> None:
@@ -139,8 +137,8 @@ def check(s: Settings, free: set[str] = FREE) -> None:
             raise UserError(f"{run} was begun with {was}: resume with the same")
 
 
-def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fingerprint: str) -> int:
-    """Fill both from the newest checkpoint that is whole; its step, 0 if there is none yet.
+def restore(run: Path, fingerprint: str) -> tuple[Transformer, dict] | tuple[None, None]:
+    """Model and state of the newest checkpoint that is whole; None if there is none yet.
 
     UserError if all are damaged, or if `fingerprint` says that the data set is another one now.
     """
@@ -150,9 +148,7 @@ def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fin
             state = checkpoint.load_state(folder)
             if state["data"] != fingerprint:
                 raise UserError("the data set is another one than it was begun with")
-            model.load_state_dict(checkpoint.load(str(folder)).state_dict())
-            optimizer.load_state_dict(state["optimizer"])
-            return state["step"]
+            return checkpoint.load(str(folder)), {name: state[name] for name in ("step", "optimizer")}
         except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
             reason = (str(problem) or type(problem).__name__).splitlines()[0]
             error = error or reason  # of the newest
@@ -160,7 +156,7 @@ def restore(run: Path, model: Transformer, optimizer: torch.optim.Optimizer, fin
                 print(f"skipping {folder}: {reason}")
     if folders:
         raise UserError(f"no checkpoint in {run} can be resumed: {error}")
-    return 0
+    return None, None
 
 
 def prune(run: Path, keep: str) -> None:
@@ -230,6 +226,7 @@ def diverged(run: Path, step: int, what: str) -> UserError:
     """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
     bad = run / f"step_{step:07}"
     if bad.exists() and step and common.rank() == 0:
+        shutil.rmtree(run / f"diverged_{step:07}", ignore_errors=True)  # of an earlier attempt
         os.replace(bad, run / f"diverged_{step:07}")
     good = [folder for folder in checkpoint.steps(run) if folder != bad or not step]
     hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate" if good else "other weights"
@@ -243,15 +240,6 @@ def plot(run: Path) -> None:
     points = points[:: max(1, len(points) // 2000)]
     points += [dict(step=r["step"], loss=r["val_loss"], split="held out") for r in rows if "val_loss" in r]
     curves(points, run / "loss.png", "step", "loss", "split", {}, ("step", "loss, nats a token"), style="-")
-
-
-def kept_lines(path: Path, step: int) -> str:
-    """The lines of metrics.jsonl up to a step: what came after, or is torn, will come again."""
-    kept = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            kept += [line + "\n"] * (json.loads(line)["step"] <= step)
-    return "".join(kept)
 
 
 @contextlib.contextmanager
@@ -277,21 +265,24 @@ def train(s: Settings) -> Path:
 def loop(s: Settings, device: torch.device, dtype: torch.dtype) -> Path:
     """The steps of a run that is this process group's alone."""
     run, tokens, master, T = Path(s.out), open_data(s, device), common.rank() == 0, s.sequence_length
-    raw, tokenizer = build(s, tokens).to(device).train(), tokens.load_tokenizer()
+    (raw, state), tokenizer = build(s, tokens), tokens.load_tokenizer()
+    raw = raw.to(device).train()
     matrices, rest = ([p for p in raw.parameters() if (p.ndim > 1) is big] for big in (True, False))
     groups = [dict(params=matrices, weight_decay=s.weight_decay), dict(params=rest, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    step = restore(run, raw, optimizer, tokens.fingerprint) if s.resume else 0
-    resumed = s.resume and bool(checkpoint.steps(run))
+    step = state["step"] if state else 0
+    if state:
+        optimizer.load_state_dict(state.pop("optimizer"))
     model = torch.compile(raw) if s.compile and device.type == "cuda" else raw
     model = DistributedDataParallel(model) if common.world_size() > 1 else model
     peak, token_flops = common.known_peak(device, dtype), training_flops(raw.config, T)
     metrics, texts = run / "metrics.jsonl", {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
-    texts[metrics] = kept_lines(metrics, step) if resumed else ""
+    lines = metrics.read_text(errors="replace").splitlines(True) if state and metrics.exists() else []
+    texts[metrics] = "".join(lines[: step + 1])  # one for each step: what came after, or is torn, comes again
     for path in texts if master else ():
         with common.atomic_path(path) as new:
             new.write_text(texts[path])
-    row, seconds, stop = None if resumed else {"step": 0}, [], False
+    row, seconds, stop = None if state else {"step": 0}, [], False
     with listening() as signals:
         while True:
             if row is not None and (step % s.eval_every == 0 or step == s.max_iters):

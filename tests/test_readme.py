@@ -91,7 +91,7 @@ def headlines() -> str:
 
 def summary() -> str:
     """What results/README.md says of itself."""
-    return next(line for line in staged("README.md").splitlines() if " claims hold. " in line)
+    return next(line for line in staged("README.md").splitlines() if " claims hold: " in line)
 
 
 def sentences() -> list[str]:
