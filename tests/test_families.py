@@ -183,7 +183,7 @@ def test_the_papers_sizes_are_the_configs():
         for family in (kinship.family, families.newborns)
         for run in family(replace(s, size="laptop")).values()
     ]
-    assert sum(run.max_iters for run in laptop) == 2220 + 1200  # steps that were promised
+    assert sum(run.max_iters for run in laptop) == 2220 + 1200  # steps that the settings ask for
 
 
 def test_pairs_are_the_papers_rows():
