@@ -393,7 +393,10 @@ def test_the_papers_tables_are_what_the_results_say(tmp_path, monkeypatch):
         path = tmp_path / "results" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(staged(f"{name}.json"))
-        path.with_suffix(".png").write_text("") if (ROOT / f"results/{name}.png").exists() else None
+    for figure in (ROOT / "results").rglob("*.png"):
+        path = tmp_path / figure.relative_to(ROOT)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
     s = paper.Settings(out="results", runs="runs")
     monkeypatch.chdir(tmp_path)
     found = paper.report(s)
