@@ -5,6 +5,7 @@ from pathlib import Path
 
 from matplotlib import rcParams
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from common import atomic_path, rank
 from stats import column, split
@@ -121,6 +122,9 @@ def curves(
             axes.plot([], [], "k" + dash, linewidth=1.1, label=legend)
         title = value if type(value) is str else f"{panel} {value}".replace("_", " ")
         axes.set(title=title if panel else "", **{f"{axis}scale": "log" for axis in log})
+        for axis in log:  # ticks in plain text, since mathematics is off
+            getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
+            getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
         if all(type(point[x]) is int for point in part) and "x" not in log:
             axes.xaxis.get_major_locator().set_params(integer=True)  # there is no seed or layer 42.2
         if ticks:

@@ -90,7 +90,7 @@ def plot_heads(heads: list[dict], path: Path) -> None:
     figure = Figure(figsize=(1.5 + 3.2 * len(last), 3.4), layout="constrained")
     panels = figure.subplots(1, len(last), squeeze=False)[0]
     for axes, found in zip(panels, last):
-        alpha = torch.tensor(found["alpha1"])  # (L, H)
+        alpha = torch.tensor(found["alpha1"]).numpy()  # (L, H)
         L, H = alpha.shape
         edges = (0.5, H + 0.5, L + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=edges)
