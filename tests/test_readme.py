@@ -174,7 +174,7 @@ def answers() -> str:
          "seconds", verdict),
         ("Where does attention sink, and can I train without?", "sinks.py", "seconds", sink),
         ("Is an unprejudiced birth a better one?", "families.py births", "35 minutes", birth),
-        ("Do the papers hold?", "paper.py --out mine", "four hours",
+        ("Do the papers hold?", "paper.py --out mine", "four to five hours",
          f"{summary().split(' hold')[0]} do: [results](results/README.md)"),
     )  # fmt: skip
     lines = ["| you may have come to ask | | takes | what comes out |", "|---|---|---|---|"]
