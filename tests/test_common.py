@@ -18,6 +18,7 @@ from conftest import ROOT
 
 import common
 import experiment
+import figures
 import findings
 from common import UserError, parse_settings, setting
 
@@ -295,3 +296,24 @@ def test_long_series_are_printed_at_powers_of_two_and_the_end(capsys):
     experiment.print_result({"rows": rows, "claims": []}, "layer c")
     shown = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert shown == [0, 1, 2, 4, 8, 12]
+
+
+def test_a_folder_that_a_process_of_our_number_left_half_written(tmp_path):
+    left = tmp_path / f".run.{os.getpid()}.new.tmp"  # as in containers, where numbers come again
+    left.mkdir()
+    (left / "torn").write_text("half")
+    with common.atomic_folder(tmp_path / "run") as new:
+        (new / "whole").write_text("all")
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["whole"] and not left.exists()
+
+
+def test_ticks_of_logarithmic_axes_are_plain_text(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
+    points = [dict(x=10**i, y=3.0**-i, s="costs $1 and $2") for i in range(4)]
+    figures.curves(points, tmp_path / "x.png", "x", "y", "s", {}, ("x", "y"), log="xy")
+    drawn[0].draw_without_rendering()
+    (axes,) = drawn[0].axes
+    ticks = axes.get_xticklabels(which="both") + axes.get_yticklabels(which="both")
+    shown = {tick.get_text() for tick in ticks}
+    assert {"1", "10", "1000", "0.1"} <= shown and not any("$" in text for text in shown), shown

@@ -331,3 +331,17 @@ def test_width_scales_the_weights():
     states = F.gelu(probe.gaussian_vectors(0, range(50), 1, 256)[:, 0] / 0.02 @ up.T) @ down.T
     assert row["mean_cosine"] == pytest.approx(stats.pairwise_cosine(states)["mean_cosine"], abs=1e-5)
     assert row["weight_std"] == 1 / 16
+
+
+def test_lengths_may_come_in_any_order():
+    rows = []
+    for T, faster in ((512, 0.0), (128, 0.1)):  # the longer one first
+        for layer in range(1, 9):
+            cosine = 1 - 0.9 ** (layer + 10 * faster)
+            row = dict(stack="attn0", sequence_length=T, layer=layer, mean_cosine=cosine)
+            rows.append(row | dict(limit_theory=cosine, exact_theory=cosine))
+    swapped = [row | dict(sequence_length=640 - row["sequence_length"]) for row in rows]
+    found, other = (
+        [c["holds"] for c in findings.intra(part) if "shorter" in c["claim"]] for part in (rows, swapped)
+    )
+    assert found == [True] and other == [False]

@@ -369,3 +369,12 @@ def test_imports_nothing_at_import():
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_second_divergence_at_the_same_step(tmp_path):
+    for name in ("step_0000000", "step_0000004", "diverged_0000004"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    assert "step_0000000" in str(train.diverged(tmp_path, 4, "loss nan"))
+    assert (tmp_path / "diverged_0000004" / "config.json").read_text() == "step_0000004"
+    assert not (tmp_path / "step_0000004").exists()
