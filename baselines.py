@@ -69,12 +69,11 @@ def check(s: Inputs, specs, paper: bool) -> None:
 
 def open_models(s: Inputs, paper: bool = False) -> tuple[list, int]:
     """The models' sources and the size of the vocabulary they share; UserError if they cannot be compared."""
-    specs = s.models
-    if len(specs) < 2:
+    if len(s.models) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
-    check(s, specs, paper)
-    sources = [tensors(spec, s.init) for spec in specs]
-    widths = {spec: source.config.d_model for spec, source in zip(specs, sources)}
+    check(s, s.models, paper)
+    sources = [tensors(spec, s.init) for spec in s.models]
+    widths = {spec: source.config.d_model for spec, source in zip(s.models, sources)}
     if len(set(widths.values())) > 1:
         raise UserError(f"only models of one width can be compared, not of {widths}")
     return sources, min(source.config.vocab_size for source in sources)
@@ -87,10 +86,7 @@ def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
 
 
 def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float | None = None) -> np.ndarray:
-    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column.
-
-    With a `temperature`, of their softmax over the chosen columns, as in the authors' code.
-    """
+    """Kendall's tau-b of a's and b's `chosen` columns, or of a softmax over them; 0 for a constant column."""
     a, b = a[:, chosen].astype(np.float64), b[:, chosen].astype(np.float64)
     if temperature is not None:
         a, b = softmax(a / temperature, axis=1), softmax(b / temperature, axis=1)
@@ -125,10 +121,7 @@ def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: in
 
 
 def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | None = None) -> dict:
-    """The paper's test of last-position states on the same inputs, arrays (n, d); see `judge_taus`.
-
-    UserError for a `top_k` that is not in 1..d, and for what `evidence.like_rows` refuses.
-    """
+    """The paper's test of last-position states on the same inputs, arrays (n, d); see `judge_taus`."""
     a, b = (rows.cpu().numpy() for rows in like_rows(a, b))
     n, d = a.shape
     top_k = d // 2 if top_k is None else top_k

@@ -281,6 +281,13 @@ def own_tokenizer(spec: str) -> Path | None:
     return found / "tokenizer.model"
 
 
+def check_tokenizer(spec: str, data: Path, file: Path | None) -> None:
+    """UserError where a checkpoint has a tokenizer, and a `data` set was made with another `file`."""
+    own = own_tokenizer(spec)
+    if own and not (file and file.read_bytes() == own.read_bytes()):
+        raise UserError(f"{data} was made by another tokenizer than {spec}'s own: --tokenizer {own}")
+
+
 def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | None = None) -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
     try:

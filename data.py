@@ -186,7 +186,7 @@ def prepare(settings: Settings) -> Path:
         raise UserError("backcopy is a task on letters: read it by --tokenizer bytes")
     texts = lambda: (t for s in found for t in documents(s, settings.field, english) if t)  # noqa: E731
     tokenizer = load_tokenizer(settings.tokenizer, texts())
-    dtype = np.dtype(DTYPES[tokenizer.vocab_size > 2**16]).newbyteorder("<")
+    dtype = np.dtype(DTYPES[tokenizer.vocab_size > 2**16])
     fingerprint, size, count = hashlib.sha256(), 0, dict.fromkeys(SPLITS, 0)
     with common.atomic_folder(out) as folder:
         writers = {split: ShardWriter(folder, split, dtype, settings.shard_tokens) for split in SPLITS}

@@ -230,10 +230,7 @@ def some(depth: int, count: int) -> list[int]:
 
 
 def coordinate_gram(source, layers: int) -> Tensor:
-    """Products of the residual coordinates' columns over matrices of some `layers`, each of norm 1: (d, d).
-
-    What the order of neurons and heads leaves as it is.
-    """
+    """Products of the residual coordinates over some `layers`, which no order of neurons alters: (d, d)."""
     total = torch.zeros(source.config.d_model, source.config.d_model)
     prefixes = tuple(f"model.layers.{layer}." for layer in some(source.config.num_layers, layers))
     for name, shape in source.shapes.items():
@@ -276,9 +273,6 @@ def neuron_pairs(a, b, layers: int):
     """Gram matrices of the hidden units of some `layers` that both models have."""
     for layer in some(min(a.config.num_layers, b.config.num_layers), layers):
         yield neuron_gram(a, layer), neuron_gram(b, layer)
-
-
-# ---- one pair ----------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8)

@@ -41,7 +41,7 @@ def conduct(s: RunSettings, name: str, paper: str, measure, columns="", judge=No
     made, begun = environment(device, dtype), time.perf_counter()
     found = measure(s, device, dtype)
     rows = found.pop("rows")
-    claims = (judge or getattr(findings, name))(found.get("summary", rows))
+    claims = list((judge or getattr(findings, name))(found.get("summary", rows)))
     made["seconds"] = round(time.perf_counter() - begun, 2)
     result = {"experiment": name, "paper": paper, "settings": dataclasses.asdict(s), "environment": made}
     result |= {"rows": rows, "claims": claims} | found
@@ -56,7 +56,7 @@ def judge_each(name: str, rows: list[dict]) -> list[dict]:
     """What findings.py says of an experiment's rows; of several models, one by one."""
     parts, claims = split(rows, "model") if "model" in rows[0] else {}, getattr(findings, name)
     if len(parts) < 2:
-        return claims(rows)
+        return list(claims(rows))
     return [one | {"claim": f"{m}: {one['claim']}"} for m, part in parts.items() for one in claims(part)]
 
 

@@ -126,12 +126,9 @@ def text_loss(run: str, model: Transformer, s: Settings, dtype) -> float | None:
     """Mean loss, in nats a token, on 128 windows of the held-out text (BB Table 7); None without one."""
     if s.text is None or checkpoint.own_tokenizer(run) is None:
         return None
-    T, device, total = model.config.context_length, torch.device(s.device), 0.0
     wanted = reading.Settings(text=s.text, num_sequences=128, device=s.device)
-    with torch.inference_mode():
-        for part in reading.tokens(wanted, run, T + 1, model.config.vocab_size).split(16):
-            total += train.loss_sum(model, part[:, :-1], part[:, 1:], device, dtype).item()
-    return total / (128 * T)
+    read = reading.tokens(wanted, run, model.config.context_length + 1, model.config.vocab_size)
+    return train.evaluate(model, read[:, :-1], read[:, 1:], 16, torch.device(s.device), dtype)
 
 
 @torch.inference_mode()
@@ -159,14 +156,13 @@ def every_calibration(runs: dict, s: Settings, device, dtype) -> dict:
         wanted = sinks.Rate(data=folder, device=device.type, bos=config == "backcopy")
         wanted.num_sequences = 4 if s.size == "smoke" else wanted.num_sequences
         found, _, _ = sinks.rate(wanted, run, model)
-        chain, _, more = sinks.anatomy(replace(wanted, sequence_length=64), run, model)
+        chain, _, _ = sinks.anatomy(replace(wanted, sequence_length=64), run, model)
         ratios = [column(layer, "dominance_ratio") for layer in split(chain, "layer").values()]
         row = key | dict(val_loss=losses[-1]["loss"], mean_loss=float(column(losses[1:], "loss").mean()))
         row["text_loss"] = text_loss(run, model, s, dtype)
         at64 = next(row for row in found if row["sequence_length"] == 64)
         row |= {name: at64[name] for name in ("sink_rate", "mean_alpha1", "max_alpha1", "uniform_alpha1")}
         row["dominance_ratio"] = float(np.mean([ratio[0] / np.median(ratio) for ratio in ratios]))
-        row["super_neuron_ratio"] = more["super_neurons"][0]["ratio"]
         if config == "backcopy":
             row |= asleep_and_awake(model, reading.tokens(wanted, run, 128, model.config.vocab_size))
         rows.append(row)
@@ -174,39 +170,35 @@ def every_calibration(runs: dict, s: Settings, device, dtype) -> dict:
         lengths += [key | row for row in found]
     later = [point for point in curve if point["step"]]  # the loss at birth would hide the rest
     panels = [over_runs(lengths, "sequence_length", key) for key in ("sink_rate", "mean_alpha1")]
-    drawn = dict(points=over_runs(later, "step", "loss"), by_length=sum(panels, []))
+    drawn = dict(points=list(over_runs(later, "step", "loss")), by_length=list(itertools.chain(*panels)))
     return dict(rows=rows, curve=curve, lengths=lengths) | drawn
 
 
-def over_runs(points: list[dict], x: str, y: str) -> list[dict]:
+def over_runs(points: list[dict], x: str, y: str):
     """Mean and standard deviation of `y` over seeds, at each `x`: the points of a figure."""
-    drawn = []
     for (config, kind, at), part in split(points, "config", "calibration", x).items():
         values = column(part, y)
         point = {"panel": f"{config}: {y.replace('_', ' ')}", "calibration": kind, x: at}
         point["theory"] = part[0]["uniform_alpha1"] if y == "mean_alpha1" else None
-        drawn.append(point | dict(value=float(values.mean()), error=float(values.std())))
-    return drawn
+        yield point | dict(value=float(values.mean()), error=float(values.std()))
 
 
-def judge_calibrations(rows: list[dict]) -> list[dict]:
+def judge_calibrations(rows: list[dict]):
     """The papers' orderings on each configuration: mean differences of paired runs, and 95 % intervals."""
-    claims = []
     for config, part in split(rows, "config").items():
         runs = split(part, "calibration")
         for kind, than, key, sign, text, paper in EXPECTED:
             if all(row[key] is not None for row in part):
-                claims.append(paired(f"{config}: {text}", paper, runs, kind, than, key, sign))
+                yield paired(f"{config}: {text}", paper, runs, kind, than, key, sign)
         none, attenuate = (column(runs[kind], "sink_rate") for kind in ("none", "attenuate"))
         text = f"{config}: attenuate keeps every sink rate below 0.01, where none has sinks (Figure 12)"
         measured = f"at most {attenuate.max():.3f}; none at least {none.min():.3f}"
-        claims.append(claim(text, None, measured, none.min() > 0.01 > attenuate.max()))
+        yield claim(text, None, measured, none.min() > 0.01 > attenuate.max())
         if "elsewhere" in part[0]:
             change = column(runs["none"], "elsewhere") - column(runs["none"], "at_triggers")
             mean, low, high = interval(change).values()
             text = f"{config}: its head pays more to BOS where it has nothing to copy (Guo et al. 2024)"
-            claims.append(claim(text, None, f"{mean:+.3f}, {low:+.3f} to {high:+.3f}", low > 0))
-    return claims
+            yield claim(text, None, f"{mean:+.3f}, {low:+.3f} to {high:+.3f}", low > 0)
 
 
 # ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------

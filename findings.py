@@ -1,6 +1,6 @@
 """What do the papers claim, and does it hold? Every claim judged on the rows of its experiment.
 
-A function takes the rows of the experiment of its name and returns claims; `holds` is computed, a bound is
+A function takes the rows of the experiment of its name and yields claims; `holds` is computed, a bound is
 part of the claim's text. A claim that the rows cannot decide is left out.
 """
 
@@ -16,49 +16,44 @@ def claim(text: str, paper, measured, holds: bool) -> dict:
     return {"claim": text, "paper": paper, "measured": measured, "holds": bool(holds)}
 
 
-def agreement(rows: list[dict], series: str, law: str, bounds: dict) -> list[dict]:
+def agreement(rows: list[dict], series: str, law: str, bounds: dict):
     """For each value of `series` in `bounds`: is the theory in the key `law` as close as its bound?"""
-    claims = []
     for value, bound in bounds.items():
         part = [row for row in rows if row[series] == value and row[law] is not None]
         if part:
             far = np.abs(column(part, "mean_cosine") - column(part, law)).max()
             text = f"{series} {value}: mean cosine within {bound} of its {law}".replace("_", " ")
-            claims.append(claim(text, None, f"{far:.4f}", far <= bound))
-    return claims
+            yield claim(text, None, f"{far:.4f}", far <= bound)
 
 
-def probe(rows: list[dict]) -> list[dict]:
+def probe(rows: list[dict]):
     """BB Findings 1.1 to 1.3 and 2.2, Figure 1a."""
     ratios, p, n = column(rows, "ratio"), column(rows, "log10_p"), rows[0]["num_sequences"]
     text = "every newborn prefers a token beyond chance, log10 p < -2 (Finding 1.1)"
-    claims = [claim(text, None, f"weakest log10 p {p.max():.1f}", p.max() < -2)]
+    yield claim(text, None, f"weakest log10 p {p.max():.1f}", p.max() < -2)
     text = "the top token comes up 10 x as often as in uniform draws, in the median"
     measured = f"{ratios.min():.1f} to {ratios.max():.1f} x, median {np.median(ratios):.1f} x"
     paper = "58.5 x" if n == 10_000 and {row["model"] for row in rows} == {"nano_gpt2"} else None
-    claims.append(claim(f"{text}, at N = {n:,} (Figure 1a)", paper, measured, np.median(ratios) >= 10))
+    yield claim(f"{text}, at N = {n:,} (Figure 1a)", paper, measured, np.median(ratios) >= 10)
     models = [part for part in split(rows, "model", "seed").values() if len(part) > 1]
     if models:
         ordered = [sorted(part, key=lambda row: row["sequence_length"]) for part in models]
         rising = sum(bool((np.diff(column(part, "top1_frequency")) >= 0).all()) for part in ordered)
         text = "the preference grows with the sequence length (Finding 1.2)"
-        claims.append(claim(text, None, f"{rising} of {len(models)} models", rising == len(models)))
+        yield claim(text, None, f"{rising} of {len(models)} models", rising == len(models))
     seeds = [part for part in split(rows, "model", "sequence_length").values() if len(part) > 1]
     if seeds:
         distinct = sum(len({row["top1_token"] for row in part}) == len(part) for part in seeds)
         text = "each seed has a favourite of its own (Finding 1.3)"
-        claims.append(claim(text, None, f"{distinct} of {len(seeds)} comparisons", distinct == len(seeds)))
+        yield claim(text, None, f"{distinct} of {len(seeds)} comparisons", distinct == len(seeds))
     wide, text = column(rows, "dimension_ratio"), "one hidden dimension is largest 2 x as often as by chance"
-    measured = f"{wide.min():.1f} to {wide.max():.1f} x"
-    claims.append(claim(f"{text} (Figure 10)", None, measured, np.median(wide) >= 2))
-    hits = column(rows, "direction_matches")
-    text = "the contraction direction's token is the top token (Finding 2.2)"
-    return [*claims, claim(text, None, f"{hits.sum()} of {len(rows)} rows", 2 * hits.sum() > len(rows))]
+    yield claim(f"{text} (Figure 10)", None, f"{wide.min():.1f} to {wide.max():.1f} x", np.median(wide) >= 2)
+    hits, text = column(rows, "direction_matches").sum(), "the contraction direction's token is the top token"
+    yield claim(f"{text} (Finding 2.2)", None, f"{hits} of {len(rows)} rows", 2 * hits > len(rows))
 
 
-def layers(rows: list[dict]) -> list[dict]:
+def layers(rows: list[dict]):
     """BB Finding 2.1, Figures 2 and 7, and the kernel recursion (ours)."""
-    claims = []
     for T, group in split(rows, "sequence_length").items():
         full, mlp, attention = (column(part, "mean_cosine") for part in split(group, "variant").values())
         first, widening = min(full[1], mlp[1]) - abs(attention[1]), full[-1] - mlp[-1] - (full[2] - mlp[2])
@@ -68,28 +63,28 @@ def layers(rows: list[dict]) -> list[dict]:
             ("beyond layer 2 full leaves MLP only behind by 0.05 (Figure 7)", widening, 0.05),
         ]
         for text, value, least in judged if len(full) > 3 else judged[:2]:
-            claims.append(claim(f"T = {T}: {text}", None, f"{value:.4f}", value > least))
-    return claims + agreement(rows, "variant", "theory", {"full": 0.06, "mlp": 0.03, "attention": 0.03})
+            yield claim(f"T = {T}: {text}", None, f"{value:.4f}", value > least)
+    yield from agreement(rows, "variant", "theory", {"full": 0.06, "mlp": 0.03, "attention": 0.03})
 
 
-def ablation(rows: list[dict]) -> list[dict]:
+def ablation(rows: list[dict]):
     """BB Figure 3 and Table 2."""
-    claims, parts = [], split(rows, "variant")
+    parts = split(rows, "variant")
     for kind, part in parts.items():
         p, expected = column(part, "log10_p"), kind != "attention"
         text = f"{kind}: {'prefers' if expected else 'does not prefer'} tokens, log10 p < -2 (Figure 3)"
-        claims.append(claim(text, None, f"log10 p {p.min():.1f} to {p.max():.1f}", all((p < -2) == expected)))
+        yield claim(text, None, f"log10 p {p.min():.1f} to {p.max():.1f}", all((p < -2) == expected))
     full, mlp, attention = (column(part, "mean_cosine") for part in parts.values())
     measured = f"{full.mean():.4f}, {mlp.mean():.4f}, {attention.mean():.4f}"
     holds = (full > mlp) & (mlp > np.abs(attention)) & (np.abs(attention) < 0.02)
     text = "final cosine: full > MLP only > attention only, which is below 0.02 (Table 2)"
-    return [*claims, claim(text, None, measured, all(holds))]
+    yield claim(text, None, measured, all(holds))
 
 
-def overlap(rows: list[dict]) -> list[dict]:
+def overlap(rows: list[dict]):
     """BB Finding 2.2, over all newborns and over those whose favourite is clear."""
     top, second = column(rows, "top1_count"), column(rows, "runner_up_count")
-    hits, claims = column(rows, "direction_matches"), []
+    hits = column(rows, "direction_matches")
     clear = top - second > 2 * (top + second) ** 0.5
     for which, chosen in (("", top > 0), (", where it leads by two standard errors", clear)):
         if chosen.any():
@@ -97,69 +92,66 @@ def overlap(rows: list[dict]) -> list[dict]:
             low, high = wilson(k, n)
             measured = f"{k} of {n}: {k / n:.2f}, 95 % interval {low:.2f} to {high:.2f}"
             text = f"most newborns' top token is the contraction direction's{which} (Finding 2.2)"
-            claims.append(claim(text, None, measured, low > 0.5))
-    return claims
+            yield claim(text, None, measured, low > 0.5)
 
 
-def mlp(rows: list[dict]) -> list[dict]:
+def mlp(rows: list[dict]):
     """BB Figures 4 and 5, footnote 5, Proposition 2."""
     stacks = {stack: column(part, "mean_cosine") for stack, part in split(rows, "stack").items()}
     exact, floored, standard = (stacks[name] for name in ("mlp0_relu", "mlp0_relu_epsilon", "standard"))
     text = "ReLU MLP0: the drop in deep layers is an epsilon under the norms, not the states (footnote 5)"
     steps, drop = np.diff(exact), f"{floored.max():.2f} to {floored[-1]:.2f}"
     holds = steps.min() > -0.005 and floored[-1] < floored.max() / 2
-    claims = [claim(text, None, f"without, no step below {steps.min():.4f}; with, {drop}", holds)]
+    yield claim(text, None, f"without, no step below {steps.min():.4f}; with, {drop}", holds)
     text = "MLP only contracts with every layer (Figure 4)"
-    claims.append(claim(text, None, f"to {standard[-1]:.4f}", all(np.diff(standard) > 0)))
+    yield claim(text, None, f"to {standard[-1]:.4f}", all(np.diff(standard) > 0))
     bounds = {"mlp0_relu": 0.02, "mlp0_tanh": 0.01, "standard": 0.03, "standard_relu": 0.03}
-    return claims + agreement(rows, "stack", "theory", bounds)
+    yield from agreement(rows, "stack", "theory", bounds)
 
 
-def engage(rows: list[dict]) -> list[dict]:
+def engage(rows: list[dict]):
     """BB Figure 6."""
     normed, bare = (column(part, "mean_cosine").mean() for part in split(rows, "normed").values())
     text = "LayerNorm engages the asymmetry: ten times the cosine of the bare input (Figure 6)"
-    law = agreement(rows, "normed", "theory", {True: 0.02, False: 0.01})
-    return [claim(text, None, f"{normed:.4f} and {bare:.5f}", normed > 10 * abs(bare)), *law]
+    yield claim(text, None, f"{normed:.4f} and {bare:.5f}", normed > 10 * abs(bare))
+    yield from agreement(rows, "normed", "theory", {True: 0.02, False: 0.01})
 
 
-def amplify(rows: list[dict]) -> list[dict]:
+def amplify(rows: list[dict]):
     """BB Table 3, Proposition 4."""
     once, twice, averaged = (column(part, "mean_cosine") for part in split(rows, "stack").values())
     measured = f"{once[0]:.3f}, {twice[0]:.3f}, {averaged[0]:.3f}"
     text = "MLP0, MLP0 twice, MLP0 and Attn0: averaging contracts most, the last above 0.97 (Table 3)"
-    law = agreement(rows, "stack", "theory", {"mlp0": 0.02, "mlp0_mlp0": 0.02, "mlp0_attn0": 0.01})
-    return [claim(text, "0.31, 0.49, 0.98", measured, averaged.min() > max(0.97, twice.max())), *law]
+    yield claim(text, "0.31, 0.49, 0.98", measured, averaged.min() > max(0.97, twice.max()))
+    yield from agreement(rows, "stack", "theory", {"mlp0": 0.02, "mlp0_mlp0": 0.02, "mlp0_attn0": 0.01})
 
 
-def intra(rows: list[dict]) -> list[dict]:
+def intra(rows: list[dict]):
     """BB Figure 8, Proposition 5."""
     part = split(rows, "stack")["attn0"]
     errors = np.abs(column(part, "mean_cosine") - column(part, "limit_theory"))
     worst = part[errors.argmax()]
     measured = f"{errors.max():.4f} at T = {worst['sequence_length']}, layer {worst['layer']}"
-    text = "attn0: within 0.01 of Proposition 5 at these lengths"
-    claims = [claim(text, None, measured, errors.max() <= 0.01)]
+    yield claim("attn0: within 0.01 of Proposition 5 at these lengths", None, measured, errors.max() <= 0.01)
     lengths = [column(at, "mean_cosine") for _, at in sorted(split(part, "sequence_length").items())]
-    text, rising = "the cosine grows with every layer (Figure 8)", all(all(np.diff(c) > 0) for c in lengths)
-    claims.append(claim(text, None, f"at {len(lengths)} lengths", rising))
+    rising = all(all(np.diff(c) > 0) for c in lengths)
+    yield claim("the cosine grows with every layer (Figure 8)", None, f"at {len(lengths)} lengths", rising)
     if len(lengths) > 1:
         shorter = all((a[:8] > b[:8]).all() for a, b in itertools.pairwise(lengths))
-        claims.append(claim("shorter sequences contract more (Figure 8)", None, "layers 1 to 8", shorter))
-    return claims + agreement(rows, "stack", "exact_theory", {"attn0": 0.01, "attention": 0.02})
+        yield claim("shorter sequences contract more (Figure 8)", None, "layers 1 to 8", shorter)
+    yield from agreement(rows, "stack", "exact_theory", {"attn0": 0.01, "attention": 0.02})
 
 
-def variance(rows: list[dict]) -> list[dict]:
+def variance(rows: list[dict]):
     """BB Figure 9, Equation 2."""
-    claims, far = [], [row for row in rows if row["position"] >= 16]
+    far = [row for row in rows if row["position"] >= 16]
     for law in ("uniform_theory", "theory") if far and far[0]["theory"] is not None else ():
         off = np.abs(column(far, "std") / column(far, law) - 1).max()
         text = f"std of aggregated values within 3 % of its {law.replace('_', ' ')} from position 16 on"
-        claims.append(claim(text, None, f"off by {100 * off:.1f} %", off <= 0.03))
-    return claims
+        yield claim(text, None, f"off by {100 * off:.1f} %", off <= 0.03)
 
 
-def predict(rows: list[dict]) -> list[dict]:
+def predict(rows: list[dict]):
     """Ours: the favourite tokens from the weights alone."""
     cosines, seconds = column(rows, "direction_cosine"), column(rows, "seconds")
     predicted = column(rows, "predicted_token")
@@ -173,144 +165,131 @@ def predict(rows: list[dict]) -> list[dict]:
         ("in less than a second each", f"at most {seconds.max():.2f} s", seconds.max() < 1),
         ("the kernel recursion foretells the mean cosine within 0.06", f"{far:.4f}", far <= 0.06),
     ]
-    return [claim(text, None, measured, holds) for text, measured, holds in judged[: 4 + known]]
+    yield from (claim(text, None, measured, holds) for text, measured, holds in judged[: 4 + known])
 
 
-def cure(rows: list[dict]) -> list[dict]:
+def cure(rows: list[dict]):
     """Ours: does the bias go when down projections cannot pass on what all hidden units share?"""
-    claims, inits = [], split(rows, "init")
+    inits = split(rows, "init")
     for init, part in inits.items():
         c, p = np.abs(column(part, "mean_cosine")), column(part, "log10_p")
         measured = f"cosine {c.min():.4f} to {c.max():.4f}, log10 p {p.min():.1f} to {p.max():.1f}"
         if init == "gpt2":
             text = "gpt2 is biased: every mean cosine above 0.1, some log10 p below -2"
-            holds = all(c > 0.1) and any(p < -2)
+            yield claim(text, None, measured, all(c > 0.1) and any(p < -2))
         else:
             text = f"{init} is unbiased: every mean cosine below 0.01, every log10 p above -2"
-            holds = all((c < 0.01) & (p > -2))
-        claims.append(claim(text, None, measured, holds))
+            yield claim(text, None, measured, all((c < 0.01) & (p > -2)))
     change = np.abs(column(inits["centered"], "down_std") / column(inits["gpt2"], "down_std") - 1).max()
     text = "centering changes the down projections' std by less than 1 %"
-    return [*claims, claim(text, None, f"{100 * change:.3f} %", change < 0.01)]
+    yield claim(text, None, f"{100 * change:.3f} %", change < 0.01)
 
 
-def width(rows: list[dict]) -> list[dict]:
+def width(rows: list[dict]):
     """Ours: GELU's contraction is a matter of pre-activations, SwiGLU's of finite width."""
-    claims = []
     for (kind, scaling), part in split(rows, "mlp", "scaling").items():
         d = np.log(column(part, "d_model"))
         y = [np.log(column(part, key).clip(min=1e-9)) for key in ("mean_cosine", "theory")]
         slope, law = (np.polyfit(d, values, 1)[0] for values in y)
         slope = slope if all(column(part, "mean_cosine") > 0) else np.nan  # too few sequences to say
         text = f"{kind}, {scaling}: cosine ~ width^s with s within 0.1 of the theory's {law:.2f}"
-        claims.append(claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1))
-    return claims
+        yield claim(text, None, f"{slope:.2f}", abs(slope - law) <= 0.1)
 
 
-def compare(rows: list[dict]) -> list[dict]:
+def compare(rows: list[dict]):
     """Ours: the verdicts, as claims of kinship."""
-    claims = []
     for row in rows:
-        text = f"{row['suspect']}: evidence of one birth with {row['base']}"
         measured = f"activations z {row['relabel_z']:.1f}"
         if row["body_z"] is not None:
             measured += f", weights z {row['body_z']:.1f}, correlation {row['body_matched']:.3f}"
         if row["basis_free_z"] is not None:
             measured += f", basis-free z {row['basis_free_z']:.1f}"
-        claims.append(claim(text, None, measured, row["verdict"] == "same birth"))
-    return claims
+        text = f"{row['suspect']}: evidence of one birth with {row['base']}"
+        yield claim(text, None, measured, row["verdict"] == "same birth")
 
 
-def matrix(rows: list[dict]) -> list[dict]:
+def matrix(rows: list[dict]):
     """Ours: how many pairs are kin, and how clear it is."""
     z = [max(row["body_z"] or 0.0, row["basis_free_z"] or 0.0) for row in rows]
     kin = [value for value, row in zip(z, rows) if row["verdict"] == "same birth"]
     strangers = [value for value, row in zip(z, rows) if row["verdict"] == "no evidence"]
-    if not kin or not strangers:
-        return []
-    text = "kin and strangers are far apart in the z of their weights"
-    measured = f"{len(kin)} of {len(rows)} pairs are kin, z at least {min(kin):.1f}; strangers' at most"
-    return [claim(text, None, f"{measured} {max(strangers):.1f}", min(kin) > 10 * max(1, *strangers))]
+    if kin and strangers:
+        text = "kin and strangers are far apart in the z of their weights"
+        measured = f"{len(kin)} of {len(rows)} pairs are kin, z at least {min(kin):.1f}; strangers' at most"
+        yield claim(text, None, f"{measured} {max(strangers):.1f}", min(kin) > 10 * max(1, *strangers))
 
 
-def identify(rows: list[dict]) -> list[dict]:
+def identify(rows: list[dict]):
     """Ours: the seed, or none."""
     p, seed = rows[0]["family_log10_p"], f"seed {rows[0]['seed']}"
     of, got = (seed, seed) if p <= -6 else ("one of the candidates", "none")
-    return [claim(f"the suspect was born of {of}", None, f"{got}; best family-wise log10 p {p:.1f}", p <= -6)]
+    yield claim(f"the suspect was born of {of}", None, f"{got}; best family-wise log10 p {p:.1f}", p <= -6)
 
 
-def calibrate(rows: list[dict]) -> list[dict]:
+def calibrate(rows: list[dict]):
     """BB B.3.1: is the Gaussian null valid? Ours: are the permutation tests exact?"""
-    claims, exact = [], ("own embedding", "weights")  # the settings that the tests are made for
+    exact = ("own embedding", "weights")  # the settings that the tests are made for
     for (test, inputs), part in split(rows, "test", "inputs").items():
         rates, ks = 100 * column(part, "rate"), column(part, "ks_p")
         within = all(row["low"] <= 0.01 <= row["high"] for row in part)
         text = f"{test}, {inputs}: the share of strangers with p <= 0.01 is compatible with 1 %"
-        claims.append(claim(text, None, f"{rates.min():.1f} to {rates.max():.1f} %", within))
+        yield claim(text, None, f"{rates.min():.1f} to {rates.max():.1f} %", within)
         if inputs in exact and test in ("relabelling", "weights", "basis-free"):
             text = f"{test}, {inputs}: p is uniform, by Kolmogorov and Smirnov's test at 0.01"
-            claims.append(claim(text, None, f"p at least {ks.min():.3f}", ks.min() > 0.01))
-    return claims
+            yield claim(text, None, f"p at least {ks.min():.3f}", ks.min() > 0.01)
 
 
-def cost(rows: list[dict]) -> list[dict]:
+def cost(rows: list[dict]):
     """Ours: what the relabelling test saves."""
     row = next(row for row in rows if row["test"] == "relabelling")
     fewer = row["times_fewer_tokens"] or 0.0
     text = "the relabelling test says p < 1e-6 from a thousandth of the paper's 10,000 x 1,024 tokens"
     measured = f"{row['tokens']:,} tokens: {fewer:,.0f} times fewer, {row['seconds']:.2f} s"
-    return [claim(text, None, measured, fewer > 1000)]
+    yield claim(text, None, measured, fewer > 1000)
 
 
-def persistence(rows: list[dict]) -> list[dict]:
+def persistence(rows: list[dict]):
     """BB Figures 11 and 14."""
     later = [row for row in rows if row["step"]]
     gap = column(later, "mean_tau") - column(later, "stranger_mean_tau")
     text = "every checkpoint correlates with its birth more than a stranger does (Figure 11)"
-    claims = [claim(text, None, f"tau higher by at least {gap.min():.4f}", gap.min() > 0)]
+    yield claim(text, None, f"tau higher by at least {gap.min():.4f}", gap.min() > 0)
     p = np.maximum(column(later, "paper_t_p"), column(later, "paper_u_p"))
     text = "the paper's tests recognise every checkpoint, p < 0.01 (Figure 14)"
-    measured = f"{(p < 0.01).sum()} of {len(p)}, worst p {p.max():.2g}"
-    claims.append(claim(text, "p < 0.01", measured, p.max() < 0.01))
-    z, text = column(later, "relabel_z"), "so does the relabelling test, z > 5"
-    return [*claims, claim(text, None, f"z at least {z.min():.1f}", z.min() > 5)]
+    yield claim(text, "p < 0.01", f"{(p < 0.01).sum()} of {len(p)}, worst p {p.max():.2g}", p.max() < 0.01)
+    z = column(later, "relabel_z")
+    yield claim("so does the relabelling test, z > 5", None, f"z at least {z.min():.1f}", z.min() > 5)
 
 
-def rate(rows: list[dict]) -> list[dict]:
+def rate(rows: list[dict]):
     """BB Figure 12: are there sinks? Only at lengths where uniform attention is none."""
-    claims = []
     for name, part in split([r for r in rows if r["uniform_alpha1"] < r["epsilon"]], "checkpoint").items():
         rates, uniform = column(part, "sink_rate"), column(part, "uniform_alpha1")
-        text, measured = f"{name}: some heads are sink heads, at every length (Figure 12)", rates.min()
-        claims.append(claim(text, None, f"sink rate at least {measured:.3f}", all(column(part, "low") > 0)))
+        text = f"{name}: some heads are sink heads, at every length (Figure 12)"
+        yield claim(text, None, f"sink rate at least {rates.min():.3f}", all(column(part, "low") > 0))
         text = f"{name}: position 1 gets more than uniform attention gives it, at every length"
         times, holds = column(part, "mean_alpha1") / uniform, all(column(part, "alpha1_low") > uniform)
-        claims.append(claim(text, None, f"{times.min():.2f} to {times.max():.2f} times as much", holds))
-    return claims
+        yield claim(text, None, f"{times.min():.2f} to {times.max():.2f} times as much", holds)
 
 
-def sink_variance(rows: list[dict]) -> list[dict]:
+def sink_variance(rows: list[dict]):
     """BB Figure 9, Equation 2, on any checkpoint."""
-    claims = []
     for name, part in split(rows, "checkpoint").items():
         known = [row for row in part if row["theory"] is not None and row["position"] >= 16]
         if known:
             off = np.abs(column(known, "std") / column(known, "theory") - 1).max()
             text = f"{name}: layer 1 within 3 % of the theory from position 16 on"
-            claims.append(claim(text, None, f"off by {100 * off:.1f} %", off <= 0.03))
+            yield claim(text, None, f"off by {100 * off:.1f} %", off <= 0.03)
         layers = [column(layer, "std") for layer in split(part, "layer").values()]
         if len(layers[0]) >= 16:
             fall, holds = [std[0] / std[-1] for std in layers], all(std[0] == std.max() for std in layers)
             text = f"{name}: in every layer values vary most at position 1, twice as much as at the last"
-            measured = f"{min(fall):.2f} to {max(fall):.2f} times"
-            claims.append(claim(text, None, measured, holds and min(fall) > 2))
-    return claims
+            yield claim(text, None, f"{min(fall):.2f} to {max(fall):.2f} times", holds and min(fall) > 2)
 
 
-def anatomy(rows: list[dict]) -> list[dict]:
+def anatomy(rows: list[dict]):
     """SO: does every link of the chain single out the first position?"""
-    claims, links = [], dict(std="variance", dominance_ratio="dominance", key_alignment="key collapse")
+    links = dict(std="variance", dominance_ratio="dominance", key_alignment="key collapse")
     links["alpha"] = "attention over uniform"
     for (name, part), key in itertools.product(split(rows, "checkpoint").items(), links):
         ratios = []
@@ -321,13 +300,11 @@ def anatomy(rows: list[dict]) -> list[dict]:
         if ratios and len(values) > 2:
             text = f"{name}: {links[key]} stands out at position 1, over 1.5 medians, in most layers (SO)"
             measured = f"{min(ratios):.2f} to {max(ratios):.2f} medians"
-            claims.append(claim(text, None, measured, np.median(ratios) > 1.5))
-    return claims
+            yield claim(text, None, measured, np.median(ratios) > 1.5)
 
 
-def intervene(rows: list[dict]) -> list[dict]:
+def intervene(rows: list[dict]):
     """SO's interventions, on the summary over the layers that can tell: is a sink made, and by variance?"""
-    claims = []
     for name, part in split(rows, "checkpoint").items():
         kinds = split(part, "intervention")
         (base,), (mask,) = kinds["none"], kinds["self_mask"]
@@ -337,14 +314,13 @@ def intervene(rows: list[dict]) -> list[dict]:
         for what, row in made:
             text = f"{name}: {what}, position {base['position']} gets twice the attention (SO)"
             doubled = row["shift_low"] > 0 and row["alpha_k"] > 2 * base["alpha_k"]
-            claims.append(claim(text, None, f"{base['alpha_k']:.4f} to {row['alpha_k']:.4f}", doubled))
+            yield claim(text, None, f"{base['alpha_k']:.4f} to {row['alpha_k']:.4f}", doubled)
         if len(above := [row for row in sweep if row["factor"] > 1]) > 1:
             measured = ", ".join(f"{row['factor']:g}: {row['shift_low']:+.2g} or more" for row in above)
             rising = all(np.diff(column(above, "alpha_k")) > 0) and above[0]["shift_low"] > 0
             text = f"{name}: with its variation, alpha_k rises, beyond noise, at every factor above 1 (SO)"
-            claims.append(claim(text, None, measured, rising))
+            yield claim(text, None, measured, rising)
         low, high = (control[-1][f"amplify_more_{end}"] for end in ("low", "high"))
         text = f"{name}: variation, not norm: at factor {sweep[-1]['factor']:g} scaling does less (SO)"
         measured = f"alpha_k by scaling {control[-1]['alpha_k']:.4f}, less by {low:+.4f} to {high:+.4f}"
-        claims.append(claim(text, None, measured, low > 0))
-    return claims
+        yield claim(text, None, measured, low > 0)

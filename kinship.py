@@ -76,14 +76,13 @@ def pairs(first: dict, second: dict) -> list[tuple]:
 def every_method(runs: dict, s, device, dtype) -> dict:
     """What every method says of each pair: a row."""
     asked, rows = Compare(paper_test=True, baselines=True, device=s.device, dtype=s.dtype), []
+    text = train.open_data(next(iter(runs.values())), device)
     if s.size == "smoke":
         asked = replace(asked, paper_sequences=20, paper_length=8, sequence_length=8)
     for style in STYLES:
-        first, second = (
-            {seed: run.out for (of, seed, n), run in runs.items() if (of, n) == (style, nth)}
-            for nth in (1, 2)
-        )
-        listed, text = pairs(first, second), train.open_data(next(iter(runs.values())), device)
+        first = {seed: run.out for (of, seed, n), run in runs.items() if (of, n) == (style, 1)}
+        second = {seed: run.out for (of, seed, n), run in runs.items() if (of, n) == (style, 2)}
+        listed = pairs(first, second)
         listed = listed[::2] if s.size == "smoke" else listed
         for i, (table, base, suspect, kin) in enumerate(common.progress(listed, desc=style, unit=" pairs")):
             (a, b), vocab = open_models(replace(asked, models=(base, suspect)), paper=True)
@@ -100,9 +99,8 @@ def every_method(runs: dict, s, device, dtype) -> dict:
     return dict(rows=rows)
 
 
-def judge(rows: list[dict]) -> list[dict]:
+def judge(rows: list[dict]):
     """BB Tables 4, 5, 8 to 12: who is right?"""
-    claims = []
     for (table, part), name in itertools.product(split(rows, "table").items(), METHODS):
         right, theirs = column(part, f"{name}_right"), [row.get(f"{name}_theirs") for row in part]
         text = f"Table {table}: {name.replace('_', ' ')} is right on every pair"
@@ -111,5 +109,4 @@ def judge(rows: list[dict]) -> list[dict]:
             spread = lambda values: f"{min(values):.2g} to {max(values):.2g}"  # noqa: E731
             measured += f", {spread([row[name] for row in part])}"
             paper = None if None in theirs else spread(theirs)
-        claims.append(claim(text, paper, measured, right.all()))
-    return claims
+        yield claim(text, paper, measured, right.all())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import common
-from checkpoint import own_tokenizer
+from checkpoint import check_tokenizer, own_tokenizer
 from common import UserError, setting
 from data import TokenData
 from init import keyed_generator
@@ -62,8 +62,7 @@ def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
     if s.data:
         data = open_data(s.data)
         name = str(data.tokenizer_file or data.tokenizer)
-        if own and (not data.tokenizer_file or own.read_bytes() != data.tokenizer_file.read_bytes()):
-            raise UserError(f"--data {s.data} was made by another tokenizer than {spec}'s own")
+        check_tokenizer(spec, data.folder, data.tokenizer_file)
         read, _ = data.held_out(n, T)
     elif name is None and (s.text or s.bos):
         raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer, or bytes")

@@ -82,9 +82,13 @@ class Persistence(PaperInputs):
 def compare(s: Compare) -> dict:
     """The first model against each of the others; writes compare.json and compare.png; returns the JSON."""
     specs, (sources, vocab) = s.models, open_models(s, s.paper_test)
-    if s.data and not s.baselines or s.inputs != "tokens" and not s.paper_test:
-        raise UserError("--data is for --baselines, --inputs for --paper-test")
+    flags = ("inputs", "side", "top_k", "softmax_temperature", "paper_sequences", "paper_length")
+    for name, owner in (dict.fromkeys(flags, "paper_test") | {"data": "baselines"}).items():
+        if getattr(s, name) != getattr(Compare, name) and not getattr(s, owner):
+            raise UserError(f"--{name} is for --{owner}".replace("_", "-"))
     text = TokenData(s.data) if s.data else None
+    if text and text.vocab_size > vocab:
+        raise UserError(f"--data {s.data} has {text.vocab_size} tokens, the models {vocab}")
 
     def measure(s: Compare, device, dtype) -> dict:
         rows, points, details = [], [], []
@@ -92,7 +96,7 @@ def compare(s: Compare) -> dict:
             row, C = examine(sources[0], source, s, vocab, text, device, dtype)
             details.append({name: row.pop(name) for name in ("skipped", "reef_matrix") if name in row})
             rows.append(dict(base=specs[0], suspect=spec) | row)
-            name = f"{i}: {spec if len(spec) < 24 else '...' + spec[-20:]}"
+            name = f"{i}: {clipped(spec)}"
             points += histogram(C["relabel"], f"activations, {name}", row["num_rows"])
             points += histogram(C["body"], f"weights, {name}", None) if "body" in C else []
         return dict(rows=rows, points=points, details=details)
@@ -116,22 +120,24 @@ def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype)
         tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
         if text:
             tokens, _ = text.held_out(200, s.sequence_length)
-        if tokens.max() >= vocab:
-            raise UserError(f"--data {s.data} has tokens that the models do not")
         row |= similarities(a, b, tokens, device, dtype)
     return row, C
 
 
-def histogram(C: torch.Tensor, title: str, num_rows: int | None) -> list[dict]:
+def clipped(spec: str) -> str:
+    """The end of a long name, for figures."""
+    return spec if len(spec) < 28 else "..." + spec[-25:]
+
+
+def histogram(C: torch.Tensor, title: str, num_rows: int | None):
     """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
     off = C[~torch.eye(len(C), dtype=bool)].numpy()
-    edges, points, none = np.linspace(C.min().item(), C.max().item(), 61), [], [None] * 60
+    edges, none = np.linspace(C.min().item(), C.max().item(), 61), [None] * 60
     law = (100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5))).tolist() if num_rows else none
     for pairs, values, laws in (("mismatched", off, law), ("matched", C.diagonal().numpy(), none)):
         share = 100 * np.histogram(values, edges)[0] / len(values)
         for x, y, theory in zip(((edges[1:] + edges[:-1]) / 2).tolist(), share.tolist(), laws):
-            points.append(dict(correlation=x, share=y, theory=theory, coordinates=pairs, evidence=title))
-    return points
+            yield dict(correlation=x, share=y, theory=theory, coordinates=pairs, evidence=title)
 
 
 def matrix(s: Inputs) -> dict:
@@ -158,16 +164,13 @@ def plot_matrix(specs: tuple[str, ...], rows: list[dict], path: Path) -> None:
     value, z = squareform(matched) + np.eye(len(specs)), squareform(z)
     figure = Figure(figsize=(4 + 0.9 * len(specs), 2.2 + 0.55 * len(specs)), layout="constrained")
     tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
-    clusters = linkage(1 - np.clip(matched, 0, 1), "average")
-    order = dendrogram(
-        clusters, ax=tree, orientation="left", no_labels=True, color_threshold=0,
-        above_threshold_color="black",
-    )["leaves"]  # fmt: skip
+    style = dict(orientation="left", no_labels=True, color_threshold=0, above_threshold_color="black")
+    order = dendrogram(linkage(1 - np.clip(matched, 0, 1), "average"), ax=tree, **style)["leaves"]
     tree.set(xlabel="1 - correlation", title="family tree")
     tree.spines[["top", "right", "left"]].set_visible(False)
     value, z = (found[np.ix_(order, order)] for found in (value, z))
     image = heat.imshow(value, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    names = [specs[i] if len(specs[i]) < 28 else "..." + specs[i][-25:] for i in order]
+    names = [clipped(specs[i]) for i in order]
     heat.set_xticks(range(len(specs)), names, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(len(specs)), names, fontsize=8)
     heat.set_title("z of activations")
@@ -198,30 +201,27 @@ def identify(s: Identify) -> dict:
     if len(shape) != 2:
         names = ", ".join(n for n in source.shapes if n.startswith("model.layers.0.") and "proj" in n)
         raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}")
-    weight, size = source.read(s.parameter).flatten()[: s.numbers].double().numpy(), 256
-    m = len(weight)
+    weight = source.read(s.parameter).flatten()[: s.numbers].double().numpy()
+    m, candidates = len(weight), range(first, last + 1)
     if not np.isfinite(weight).all():
         raise UserError(f"{s.models[0]}: {s.parameter} is not finite: check it for NaN")
     unit = (weight / max(np.linalg.norm(weight), 1e-300)).astype(np.float32)
 
-    def cosines(start: int) -> list[tuple[float, int]]:
-        found = []
-        for seed in range(start, min(start + size, last + 1)):
-            numbers = draw(seed, s.parameter, shape, STD, m).numpy()
-            found.append((float(numbers @ unit) / float(np.linalg.norm(numbers)), seed))
-        return found
+    def cosine_of(seed: int) -> float:
+        numbers = draw(seed, s.parameter, shape, STD, m).numpy()
+        return float(numbers @ unit) / float(np.linalg.norm(numbers))
 
     def measure(*_) -> dict:
-        best, starts, rows, candidates = [], range(first, last + 1, size), [], last - first + 1
+        best, rows = [], []
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-            parts = pool.map(cosines, starts)
-            for part in common.progress(parts, total=len(starts), desc="seeds", unit=f" x {size}"):
-                best = sorted(best + part, reverse=True)[:10]
+            for i in common.progress(range(0, len(candidates), 256), desc="seeds", unit=" x 256"):
+                seeds = candidates[i : i + 256]
+                best = sorted([*best, *zip(pool.map(cosine_of, seeds), seeds)], reverse=True)[:10]
         for cosine, seed in best:
             t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-            family = float(min(0.0, student_log10_tail(t, m - 1) + np.log10(candidates)))
+            family = float(min(0.0, student_log10_tail(t, m - 1) + np.log10(len(candidates))))
             rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
-        return dict(rows=rows, candidates=candidates)
+        return dict(rows=rows, candidates=len(candidates))
 
     return conduct(s, "identify", "ours", measure, plot=None)
 

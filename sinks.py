@@ -303,7 +303,8 @@ def run(name: str, settings: Settings) -> dict:
             draw(experiment, points, folder / f"{experiment}{which}.png")
 
     result = conduct(settings, experiment, paper, measure, columns, plot=plot)
-    if not (settings.data or settings.text) and any(isinstance(find(spec), Path) for spec in chosen):
+    unread = not (settings.data or settings.text) and any(isinstance(find(spec), Path) for spec in chosen)
+    if unread and common.rank() == 0:
         print("random tokens were read, as none is trained on: --data or --text names text", file=sys.stderr)
     return result
 

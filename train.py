@@ -3,7 +3,8 @@
     python train.py configs/laptop.py                          # learns something visible in ten minutes
     python train.py configs/laptop.py --resume                 # goes on where it was stopped, or killed
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
-    python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued
+    python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued \
+        --tokenizer runs/laptop/step_0000150/tokenizer.model
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 steps that --keep names, and the newest two. Batches are a function of (data seed, step), the same for any
@@ -104,6 +105,7 @@ def build(s: Settings, tokens: data.TokenData) -> tuple[Transformer, dict | None
     model, state = restore(Path(s.out), tokens.fingerprint) if s.resume else (None, None)
     if model is None and s.init_from:
         model = checkpoint.load(s.init_from, scheme=s.init)
+        checkpoint.check_tokenizer(s.init_from, tokens.folder, tokens.tokenizer_file)
         if s.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {s.init_from} has the calibration {model.config.attn_calibration}")
     elif model is None:
@@ -191,14 +193,13 @@ def accumulate(model, tokens: data.TokenData, s: Settings, step: int, device: to
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, tokens: data.TokenData, s: Settings, device: torch.device, dtype) -> float:
-    """Mean loss, in nats a token, over fixed held-out windows, shared among the ranks."""
-    windows = tokens.held_out(s.eval_sequences, s.sequence_length)
-    mine, total = common.shard(len(windows[0])), torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(mine.start, mine.stop, s.micro_batch_size):
-        part = slice(start, min(start + s.micro_batch_size, mine.stop))
-        total += loss_sum(model, *(window[part] for window in windows), device, dtype)
-    return (common.sum_over_ranks(total) / windows[0].numel()).item()
+def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, size: int, device, dtype) -> float:
+    """Mean loss, in nats a token, of windows (n, T), `size` of them at a time, shared among the ranks."""
+    mine, total = common.shard(len(inputs)), torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(mine.start, mine.stop, size):
+        part = slice(start, min(start + size, mine.stop))
+        total += loss_sum(model, inputs[part], targets[part], device, dtype)
+    return (common.sum_over_ranks(total) / inputs.numel()).item()
 
 
 @torch.no_grad()
@@ -286,7 +287,8 @@ def loop(s: Settings, device: torch.device, dtype: torch.dtype) -> Path:
     with listening() as signals:
         while True:
             if row is not None and (step % s.eval_every == 0 or step == s.max_iters):
-                row["val_loss"] = held_out = evaluate(raw, tokens, s, device, dtype)
+                windows = tokens.held_out(s.eval_sequences, T)  # the same ones each time
+                row["val_loss"] = held_out = evaluate(raw, *windows, s.micro_batch_size, device, dtype)
                 if not math.isfinite(held_out):
                     raise diverged(run, step, f"held-out loss {held_out}")
                 row |= track(raw, tokens, s.eval_sequences, T) if s.track_sinks else {}

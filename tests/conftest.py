@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import common
+import train
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +42,15 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
 @pytest.fixture(params=KINDS, ids=str)
 def kind(request):
     return request.param
+
+
+@pytest.fixture(scope="module")
+def quick_training():
+    """Training without the second of matrix products that only MFU needs, and without samples of text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "matmul_peak", lambda device, dtype: 1e11)
+        patch.setattr(train, "generate", lambda *_: "a sample")
+        yield
 
 
 def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:

@@ -11,7 +11,7 @@ from model import PRESETS, Transformer, forward_flops
 
 
 def test_one_table_of_a_tiny_model(tmp_path):
-    flags = ["--model", "tiny_llama", "--sequence-length", 16, "--rounds", 3, "--tokens", 256]
+    flags = ["--model", "tiny_llama", "--sequence-length", 16, "--rounds", 1, "--tokens", 256]
     done = run_script("bench.py", "forward", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]

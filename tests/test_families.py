@@ -46,7 +46,7 @@ def test_the_papers_orderings_are_judged_on_paired_runs():
     same = {kind: (0.0, 3.0) for kind in AS_PUBLISHED}
     assert not any(claim["holds"] for claim in families.judge_calibrations(rows_of(same, scatter=0)))
     rows = rows_of(AS_PUBLISHED)
-    without = families.judge_calibrations([row | dict(text_loss=None) for row in rows])
+    without = list(families.judge_calibrations([row | dict(text_loss=None) for row in rows]))
     assert not any("Table 7" in claim["claim"] for claim in without) and len(without) == 8
     lucky = [row | dict(sink_rate=0.3 if row["seed"] == 0 else row["sink_rate"]) for row in rows]
     found = {claim["claim"]: claim["holds"] for claim in families.judge_calibrations(lucky)}

@@ -70,6 +70,7 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, capsys):
     wrong = (
         ('"environment": {', '"environment": {}, "was": {'),
         ('"claim":', '"clam":'),
+        ('"experiment":', '"experience":'),
         ('"rows": [', '"rows": 3, "r": ['),
     )
     wrong += (('"settings": {', '"settings": [], "was": {'),)
@@ -161,7 +162,7 @@ def test_tables_13_and_14_are_compared_number_by_number():
     ]
 
 
-def test_smoke(tmp_path):
+def test_smoke(quick_training, tmp_path):
     """The papers in small, trained and measured from nothing; then again, from what is there.
 
     Left out: what takes long and has tests of its own, or is a twin. `--scale smoke` makes all.

@@ -226,7 +226,7 @@ def rows_of(**columns) -> list[dict]:
     ],
 )
 def test_findings_are_computed(columns, verdicts):
-    claims = findings.probe(rows_of(**columns))
+    claims = list(findings.probe(rows_of(**columns)))
     for name, expected in verdicts.items():
         found = [c["holds"] for c in claims if f" {name})" in c["claim"]]
         assert found == ([] if expected is None else [expected]), claims

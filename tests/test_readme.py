@@ -413,7 +413,7 @@ def test_committed_claims_are_what_the_code_says_of_the_committed_rows():
         judge = judges.get(name) or getattr(findings, result["experiment"])
         if result["experiment"] in EXPERIMENTS:
             judge = functools.partial(experiment.judge_each, name.split("/")[-1])
-        found = json.loads(json.dumps(judge(result.get("summary", result["rows"]))))
+        found = json.loads(json.dumps(list(judge(result.get("summary", result["rows"])))))
         assert found == result["claims"], name
 
 

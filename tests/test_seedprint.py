@@ -13,6 +13,7 @@ from evade import evade
 
 import baselines
 import checkpoint
+import data
 import findings
 import init
 import seedprint
@@ -127,8 +128,9 @@ def test_basis_free_on_demand(family, tmp_path):
 
 
 def test_compare_reads_the_inputs_it_is_told(family, tmp_path):
-    seen, words = [], ["compare", family / "base", family / "child", *TINY, *SHORT, "--out", tmp_path]
-    paper = ["--paper-test"], ["--paper-test", "--inputs", "gaussian"], ["--paper-test", "--side", "bottom"]
+    seen, words = [], ["compare", family / "base", family / "child", *TINY, "--out", tmp_path]
+    plain = ["--paper-test", *SHORT]
+    paper = plain, [*plain, "--inputs", "gaussian"], [*plain, "--side", "bottom"]
     for more in ([], paper[0], ["--input-seed", 1], *paper[1:], [*paper[0], "--softmax-temperature", 10]):
         assert script(*words, *more).returncode == 0
         seen.append(rows_of(tmp_path / "compare.json")[0])
@@ -316,11 +318,11 @@ def test_claims_can_fail():
         (claim,) = findings.compare([pair | dict(verdict=verdict)])
         assert claim["holds"] == (verdict == "same birth")
     kin, other = pair | dict(verdict="same birth"), pair | dict(verdict="no evidence", body_z=1.0)
-    assert findings.matrix([kin, other])[0]["holds"]
-    assert not findings.matrix([kin | dict(body_z=9.0), other])[0]["holds"]
-    assert not findings.matrix([kin, other | dict(body_z=20.0)])[0]["holds"]
+    assert next(findings.matrix([kin, other]))["holds"]
+    assert not next(findings.matrix([kin | dict(body_z=9.0), other]))["holds"]
+    assert not next(findings.matrix([kin, other | dict(body_z=20.0)]))["holds"]
     for p, found in ((-6.5, True), (-5.5, False)):
-        assert findings.identify([dict(seed=5, family_log10_p=p)])[0]["holds"] is found
+        assert next(findings.identify([dict(seed=5, family_log10_p=p)]))["holds"] is found
     row = dict(step=1, mean_tau=0.5, stranger_mean_tau=0.1, paper_t_p=1e-3, paper_u_p=1e-3, relabel_z=9.0)
     birth = row | dict(step=0, stranger_mean_tau=0.6)  # not judged
     assert all(claim["holds"] for claim in findings.persistence([birth, row]))
@@ -358,6 +360,8 @@ PAIR = ["tiny_llama@1", "tiny_llama@2"]
         (["compare", *PAIR, "--top-k", 300, "--paper-test", *TINY, *SHORT], ["--top-k 300", "256"]),
         (["compare", *PAIR, "--softmax-temperature", 0, "--paper-test"], ["--softmax-temperature"]),
         (["compare", *PAIR, "--paper-sequences", 1, "--paper-test"], ["--paper-sequences 1"]),
+        (["compare", *PAIR, "--side", "bottom"], ["--side is for --paper-test"]),
+        (["compare", *PAIR, "--data", "x", "--paper-test"], ["--data is for --baselines"]),
         (["compare", *PAIR, "--neuron-layers", 0], ["--neuron-layers 0"]),
         (["compare", *PAIR, "--baselines", "--data", "no/such"], ["no/such"]),
         (["matrix", "tiny_llama@1"], ["at least 2 models"]),
@@ -391,6 +395,13 @@ def test_bad_folders(family, runs, tmp_path):
     checkpoint.save(tmp_path / "cut", init.newborn(CONFIG, 1))
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"{i} is a number\n" * 500)
+    source, out = (str(tmp_path / "*.txt"),), str(tmp_path / "data")
+    many = data.Settings(source=source, tokenizer="bytes", held_out=0.5, out=out)
+    checkpoint.save(tmp_path / "few", init.newborn(replace(CONFIG, vocab_size=200), 1))
+    few = ["compare", tmp_path / "few", tmp_path / "few", "--baselines", "--data", data.prepare(many)]
+    assert_refused(script(*few, "--out", tmp_path), "257 tokens", "200")
     words[2] = tmp_path / "cut"
     assert_refused(script(*words), "corrupt", "model.safetensors")
     (tmp_path / "cut" / "checksums.json").unlink()

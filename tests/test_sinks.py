@@ -409,7 +409,7 @@ def test_contract_of_each_experiment(name, run_folder, tmp_path):
     result = json.loads((out / f"{file}.json").read_text())
     assert {row["checkpoint"] for row in result["rows"]} == {str(model), "tiny_llama@5"}
     assert set(keys.split()) <= set(result["rows"][0])
-    assert result["claims"] == getattr(findings, file)(result.get("summary", result["rows"]))
+    assert result["claims"] == list(getattr(findings, file)(result.get("summary", result["rows"])))
     pictures = {path.name for path in out.glob("*.png")}
     if name == "rate":
         assert pictures == {"rate.png", "rate_heads.png"}
@@ -518,7 +518,7 @@ def test_claims_of_rate():
 
     assert verdicts(findings.rate([row(64, 0.5, 0.4), row(128, 0.2, 0.4)])) == [True, True]
     assert verdicts(findings.rate([row(64, 0.5, 0.4), row(128, 0.005, 0.04)])) == [False, False]
-    assert findings.rate([row(8, 1.0, attention.uniform_alpha(8))]) == []  # uniform attention sinks there
+    assert not list(findings.rate([row(8, 1.0, attention.uniform_alpha(8))]))  # uniform attention sinks there
     at_birth = row(64, 0.0, attention.uniform_alpha(64))
     assert verdicts(findings.rate([at_birth])) == [False, False]
 
@@ -535,7 +535,7 @@ def test_claims_of_variance():
     assert verdicts(findings.sink_variance(rows(falling, [1.05 * std for std in falling]))) == [False, True]
     assert verdicts(findings.sink_variance(rows([1.0] * 32))) == [False]
     assert verdicts(findings.sink_variance(rows([1.0, 3.0, *falling[2:]]))) == [False]  # not the first
-    assert findings.sink_variance(rows(falling[:8])) == []
+    assert not list(findings.sink_variance(rows(falling[:8])))
 
 
 def test_claims_of_anatomy():
@@ -552,7 +552,7 @@ def test_claims_of_anatomy():
 
     assert verdicts(findings.anatomy(rows(1.0))) == [False] * 4  # uniform attention is no sink
     assert verdicts(findings.anatomy(rows(5.0, key_alignment=0.9))) == [True] * 4
-    one_layer = findings.anatomy(rows(5.0, layers=1, key_alignment=1.0))  # one token for all: no collapse
+    one_layer = [*findings.anatomy(rows(5.0, layers=1, key_alignment=1.0))]  # one token for all: no collapse
     assert len(one_layer) == 3 and not any("key" in claim["claim"] for claim in one_layer)
 
 
@@ -573,7 +573,7 @@ def test_claims_of_interventions():
                 row("scale", factor, alpha)
                 | dict(amplify_more_low=more - 0.001, amplify_more_high=more + 0.001)
             )
-        return findings.intervene(found)
+        return list(findings.intervene(found))
 
     assert verdicts(summary(mask=0.05)) == [True] * 4
     assert verdicts(summary()) == [True, False, True, True]
@@ -581,7 +581,7 @@ def test_claims_of_interventions():
     assert verdicts(summary(0.05, scale=(0.02, 0.03, 0.09))) == [True, True, True, False]
     assert len(summary(k=1)) == 3  # the first position attends to itself alone anyway
     assert len(summary(amplify=(0.06,), scale=(0.02,), factors=(4.0,))) == 3  # one factor: nothing rises
-    assert findings.intervene([]) == []
+    assert not list(findings.intervene([]))
 
 
 # ---- growing them ------------------------------------------------------------------------------------------
