@@ -80,8 +80,9 @@ def track(model: Transformer, data: TokenData, count: int, T: int) -> dict:
 
 def moments(heads: Tensor) -> Tensor:
     """Number, sum and sum of squares of heads (B, H, T, Dh) at each position, (3, T) float64."""
-    heads = heads.double()
-    return torch.stack([torch.ones_like(heads), heads, heads.square()]).sum((1, 2, 4)).cpu()
+    heads, over = heads.double(), (0, 1, 3)
+    count = torch.full_like(heads[0, 0, :, 0], heads.numel() / heads.shape[2])
+    return torch.stack([count, heads.sum(over), heads.square().sum(over)]).cpu()
 
 
 def spread(sums: Tensor) -> list[float]:

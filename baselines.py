@@ -121,7 +121,10 @@ def last_positions(source, n: int, T: int, kind: str, input_seed: int, vocab: in
 
 
 def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | None = None) -> dict:
-    """The paper's test of last-position states on the same inputs, arrays (n, d); see `judge_taus`."""
+    """The paper's test of last-position states on the same inputs, arrays (n, d); see `judge_taus`.
+
+    UserError for a `top_k` that is not in 1..d, and for what `evidence.like_rows` refuses.
+    """
     a, b = (rows.cpu().numpy() for rows in like_rows(a, b))
     n, d = a.shape
     top_k = d // 2 if top_k is None else top_k

@@ -155,8 +155,8 @@ def every_calibration(runs: dict, s: Settings, device, dtype) -> dict:
         folder = str(train.open_data(settings, device).folder)
         wanted = sinks.Rate(data=folder, device=device.type, bos=config == "backcopy")
         wanted.num_sequences = 4 if s.size == "smoke" else wanted.num_sequences
-        found, _, _ = sinks.rate(wanted, run, model)
-        chain, _, _ = sinks.anatomy(replace(wanted, sequence_length=64), run, model)
+        found = sinks.rate(wanted, run, model)["rows"]
+        chain = sinks.anatomy(replace(wanted, sequence_length=64), run, model)["rows"]
         ratios = [column(layer, "dominance_ratio") for layer in split(chain, "layer").values()]
         row = key | dict(val_loss=losses[-1]["loss"], mean_loss=float(column(losses[1:], "loss").mean()))
         row["text_loss"] = text_loss(run, model, s, dtype)

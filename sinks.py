@@ -35,7 +35,7 @@ from experiment import conduct
 from figures import draw, save_figure
 from init import SCHEMES, newborn
 from model import CHOICES, MLP, PRESETS, Transformer
-from stats import interval
+from stats import interval, split
 
 
 @dataclass
@@ -69,19 +69,19 @@ class Intervene(Settings):
 # ---- how much? (BB Figure 12) ------------------------------------------------------------------------------
 
 
-def rate(s: Rate, spec: str, model: Transformer):
+def rate(s: Rate, spec: str, model: Transformer) -> dict:
     """Figure 12: the share of sink heads by length, thresholded in each sequence, then averaged."""
-    rows, points, more, context = [], [], [], model.config.context_length
+    rows, points, heads, context = [], [], [], model.config.context_length
     for T in s.sequence_length or [T for T in (32, 64, 128, 256, 512) if T <= context] or [context]:
         tokens, row = reading.tokens(s, spec, T, model.config.vocab_size), dict(sequence_length=T)
         alpha, uniform = attention.first_attention(model, tokens), attention.uniform_alpha(T)
         row |= dict(epsilon=s.epsilon) | interval(attention.sink_share(alpha, s.epsilon), "sink_rate")
         row |= interval(alpha.mean(dim=(1, 2)), "mean_alpha1", "alpha1_low", "alpha1_high")
         rows.append(row | dict(max_alpha1=alpha.mean(0).max().item(), uniform_alpha1=uniform))
-        more.append(dict(checkpoint=spec, sequence_length=T, alpha1=alpha.mean(0).tolist()))
+        heads.append(dict(sequence_length=T, alpha1=alpha.mean(0).tolist()))
         for panel, y, law in (("sink rate", "sink_rate", None), ("mean alpha_1", "mean_alpha1", uniform)):
-            points.append(dict(checkpoint=spec, x=T, y=rows[-1][y], theory=law, panel=panel))
-    return rows, points, dict(heads=more)
+            points.append(dict(x=T, y=rows[-1][y], theory=law, panel=panel))
+    return dict(rows=rows, points=points, heads=heads)
 
 
 def plot_heads(heads: list[dict], path: Path) -> None:
@@ -104,7 +104,7 @@ def plot_heads(heads: list[dict], path: Path) -> None:
 # ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
 
 
-def variance(s: Settings, spec: str, model: Transformer):
+def variance(s: Settings, spec: str, model: Transformer) -> dict:
     """Figure 9 in every layer: std of aggregated values, calibrated, just before the output projection.
 
     `theory` is `theory.aggregated_std`'s, for the first layer of a newborn drawn with the std it assumes.
@@ -122,10 +122,11 @@ def variance(s: Settings, spec: str, model: Transformer):
         for i, std in enumerate(attention.spread(total)):
             rows.append(dict(layer=layer, position=i + 1, std=std, theory=law[i] if layer == 1 else None))
     shown = [1 + layer for layer in some(model.config.num_layers, 4)]
-    return rows, [row | dict(of=f"layer {row['layer']}") for row in rows if row["layer"] in shown], {}
+    points = [row | dict(of=f"layer {row['layer']}") for row in rows if row["layer"] in shown]
+    return dict(rows=rows, points=points)
 
 
-def anatomy(s: Settings, spec: str, model: Transformer):
+def anatomy(s: Settings, spec: str, model: Transformer) -> dict:
     """SO's chain, link by link and position by position; `super_neurons` has the ten strongest.
 
     A super neuron's `ratio` is its mean |activation| at the first position over that at the others (ours);
@@ -167,7 +168,7 @@ def anatomy(s: Settings, spec: str, model: Transformer):
                 law = uniform[i - 1] if name == "alpha" else None
                 points.append(dict(panel=title, of=f"layer {layer}", x=i, y=y, theory=law))
     neurons.sort(key=lambda neuron: -neuron["ratio"])
-    return rows, points, dict(super_neurons=[dict(checkpoint=spec) | neuron for neuron in neurons[:10]])
+    return dict(rows=rows, points=points, super_neurons=neurons[:10])
 
 
 def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list[dict]:
@@ -190,7 +191,7 @@ def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list[dict]:
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
-def intervene(s: Intervene, spec: str, model: Transformer):
+def intervene(s: Intervene, spec: str, model: Transformer) -> dict:
     """SO's two interventions and their control: alpha_k by layer, before and after.
 
     Weights are read before o_k is replaced, so that a layer sees what was done in those before it, and the
@@ -214,7 +215,7 @@ def intervene(s: Intervene, spec: str, model: Transformer):
                 point = dict(panel=panel, series=kind, x=layer, alpha=row["alpha_k"], theory=uniform)
                 points.append(point | dict(error=row["high"] - row["alpha_k"]))
         base, later = found["none", None], slice(min(layers), L)  # the layers that can tell, in the mean
-        row = dict(checkpoint=spec, position=k) | key | interval(alpha[:, later].mean(1), "alpha_k")
+        row = dict(position=k) | key | interval(alpha[:, later].mean(1), "alpha_k")
         row |= interval((alpha - base)[:, later].mean(1), "shift", "shift_low", "shift_high")
         if kind == "scale":  # and how much more its equal in variance does
             more = (found["amplify", factor] - alpha)[:, later].mean(1)
@@ -223,7 +224,7 @@ def intervene(s: Intervene, spec: str, model: Transformer):
         if factor is not None:
             point = dict(panel="by factor, mean of later layers", series=kind, x=factor, theory=uniform)
             points.append(point | dict(alpha=row["alpha_k"], error=row["high"] - row["alpha_k"]))
-    return rows, points, dict(summary=summary)
+    return dict(rows=rows, points=points, summary=summary)
 
 
 # ---- the experiments ---------------------------------------------------------------------------------------
@@ -267,18 +268,12 @@ def check(s: Settings) -> None:
             raise UserError(f"--layers: only a layer after them can tell, so at most {last} for these models")
 
 
-def born(label: str, s: Settings) -> Transformer:
-    """The newborn of PRESET@SEED, calibrated as the settings say."""
-    config, (_, *seeds) = replace(config_of(label), attn_calibration=s.attn_calibration), find(label)
-    return newborn(config, *seeds, s.init, s.device, getattr(torch, s.dtype))
-
-
 @torch.inference_mode()
 def run(name: str, settings: Settings) -> dict:
     """Make an experiment with every checkpoint; write JSON and figures; returns the JSON."""
     check(settings)
     sample, _, experiment, paper, columns = EXPERIMENTS[name]
-    pairs, drawn = models(settings.model, settings.seed), {}
+    pairs = models(settings.model, settings.seed)
     chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: seed for spec, seed in pairs}
     if len(chosen) < len(pairs):
         raise UserError("a model is named twice")
@@ -286,20 +281,21 @@ def run(name: str, settings: Settings) -> dict:
     def measure(s: Settings, device, dtype) -> dict:
         found = defaultdict(list)
         for label, seed in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
-            model = load(label, device, dtype) if seed is None else born(label, s)
-            rows, points, more = sample(s, label, model)
-            drawn[label] = [dict(checkpoint=label) | point for point in points]
-            found["rows"] += [dict(checkpoint=label) | row for row in rows]
-            for key, items in more.items():
-                found[key] += items
+            if seed is None:
+                model = load(label, device, dtype)
+            else:
+                config = replace(config_of(label), attn_calibration=s.attn_calibration)
+                model = newborn(config, *find(label)[1:], s.init, device, dtype)
+            for key, items in sample(s, label, model).items():
+                found[key] += [dict(checkpoint=label) | item for item in items]
         return dict(found)
 
     def plot(result: dict, folder: Path) -> None:
         if name == "rate":  # all in one figure
-            draw("rate", sum(drawn.values(), []), folder / "rate.png")
+            draw("rate", result["points"], folder / "rate.png")
             return plot_heads(result["heads"], folder / "rate_heads.png")
-        for label, points in drawn.items():
-            which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(drawn) > 1 else ""
+        for label, points in split(result["points"], "checkpoint").items():
+            which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(chosen) > 1 else ""
             draw(experiment, points, folder / f"{experiment}{which}.png")
 
     result = conduct(settings, experiment, paper, measure, columns, plot=plot)

@@ -54,7 +54,10 @@ class CosineStatistics:
         return self.sum / self.count
 
     def mean_and_std(self) -> tuple[float, float]:
-        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2."""
+        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2.
+
+        UserError if a state was zero or not finite.
+        """
         if not self.sum.isfinite().all():
             raise UserError("the model's states are zero or not finite: check its weights for NaN")
         n = self.count.item()

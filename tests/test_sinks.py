@@ -156,8 +156,8 @@ def test_sink_rate_is_gu_et_als():
         random_model(KINDS["llama"]),
         settings(sinks.Rate, sequence_length=(6, 20), epsilon=0.25, num_sequences=9),
     )
-    rows, _, more = sinks.rate(s, "tiny_llama@1", model)
-    for row, by_head, T in zip(rows, more["heads"], (6, 20)):
+    found = sinks.rate(s, "tiny_llama@1", model)
+    for row, by_head, T in zip(found["rows"], found["heads"], (6, 20)):
         tokens, shares = random_tokens(0, range(9), T, 97), []
         for sequence in tokens:  # a sequence at a time: the share of heads above the threshold
             A = explicit(model, sequence[None])[0]
@@ -229,7 +229,7 @@ def test_aggregated_values_follow_the_theory(calibration):
 def test_variance_is_the_pooled_one(tmp_path):
     s = settings(sequence_length=10, model=("tiny_gpt2@3",))
     model, heads = checkpoint.load("tiny_gpt2@3"), []
-    rows, _, _ = sinks.variance(s, "tiny_gpt2@3", model)
+    rows = sinks.variance(s, "tiny_gpt2@3", model)["rows"]
     model.hidden(random_tokens(0, range(7), 10, 4096), on_heads=lambda layer, h, q, k, v: heads.append(h))
     for row in rows:
         std = heads[row["layer"] - 1][:, :, row["position"] - 1].detach().numpy().astype(np.float64).std()
@@ -250,7 +250,8 @@ def test_newborns_can_be_calibrated(calibration, tmp_path):
 
 def test_anatomy_against_a_plain_recomputation(kind):
     model, s = random_model(KINDS[kind]), settings(sequence_length=11)
-    rows, _, more = sinks.anatomy(s, "tiny_llama@1", model)
+    found = sinks.anatomy(s, "tiny_llama@1", model)
+    rows, strongest = found["rows"], found["super_neurons"]
     tokens, states, keys = random_tokens(0, range(7), 11, 97), {}, []
     alpha = explicit(model, tokens)
     units = {}
@@ -272,7 +273,6 @@ def test_anatomy_against_a_plain_recomputation(kind):
         assert row["alpha"] == pytest.approx(brute_alpha(alpha, p + 1)[:, layer - 1].mean().item(), abs=1e-6)
         aligned = keys[layer - 1][:, :, p].mean(0).norm(dim=1).mean().item()
         assert row["key_alignment"] == pytest.approx(aligned, rel=1e-4)
-    strongest = more["super_neurons"]
     ratios = {i: u.mean(0)[0] / u.mean(0)[1:].mean(0) for i, u in units.items()}
     ranked = sorted(((r.item(), i, n) for i, rs in ratios.items() for n, r in enumerate(rs)), reverse=True)[
         :10
@@ -299,10 +299,9 @@ def test_hooks_are_removed_and_a_planted_super_neuron_is_named():
     tokens[:, 1:][tokens[:, 1:] == 7] = 8
     original, reading.tokens = reading.tokens, lambda *_: tokens
     try:
-        _, _, more = sinks.anatomy(settings(sequence_length=16), "tiny_llama@4", model)
+        best = sinks.anatomy(settings(sequence_length=16), "tiny_llama@4", model)["super_neurons"][0]
     finally:
         reading.tokens = original
-    best = more["super_neurons"][0]
     assert (best["layer"], best["neuron"], best["dimension"]) == (2, 99, 200)
     assert best["down_share"] == pytest.approx(1.0)
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -352,7 +351,8 @@ def test_amplification_leaves_the_mean_and_scales_the_rest():
 def test_intervene_reports_what_explicit_attention_says():
     model = random_model(KINDS["llama_gqa"])
     s = settings(sinks.Intervene, sequence_length=12, position=3, layers=(2,), factor=(0.0, 1.0, 5.0))
-    rows, _, more = sinks.intervene(s, "tiny_llama@1", model)
+    found = sinks.intervene(s, "tiny_llama@1", model)
+    rows = found["rows"]
     tokens = random_tokens(0, range(7), 12, 97)
     for row in rows:
         change = attention.replaced(row["intervention"], row["factor"], model, 3, (2,))
@@ -364,7 +364,7 @@ def test_intervene_reports_what_explicit_attention_says():
         assert by[kind, 1.0, layer] == pytest.approx(by["none", None, layer], abs=1e-6)  # factor 1: as it was
     for kind, factor in (("self_mask", None), ("amplify", 5.0), ("scale", 0.0)):
         assert [by[kind, factor, i] == by["none", None, i] for i in (1, 2, 3)] == [True, True, False]
-    for row in more["summary"]:  # layer 3 alone comes after
+    for row in found["summary"]:  # layer 3 alone comes after
         assert row["alpha_k"] == pytest.approx(by[row["intervention"], row["factor"], 3], abs=1e-6)
         assert row["shift"] == pytest.approx(row["alpha_k"] - by["none", None, 3], abs=1e-6)
 
