@@ -125,9 +125,9 @@ def curves(
         for axis in log:  # ticks in plain text, since mathematics is off
             getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
             getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
-        if "x" not in log:  # there is no seed or layer 42.2
-            whole = all(type(point[x]) is int for point in part)
-            axes.xaxis.get_major_locator().set_params(integer=whole, nbins=6)
+        if "x" not in log:
+            whole = all(type(point[x]) is int for point in part)  # there is no seed or layer 42.2
+            axes.xaxis.get_major_locator().set_params(**(dict(integer=True) if whole else dict(nbins=6)))
         if ticks:
             shown = [tick for tick in ticks if min(p[x] for p in points) <= tick <= max(p[x] for p in points)]
             axes.set_xticks(shown, shown)
