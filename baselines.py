@@ -86,7 +86,10 @@ def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
 
 
 def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float | None = None) -> np.ndarray:
-    """Kendall's tau-b of a's and b's `chosen` columns, or of a softmax over them; 0 for a constant column."""
+    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column.
+
+    With a `temperature`, of their softmax over the chosen columns, as in the authors' code.
+    """
     a, b = a[:, chosen].astype(np.float64), b[:, chosen].astype(np.float64)
     if temperature is not None:
         a, b = softmax(a / temperature, axis=1), softmax(b / temperature, axis=1)

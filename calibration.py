@@ -45,7 +45,10 @@ class Settings(baselines.PaperInputs):
 
 
 def calibrate(s: Settings) -> dict:
-    """Every test in every setting; returns the JSON, written with calibrate.png and calibrate_tau.png."""
+    """Every test in every setting; returns the JSON, written with calibrate.png and calibrate_tau.png.
+
+    UserError for numbers that make no sense.
+    """
     if s.models:
         raise UserError(f"unexpected argument '{s.models[0]}': calibrate makes its own births (see --help)")
     baselines.check(s, s.model, paper=True)
