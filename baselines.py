@@ -38,7 +38,7 @@ class Inputs(RunSettings):
     num_sequences: int = setting(16, "random sequences; each of their positions is a row", least=1)
     sequence_length: int = setting(64, "tokens in a sequence")
     input_seed: int = setting(0, "seed of the random sequences and of the permutations")
-    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)", least=1)
+    permutations: int = setting(9999, "relabellings; the smallest p is 1 / (1 + this)", least=199)
     init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
 
 
@@ -53,7 +53,9 @@ class PaperInputs(Inputs):
     softmax_temperature: float | None = setting(None, "softmax over the chosen; their code: 10", least=1e-6)
 
     def chosen(self, d: int) -> tuple[str, int, float | None]:
-        """How the dimensions of models of width d are chosen, as `identity_taus` wants it."""
+        """How the dimensions of models of width d are chosen, as `identity_taus` wants it; checked."""
+        if self.top_k is not None and not 1 <= self.top_k <= d:
+            raise UserError(f"--top-k {self.top_k}: expected 1 to {d}, the models' width")
         return self.side, self.top_k or d // 2, self.softmax_temperature
 
 
@@ -61,9 +63,7 @@ def check(s: Inputs, specs, paper: bool) -> None:
     """UserError for settings that make no sense for the models; those of the paper's test only if `paper`."""
     if paper:
         shared_context(specs, (s.paper_length,), "--paper-length")
-        width = min(config_of(spec).d_model for spec in specs)
-        if s.top_k is not None and s.top_k > width:
-            raise UserError(f"--top-k {s.top_k}: expected 1 to {width}, the models' width")
+        s.chosen(min(config_of(spec).d_model for spec in specs))
     shared_context(specs, (s.sequence_length,))
 
 
@@ -130,10 +130,7 @@ def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | 
     """
     a, b = (rows.cpu().numpy() for rows in like_rows(a, b))
     n, d = a.shape
-    top_k = d // 2 if top_k is None else top_k
-    if not 1 <= top_k <= d:
-        raise UserError(f"--top-k {top_k}: expected 1 to {d}, the models' width")
-    settings = (side, top_k, temperature)
+    settings = PaperInputs(side=side, top_k=top_k, softmax_temperature=temperature).chosen(d)
     return judge_taus(identity_taus(a, b, *settings), n, d, *settings)
 
 

@@ -267,9 +267,10 @@ def check(folder: Path, name: str) -> None:
         raise UserError(f"no checkpoint in {folder}: {name} is missing")
     try:
         known = json.loads(sums.read_text()).get(name) if sums.exists() else None
+        whole = known is None or known == common.sha256(folder / name)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"cannot read {sums}: {error}") from None
-    if known is not None and known != common.sha256(folder / name):
+        raise UserError(f"cannot read {folder / name} or {sums}: {error}") from None
+    if not whole:
         raise UserError(f"corrupt checkpoint: {folder / name} is not what checksums.json says")
 
 
@@ -281,15 +282,22 @@ def own_tokenizer(spec: str) -> Path | None:
     return found / "tokenizer.model"
 
 
-def check_tokenizer(spec: str, data: Path, file: Path | None) -> None:
-    """UserError where a checkpoint has a tokenizer, and a `data` set was made with another `file`."""
-    own = own_tokenizer(spec)
-    if own and not (file and file.read_bytes() == own.read_bytes()):
-        raise UserError(f"{data} was made by another tokenizer than {spec}'s own: --tokenizer {own}")
+def check_tokenizer(spec: str, data) -> None:
+    """UserError where a checkpoint has a tokenizer beside it, and a `data` set (a TokenData) is another's."""
+    own = data.tokenizer_file.read_bytes() if data.tokenizer_file else data.tokenizer.encode()
+    kinds, found = ("tokenizer.model", "tokenizer.txt", "tokenizer.json"), find(spec)  # no set is of the last
+    beside = [kind for kind in kinds if isinstance(found, Path) and os.path.isfile(found / kind)]
+    if beside:
+        check(found, beside[0])
+        if (found / beside[0]).read_bytes() != own:
+            raise UserError(f"{data.folder} was made by another tokenizer than {found / beside[0]}")
 
 
-def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | None = None) -> None:
-    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
+def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | str = "") -> None:
+    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
+
+    `tokenizer` is a SentencePiece file, or the name of one that has none.
+    """
     try:
         with common.atomic_folder(folder) as new:
             weights = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
@@ -297,8 +305,10 @@ def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer:
             (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
             if state is not None:
                 torch.save(state, new / "state.pt")
-            if tokenizer is not None:
+            if isinstance(tokenizer, Path):
                 shutil.copyfile(tokenizer, new / "tokenizer.model")
+            elif tokenizer:
+                (new / "tokenizer.txt").write_text(tokenizer)
             sums = {file.name: common.sha256(file) for file in sorted(new.iterdir())}
             (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
     except (RuntimeError, safetensors.SafetensorError) as error:  # how torch and safetensors say disk full

@@ -128,7 +128,10 @@ def parse_settings(settings_class, description: str, arguments: list[str] | None
     settings = settings_class(**(_read_config(config, kinds) if config is not None else {}) | values)
     for field in described:
         value, (_, choices, least) = getattr(settings, field.name), field.metadata.values()
-        for word in value if isinstance(value, tuple) else () if value is None else (value,):
+        words = value if isinstance(value, tuple) else () if value is None else (value,)
+        if len(set(words)) < len(words):
+            raise UserError(f"{flags[field.name]}: {max(words, key=words.count)} is given twice")
+        for word in words:
             if choices:
                 choose(word, choices, f"value for {flags[field.name]}:")
             if least is not None and not least <= word < math.inf:

@@ -298,6 +298,8 @@ def fill(name: str, given: Settings, strict: bool) -> Settings:
     if strict and unread:
         raise UserError(f"{name} does not read --{unread[0].replace('_', '-')}")
     s = Settings(**(defaults | {flag: value for flag, value in told.items() if flag not in unread}))
+    if "batch_size" not in defaults:  # no forward passes of `probe`: float32 is cheap
+        s.dtype = "float32"
     for config in map(config_of, s.model or ()):
         if config.sublayers != "full" or config.num_layers < 2:
             raise UserError("expected models of attention and MLPs, and of two layers or more")

@@ -174,7 +174,7 @@ def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
     d, values, coordinates = len(C), C.numpy(), np.arange(len(C))
     mean, total = C.mean().item(), C.sum().item()
     centred = C - C.mean(0) - C.mean(1, keepdim=True) + mean
-    std = (centred.square().sum().item() / (d * d * (d - 1))) ** 0.5
+    std = (centred.square().sum().item() / (d * d * max(1, d - 1))) ** 0.5
     if not std > 0:
         raise UserError("nothing varies in one of the models: there is nothing to compare")
     matched, at_least = values[coordinates, coordinates].mean(), 0

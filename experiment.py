@@ -71,8 +71,9 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict:
         commit = git(["git", "rev-parse", "HEAD"], check=True).stdout.strip()
         commit += "-dirty" if git(["git", "diff", "--quiet", "HEAD", "--", "*.py"]).returncode else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else name
-    made = dict(torch=torch.__version__, numpy=np.__version__, dtype=str(dtype).removeprefix("torch."))
-    return made | dict(device=name, commit=commit, threads=torch.get_num_threads(), processes=world_size())
+    made = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__)
+    made |= dict(dtype=str(dtype).removeprefix("torch."), device=name, commit=commit)
+    return made | dict(threads=torch.get_num_threads(), processes=world_size())
 
 
 def save(result: dict, folder: Path) -> None:
@@ -107,5 +108,4 @@ def print_result(result: dict, columns: str) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
     for line in result["claims"]:
         paper = "" if line["paper"] is None else f", paper {line['paper']}"
-        verdict = "holds" if line["holds"] else "does not hold"
-        print(f"{verdict}: {line['claim']} (measured {line['measured']}{paper})")
+        print(f"{findings.VERDICTS[line['holds']]}: {line['claim']} (measured {line['measured']}{paper})")

@@ -27,7 +27,7 @@ import sinks
 import train
 from common import UserError, setting
 from experiment import conduct, figure
-from findings import claim
+from findings import above, claim, ours
 from kinship import OPENWEBTEXT, SEEDS
 from model import CHOICES, Transformer
 from probe import probe
@@ -65,7 +65,8 @@ def trained(s: train.Settings) -> str:
     whole = lambda: (Path(s.out) / f"step_{s.max_iters:07}").exists()  # noqa: E731
     s, *_ = common.start(replace(s, resume=bool(checkpoint.steps(s.out))))
     try:
-        train.check(s, train.FREE - {"max_iters", "eval_every", "eval_sequences"})  # no comparison without
+        compared = {"max_iters", "eval_every", "eval_sequences"}
+        train.check(s, (train.FREE | {"keep"}) - compared)
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
     if not whole():
@@ -87,25 +88,26 @@ def seconds(s: train.Settings) -> float:
     return float(s.global_batch_size * s.sequence_length * (1 / per_second).sum())
 
 
-def paired(text: str, paper, runs: dict, kind: str, than: str, key: str, sign: int) -> dict:
-    """A claim: runs of a `kind` have less (sign -1) or more (1) of `key` than siblings, beyond noise."""
+def paired(text: str, paper, runs: dict, kind: str, than: str, key: str, sign: int, of: str) -> dict:
+    """A claim: runs of a `kind` have less (sign -1) or more (1) of `key` than siblings; open within noise."""
     mean, low, high = interval(column(runs[kind], key) - column(runs[than], key)).values()
     measured = f"{mean:+.4f}, {low:+.4f} to {high:+.4f}" + " nats" * key.endswith("loss")
-    return claim(text, paper, measured, sign * mean > 0 and low * high > 0)
+    return claim(text, paper, measured, above(*sorted((sign * low, sign * high))), of)
 
 
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
 
-EXPECTED = (  # a calibration, another, of what it has less (-1) or more (1), in words, the paper's number
-    ("amplify", "none", "sink_rate", -1, "amplify lowers the sink rate (Figure 12)", None),
-    ("attenuate", "amplify", "sink_rate", -1, "attenuate lowers it further (Figure 12)", None),
-    ("attenuate", "none", "sink_rate", -1, "attenuate lowers the sink rate (Figure 12)", None),
-    ("attenuate", "none", "mean_alpha1", -1, "attenuate lowers raw alpha_1 (ours)", None),
-    ("headnorm", "none", "mean_alpha1", -1, "headnorm lowers raw alpha_1 (ours)", None),
-    ("headnorm", "none", "mean_loss", -1, "headnorm learns faster: mean loss of all evaluations (SO)", None),
-    ("headnorm", "none", "val_loss", -1, "headnorm ends at a lower held-out loss (ours)", None),
-    ("attenuate", "none", "text_loss", -1, "attenuate is better on WikiText-2 (Table 7)", -0.015),
-    ("amplify", "none", "text_loss", 1, "amplify is worse on WikiText-2 (Table 7)", 0.029),
+EXPECTED = (  # a calibration, another, of what it has less (-1) or more (1), a claim, its number, whose it is
+    ("amplify", "none", "sink_rate", -1, "amplify lowers the sink rate (Figure 12)", None, "BB"),
+    ("attenuate", "amplify", "sink_rate", -1, "attenuate lowers it further (Figure 12)", None, "BB"),
+    ("attenuate", "none", "sink_rate", -1, "attenuate lowers the sink rate (Figure 12)", None, "BB"),
+    ("attenuate", "none", "mean_alpha1", -1, "attenuate lowers raw alpha_1", None, "ours"),
+    ("attenuate", "none", "val_loss", -1, "attenuate ends at a lower held-out loss", None, "ours"),
+    ("headnorm", "none", "mean_alpha1", -1, "headnorm lowers raw alpha_1", None, "ours"),
+    ("headnorm", "none", "mean_loss", -1, "headnorm learns faster: its mean loss (SO)", None, "SO"),
+    ("headnorm", "none", "val_loss", -1, "headnorm ends at a lower held-out loss", None, "ours"),
+    ("attenuate", "none", "text_loss", -1, "attenuate is better on WikiText-2 (Table 7)", -0.015, "BB"),
+    ("amplify", "none", "text_loss", 1, "amplify is worse on WikiText-2 (Table 7)", 0.029, "BB"),
 )
 
 
@@ -123,10 +125,10 @@ def calibrated(s: Settings) -> dict:
 
 
 def text_loss(run: str, model: Transformer, s: Settings, dtype) -> float | None:
-    """Mean loss, in nats a token, on 128 windows of the held-out text (BB Table 7); None without one."""
+    """Mean loss, in nats a token, on 256 windows of the held-out text (BB Table 7); None without one."""
     if s.text is None or checkpoint.own_tokenizer(run) is None:
         return None
-    wanted = reading.Settings(text=s.text, num_sequences=128, device=s.device)
+    wanted = reading.Settings(text=s.text, num_sequences=256, device=s.device)
     read = reading.tokens(wanted, run, model.config.context_length + 1, model.config.vocab_size)
     return train.evaluate(model, read[:, :-1], read[:, 1:], 16, torch.device(s.device), dtype)
 
@@ -146,6 +148,7 @@ def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
     return dict(at_triggers=weights[awake].mean().item(), elsewhere=weights[~awake].mean().item())
 
 
+@torch.inference_mode()
 def every_calibration(runs: dict, s: Settings, device, dtype) -> dict:
     """A row for each run: losses and sinks; `curve`, its evaluations, and `lengths`, its sinks by length."""
     rows, curve, lengths = [], [], []
@@ -187,9 +190,9 @@ def judge_calibrations(rows: list[dict]):
     """The papers' orderings on each configuration: mean differences of paired runs, and 95 % intervals."""
     for config, part in split(rows, "config").items():
         runs = split(part, "calibration")
-        for kind, than, key, sign, text, paper in EXPECTED:
+        for kind, than, key, sign, text, paper, of in EXPECTED:
             if all(row[key] is not None for row in part):
-                yield paired(f"{config}: {text}", paper, runs, kind, than, key, sign)
+                yield paired(f"{config}: {text}", paper, runs, kind, than, key, sign, of)
         none, attenuate = (column(runs[kind], "sink_rate") for kind in ("none", "attenuate"))
         text = f"{config}: attenuate keeps every sink rate below 0.01, where none has sinks (Figure 12)"
         measured = f"at most {attenuate.max():.3f}; none at least {none.min():.3f}"
@@ -198,7 +201,7 @@ def judge_calibrations(rows: list[dict]):
             change = column(runs["none"], "elsewhere") - column(runs["none"], "at_triggers")
             mean, low, high = interval(change).values()
             text = f"{config}: its head pays more to BOS where it has nothing to copy (Guo et al. 2024)"
-            yield claim(text, None, f"{mean:+.3f}, {low:+.3f} to {high:+.3f}", low > 0)
+            yield ours(text, f"{mean:+.3f}, {low:+.3f} to {high:+.3f}", above(low, high))
 
 
 # ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------
@@ -239,13 +242,14 @@ def every_birth(runs: dict, s: Settings, device, dtype) -> dict:
 
 def judge_births(rows: list[dict]) -> list[dict]:
     """Ours: paired differences of `centered` and `gpt2`, with 95 % intervals over seeds."""
-    runs, ours = split(rows, "init"), "an unprejudiced birth (centered)"
+    runs, who = split(rows, "init"), "an unprejudiced birth (centered)"
     asked = {
-        "mean_loss": "learns faster: mean loss of all evaluations",
+        "mean_loss": "learns faster: mean loss of all evaluations after birth",
         "val_loss": "ends at a lower held-out loss",
         "mean_cosine": "ends with less contraction of random sequences",
     }
-    return [paired(f"{ours} {text}", None, runs, "centered", "gpt2", key, -1) for key, text in asked.items()]
+    on = (None, runs, "centered", "gpt2")
+    return [paired(f"{who} {text}", *on, key, -1, "ours") for key, text in asked.items()]
 
 
 # ---- the experiments ---------------------------------------------------------------------------------------

@@ -73,6 +73,13 @@ FIGURES = {
 OF_MODEL = {"model", "panel"}  # series and panels that name the model already
 
 
+class PlainLogFormatter(LogFormatter):
+    """Ticks between powers of ten where there is room, as 0.6, not 6e-01."""
+
+    def __call__(self, x, pos=None):
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def draw(name: str, points: list[dict], path: Path) -> None:
     """The figure of an experiment, as FIGURES has it; several models are told apart in its series."""
     *arguments, more = FIGURES[name]
@@ -124,7 +131,7 @@ def curves(
         axes.set(title=title if panel else "", **{f"{axis}scale": "log" for axis in log})
         for axis in log:  # ticks in plain text, since mathematics is off
             getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
-            getattr(axes, f"{axis}axis").set_minor_formatter(LogFormatter())
+            getattr(axes, f"{axis}axis").set_minor_formatter(PlainLogFormatter())
         if "x" not in log:
             whole = all(type(point[x]) is int for point in part)  # there is no seed or layer 42.2
             axes.xaxis.get_major_locator().set_params(**(dict(integer=True) if whole else dict(nbins=6)))

@@ -109,4 +109,5 @@ def judge(rows: list[dict]):
             spread = lambda values: f"{min(values):.2g} to {max(values):.2g}"  # noqa: E731
             measured += f", {spread([row[name] for row in part])}"
             paper = None if None in theirs else spread(theirs)
-        yield claim(text, paper, measured, right.all())
+        of = "rival" if name in SIMILARITIES else "BB" if name in METHODS[:2] else "ours"
+        yield claim(text, paper, measured, right.all(), of)

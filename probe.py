@@ -201,7 +201,7 @@ def plot(result: dict, folder: Path) -> None:
         counts = np.array(detail["token_counts"])
         uniform = percent * np.array(detail["uniform_counts"])
         order = np.arange(1, RANKS + 1)
-        ranks.bar(order[: len(counts)], percent * counts[:RANKS], color=BLUE, label="newborn model")
+        ranks.bar(order[: len(counts)], percent * counts[:RANKS], color=BLUE, label="the model")
         ranks.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
         text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences\n"
         text += f"{row['ratio']:.1f} x uniform, p = 1e{row['log10_p']:.0f}"
@@ -210,13 +210,17 @@ def plot(result: dict, folder: Path) -> None:
         of = row["model"] if row["seed"] is None else f"{row['model']}, seed {row['seed']}"
         ranks.set_title(f"{of}, {row['sequence_length']} tokens", fontsize=10)
         tokens.vlines(detail["tokens"], 0, percent * counts, color=BLUE, linewidth=1)
-        tokens.axhline(uniform[0], linestyle="--", color=VERMILION, linewidth=1.2)
+        tokens.axhline(
+            uniform[0], ls="--", color=VERMILION, lw=1.2, label="the most frequent of uniform draws"
+        )
         tokens.set_xlabel("token number")
         share = percent * np.array(detail["dimension_counts"])
         dimensions.vlines(np.arange(len(share)), 0, share, color=BLUE, linewidth=1)
         dimensions.axhline(percent * detail["uniform_max_dimension_count"], ls="--", color=VERMILION, lw=1.2)
         dimensions.set_xlabel("hidden dimension")
-    grid[0][0].legend(loc="upper right", fontsize=9, frameon=False)
+    for axes, room in zip(grid[:2, 0], (1.6, 1.2)):  # for words
+        axes.set_ylim(top=room * axes.get_ylim()[1])
+        axes.legend(loc="upper right", fontsize=9, frameon=False)
     for axes, label in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
         axes.set_ylabel(f"{label},\n% of sequences")
     save_figure(figure, folder / "probe.png")

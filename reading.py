@@ -62,7 +62,7 @@ def tokens(s: Settings, spec: str, T: int, vocab: int) -> Tensor:
     if s.data:
         data = open_data(s.data)
         name = str(data.tokenizer_file or data.tokenizer)
-        check_tokenizer(spec, data.folder, data.tokenizer_file)
+        check_tokenizer(spec, data)
         read, _ = data.held_out(n, T)
     elif name is None and (s.text or s.bos):
         raise UserError(f"{spec} has no tokenizer.model beside it: name one by --tokenizer, or bytes")

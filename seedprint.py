@@ -30,7 +30,7 @@ import calibration
 import common
 from baselines import Inputs, PaperInputs, kendall, last_positions, open_models, similarities, top_dimensions
 from baselines import paper_test as paper_test
-from checkpoint import Newborn, steps, tensors
+from checkpoint import Newborn, check_tokenizer, steps, tensors
 from common import UserError, setting
 from data import TokenData
 from evidence import all_positions, compare_pair, diagonal_test, relation
@@ -51,7 +51,7 @@ class Compare(PaperInputs):
     """What `seedprint.py compare` can be told."""
 
     basis_free: bool = setting(False, "make the tests that no new basis or order fools in any case")
-    neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those", least=2)
+    neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those", least=19)
     neuron_layers: int = setting(4, "layers that they read", least=1)
     paper_test: bool = setting(False, "make the paper's test as well")
     inputs: str = setting("tokens", "of the paper's test; gaussian is a trap", ("tokens", "gaussian"))
@@ -89,6 +89,8 @@ def compare(s: Compare) -> dict:
     text = TokenData(s.data) if s.data else None
     if text and text.vocab_size > vocab:
         raise UserError(f"--data {s.data} has {text.vocab_size} tokens, the models {vocab}")
+    for spec in specs if text else ():
+        check_tokenizer(spec, text)
 
     def measure(s: Compare, device, dtype) -> dict:
         rows, points, details = [], [], []
@@ -120,6 +122,8 @@ def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype)
         tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
         if text:
             tokens, _ = text.held_out(200, s.sequence_length)
+        if len(tokens) < 200:
+            raise UserError(f"{text.folder}: {len(tokens)} held-out windows, where REEF reads 200")
         row |= similarities(a, b, tokens, device, dtype)
     return row, C
 

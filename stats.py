@@ -81,7 +81,10 @@ def pairwise_cosine(states: Tensor, epsilon: float = 0.0) -> dict:
     mean, std = statistics.mean_and_std()
     if epsilon:
         unit = states.double() / states.double().norm(dim=1, keepdim=True).clamp(min=epsilon)
-        mean = ((unit.sum(0).square().sum() - unit.square().sum()) / (n * (n - 1))).item()
+        own = unit.square().sum(1)
+        mean = ((unit.sum(0).square().sum() - own.sum()) / (n * (n - 1))).item()
+        mean_square = ((unit.T @ unit).square().sum() - own.square().sum()).item() / (n * (n - 1))
+        std = max(0.0, mean_square - mean**2) ** 0.5
     return {"mean_cosine": mean, "std_cosine": std}
 
 

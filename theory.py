@@ -108,11 +108,10 @@ def averaging_stack(T: int, layers: int) -> list[float]:
 
 def averaging_limit(T: int, layers: int) -> list[float]:
     """The same by BB Proposition 5, 1/T + (1 - 1/T) rho_L: its rho_L is the limit of infinite T."""
-    cosines, f = [], math.factorial
+    cosines = []
     for L in range(1, layers + 1):
-        m = 2 * L - 2
-        terms = (math.comb(L - 1, k) * f(m - k) * f(k) * (2 / 3) ** (k + 1) for k in range(L))
-        cosines.append(1 / T + (1 - 1 / T) * sum(terms) / f(m))
+        terms = (math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1) for k in range(L))
+        cosines.append(1 / T + (1 - 1 / T) * sum(terms))
     return cosines
 
 

@@ -58,7 +58,10 @@ def load_tokenizer(name: str, texts: Iterator[str] = ()) -> Tokenizer:
     if name.startswith("bpe:"):
         model = train_bpe(name, texts)
     elif os.path.isfile(name):
-        model = Path(name).read_bytes()
+        try:
+            model = Path(name).read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read {name}: {error.strerror}") from None
     else:
         raise UserError(f"no tokenizer '{name}': expected bpe:N, a .model file, tiktoken:gpt2 or bytes")
     coder = sentence_piece(name, model)

@@ -1,6 +1,6 @@
 """What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs, that loses nothing.
 
-    python train.py configs/laptop.py                          # learns something visible in ten minutes
+    python train.py configs/laptop.py                          # learns something visible in five minutes
     python train.py configs/laptop.py --resume                 # goes on where it was stopped, or killed
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
     python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued \
@@ -105,7 +105,7 @@ def build(s: Settings, tokens: data.TokenData) -> tuple[Transformer, dict | None
     model, state = restore(Path(s.out), tokens.fingerprint) if s.resume else (None, None)
     if model is None and s.init_from:
         model = checkpoint.load(s.init_from, scheme=s.init)
-        checkpoint.check_tokenizer(s.init_from, tokens.folder, tokens.tokenizer_file)
+        checkpoint.check_tokenizer(s.init_from, tokens)
         if s.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {s.init_from} has the calibration {model.config.attn_calibration}")
     elif model is None:
@@ -301,11 +301,14 @@ def loop(s: Settings, device: torch.device, dtype: torch.dtype) -> Path:
                 append(metrics, row)
                 if done or power or step % s.save_every == 0:
                     state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
-                    checkpoint.save(run / f"step_{step:07}", raw, state, tokens.tokenizer_file)
+                    named = tokens.tokenizer_file or tokens.tokenizer
+                    checkpoint.save(run / f"step_{step:07}", raw, state, named)
                     prune(run, s.keep)
-                if "val_loss" in row or done:
+                if "val_loss" in row and not done:
                     plot(run)
             if done and master:
+                prune(run, s.keep)
+                plot(run)
                 print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
             if done:
                 common.sum_over_ranks(torch.zeros((), device=device))  # rank 0 has saved

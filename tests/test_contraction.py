@@ -14,6 +14,7 @@ import checkpoint
 import contraction
 import findings
 import init
+import paper
 import probe
 import stats
 from common import UserError
@@ -75,7 +76,8 @@ def test_every_experiment_keeps_the_contract(everything, name):
     for row in saved["rows"]:
         assert set(CONTRACT[name].split()) <= row.keys()
     for claim in saved["claims"]:
-        assert claim.keys() == {"claim", "paper", "measured", "holds"} and type(claim["holds"]) is bool
+        assert claim.keys() == {"claim", "of", "paper", "measured", "holds"} and claim["of"] in paper.OWNERS
+        assert claim["holds"] in findings.VERDICTS
         assert claim["claim"] in done.stdout
     assert sorted(path.name for path in out.iterdir()) == sorted(
         f"{n}.{x}" for n in EXPERIMENTS for x in ("json", "png")
@@ -336,8 +338,9 @@ def test_lengths_may_come_in_any_order():
     for T, faster in ((512, 0.0), (128, 0.1)):  # the longer one first
         for layer in range(1, 9):
             cosine = 1 - 0.9 ** (layer + 10 * faster)
-            row = dict(stack="attn0", sequence_length=T, layer=layer, mean_cosine=cosine)
-            rows.append(row | dict(limit_theory=cosine, exact_theory=cosine))
+            for stack in ("attn0", "attention"):
+                row = dict(stack=stack, sequence_length=T, layer=layer, mean_cosine=cosine)
+                rows.append(row | dict(limit_theory=cosine, exact_theory=cosine))
     swapped = [row | dict(sequence_length=640 - row["sequence_length"]) for row in rows]
     found, other = (
         [c["holds"] for c in findings.intra(part) if "shorter" in c["claim"]] for part in (rows, swapped)

@@ -14,6 +14,7 @@ from scipy.stats import ttest_1samp, ttest_rel
 import checkpoint
 import data
 import families
+import findings
 import init
 import kinship
 import reading
@@ -47,18 +48,16 @@ def test_the_papers_orderings_are_judged_on_paired_runs():
     assert not any(claim["holds"] for claim in families.judge_calibrations(rows_of(same, scatter=0)))
     rows = rows_of(AS_PUBLISHED)
     without = list(families.judge_calibrations([row | dict(text_loss=None) for row in rows]))
-    assert not any("Table 7" in claim["claim"] for claim in without) and len(without) == 8
+    assert not any("Table 7" in claim["claim"] for claim in without) and len(without) == 9
     lucky = [row | dict(sink_rate=0.3 if row["seed"] == 0 else row["sink_rate"]) for row in rows]
     found = {claim["claim"]: claim["holds"] for claim in families.judge_calibrations(lucky)}
     assert not found["x: attenuate keeps every sink rate below 0.01, where none has sinks (Figure 12)"]
     awake = [row | dict(elsewhere=0.8 + 0.01 * row["seed"], at_triggers=0.1) for row in rows]
-    assert [claim["holds"] for claim in families.judge_calibrations(awake) if "Guo" in claim["claim"]] == [
-        True
-    ]
+    guo = lambda rows: [c["holds"] for c in families.judge_calibrations(rows) if "Guo" in c["claim"]]  # noqa: E731
+    assert guo(awake) == [True]
     asleep = [row | dict(elsewhere=0.1 * row["seed"], at_triggers=0.15) for row in rows]
-    assert [claim["holds"] for claim in families.judge_calibrations(asleep) if "Guo" in claim["claim"]] == [
-        False
-    ]
+    assert guo(asleep) == [None]  # open: the interval has both answers
+    assert guo([row | dict(elsewhere=0.1, at_triggers=0.2 + 0.01 * row["seed"]) for row in rows]) == [False]
 
 
 def test_intervals_are_scipys():
@@ -91,7 +90,7 @@ def test_text_loss_is_the_cross_entropy(tmp_path):
     s, model = families.Settings(text=str(text), device="cpu"), checkpoint.load(str(tmp_path / "a"))
     found = families.text_loss(str(tmp_path / "a"), model, s, torch.float32)
     windows = reading.tokens(
-        reading.Settings(text=str(text), num_sequences=128, device="cpu"), str(tmp_path / "a"), 33, 290
+        reading.Settings(text=str(text), num_sequences=256, device="cpu"), str(tmp_path / "a"), 33, 290
     )
     with torch.inference_mode():
         p = model(windows[:, :-1]).double().softmax(-1)
@@ -258,8 +257,18 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path, monkeypatch):
     known = json.loads(json.dumps(families.train.asdict(s)))
     (tmp_path / "run" / "settings.json").write_text(json.dumps(known))
     assert families.trained(s) == s.out
+    assert families.trained(replace(s, keep="last")) == s.out  # as README's own commands leave a run
     for other in (dict(max_iters=6), dict(max_iters=4), dict(eval_every=7), dict(eval_sequences=3)):
         with pytest.raises(UserError, match="--runs"):
             families.trained(replace(s, **other))
     with pytest.raises(UserError, match="--learning-rate"):
         families.trained(replace(s, learning_rate=0.5))
+
+
+def test_an_interval_with_both_answers_leaves_a_claim_open():
+    assert [findings.above(*ends) for ends in ((0.1, 0.2), (-0.2, -0.1), (-0.1, 0.1), (0.0, 1.0))] == [
+        True, False, None, None,
+    ]  # fmt: skip
+    assert findings.above(0.51, 0.9, 0.5) and findings.above(0.4, 0.9, 0.5) is None
+    said = [findings.claim("it is", None, 1, holds)["holds"] for holds in (np.True_, np.False_, None)]
+    assert said == [True, False, None]

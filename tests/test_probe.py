@@ -165,7 +165,8 @@ def test_more_ranks_than_batches(tmp_path):
         (["--out", "probe.py"], ["probe.py"]),
         (["--dtype", "float16"], ["float16", "bfloat16"]),
         (["nothing.py"], ["nothing.py"]),
-        (["--seed", "42", "42"], ["twice"]),
+        (["--seed", "42", "43", "42"], ["--seed", "42", "twice"]),
+        (["--sequence-length", "8", "8"], ["--sequence-length", "8", "twice"]),
     ],
 )
 def test_bad_inputs(flags, words, tmp_path):

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -59,15 +60,14 @@ def probe_output() -> str:
 
 HEADLINES = (
     "Figure 1a",
-    "Table 1b",
+    "Table 1b, T = 64",
     "Finding 2.1, Figure 2",
     "Finding 2.2",
     "Footnote 5",
     "Table 3",
-    "Table 6",
 )
 HEADLINES += ("Proposition 5", "Figure 9, Equation 2", "Figure 11", "Figure 14", "Table 7")
-HEADLINES += ("SO: interventions", "Ours: the cure", "Ours: which seed?")
+HEADLINES += ("Ours: the cure", "Ours: which seed?")
 
 
 def headlines() -> str:
@@ -76,13 +76,13 @@ def headlines() -> str:
     for line in staged("README.md").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if cells and cells[0] in (*HEADLINES, "of the paper", "---"):
-            lines.append(f"| {' | '.join(cells[:5] + cells[6:])} |")
+            lines.append(f"| {' | '.join(cells[:6] + cells[7:])} |")
     return "\n".join(lines)
 
 
 def summary() -> str:
     """What results/README.md says of itself."""
-    return next(line for line in staged("README.md").splitlines() if " claims hold: " in line)
+    return next(line for line in staged("README.md").splitlines() if line.startswith("Claims that hold"))
 
 
 def sentences() -> list[str]:
@@ -91,15 +91,12 @@ def sentences() -> list[str]:
     cosine = min(row["direction_cosine"] for row in rows)
     hits = sum(row["predicted_token"] == row["direction_token"] for row in rows)
     far = max(abs(row["mean_field_cosine"] - row["mean_cosine"]) for row in rows)
+    slowest = ceil(max(row["seconds"] for row in rows), 1)
     predict = (
-        f"for {len(rows)} seeds, in at most {max(row['seconds'] for row in rows):.1f} s each, the direction"
+        f"for {len(rows)} seeds, in at most {slowest} s each, the direction comes out with a cosine of at"
     )
-    predict += (
-        f" comes out with a cosine of at least {cosine:.3f} with the\nmeasured one, the same nearest token"
-    )
-    predict += (
-        f" in {hits} of {len(rows)}, and each newborn's own mean cosine to within {far:.3f}. That\ntoken"
-    )
+    predict += f" least {-ceil(-cosine, 3)} with the\nmeasured one, the same nearest token in {hits} of"
+    predict += f" {len(rows)}, and each newborn's own mean cosine to within {ceil(far, 3)}. That\ntoken"
     tops = sum(row["predicted_token"] == row["top1_token"] for row in rows)
     predict += f" is also the most frequent one for {tops} of {len(rows)}."
     inits = split(read("cure.json")["rows"], "init")
@@ -113,7 +110,8 @@ def sentences() -> list[str]:
     cure += f" from {low}–{high} to {least}–{most}, where uniform draws give 1 or 2."
     row = [row for row in read("nano_llama/layers.json")["rows"] if row["variant"] == "full"][-1]
     llama = f"For `nano_llama` at {row['sequence_length']} positions we measure {row['mean_cosine']:.4f};"
-    llama += f" the kernel\nrecursion, with this term of order 1/d, says {row['theory']:.4f}."
+    llama += f" the kernel\nrecursion, with this term of order 1/d, says {row['theory']:.4f}:"
+    llama += f"\nonly {100 * row['theory'] / row['mean_cosine']:.0f} % of it."
     inits = split(read("nano_llama/cure.json")["rows"], "init")
     plain, centered, projected = (np.mean([row["mean_cosine"] for row in part]) for part in inits.values())
     llama += f" Centering does nothing for it ({plain:.4f} and\n{centered:.4f}, two seeds): its units' means"
@@ -127,7 +125,24 @@ def sentences() -> list[str]:
     laptop += f" (training: {last['loss']:.2f})."
     many = read("ten_thousand/probe.json")["rows"][0]
     thousands = f"seed 42's favourite comes up {many['ratio']:.1f} times as often as in uniform draws"
-    return [predict, cure, llama, overlap, laptop, thousands, births()]
+    rows = read("probe.json")["rows"], read("centered/probe.json")["rows"]
+    counts, cosines = (
+        [" and ".join(form.format(row[key]) for row in part) for part in rows]
+        for key, form in (("top1_count", "{}"), ("mean_cosine", "{:.4f}"))
+    )
+    tokens = f"the favourites of seeds 42 and 43 come up {counts[0]} times when born\nby `gpt2`, {counts[1]}"
+    tokens += " times when born by `centered`; uniform draws give"
+    tokens += f" {rows[0][0]['uniform_max_count']:.1f} (mean cosines\n{cosines[0]}; {cosines[1]};"
+    tokens += " `python probe.py --seed 42 43 --init centered`)."
+    bare = split([row for row in read("intra.json")["rows"] if row["stack"] == "attn0"], "sequence_length")
+    off = {T: max(abs(row["mean_cosine"] - row["limit_theory"]) for row in part) for T, part in bare.items()}
+    limit = f"long sequences ({off[512]:.3f} off at 512 positions, {off[32]:.3f} at 32)"
+    return [predict, limit, cure, tokens, llama, overlap, laptop, thousands, births()]
+
+
+def ceil(value: float, digits: int) -> float:
+    """Rounded up: what is said to be at most this is."""
+    return math.ceil(value * 10**digits) / 10**digits
 
 
 def births() -> str:
@@ -137,7 +152,9 @@ def births() -> str:
     end, mean = ("{mean:+.2f} ({low:+.2f} to {high:+.2f})".format(**interval(v)) for v in found.values())
     cosines = [column(part, "mean_cosine").mean() for part in (plain, centered)]
     text = f"In held-out loss, the unprejudiced end {end} nats away, and are {mean}\naway in the mean of all"
-    text += " evaluations (95 % intervals). And training contracts by itself:\nunrelated random sequences"
+    by_seed = ", ".join(f"{value:+.2f}" for value in found["val_loss"])
+    text += f" evaluations after birth (95 % intervals; held out, seed by seed: {by_seed}). And training"
+    text += " contracts by itself:\nunrelated random sequences"
     return text + " end with a mean cosine of {:.2f} (prejudiced) and {:.2f}.".format(*cosines)
 
 
@@ -145,8 +162,9 @@ def answers() -> str:
     """README's first table: questions, commands, and what came out."""
     newborn, many = read("probe.json")["rows"][0], read("ten_thousand/probe.json")["rows"][0]
     preference = f"token {newborn['top1_token']} {newborn['top1_count']} times of"
-    preference += f" {newborn['num_sequences']:,}, where chance gives {newborn['uniform_max_count']:.0f};"
-    preference += f" of {many['num_sequences']:,}, {many['ratio']:.0f} times as often as chance"
+    preference += f" {newborn['num_sequences']:,}, where the luckiest of uniform draws comes up"
+    preference += f" {newborn['uniform_max_count']:.0f} times; of {many['num_sequences']:,},"
+    preference += f" {many['ratio']:.0f} times as often as that"
     rows = [r for r in read("layers.json")["rows"] if (r["variant"], r["sequence_length"]) == ("full", 64)]
     contraction = f"states of unrelated sequences contract: mean cosine {rows[-1]['mean_cosine']:.2f}; by"
     contraction += f" theory, with no free parameter, {rows[-1]['theory']:.2f}"
@@ -175,7 +193,8 @@ def answers() -> str:
         ("Where does attention sink, and can I train without?", "sinks.py", "seconds", sink),
         ("Is an unprejudiced birth a better one?", "families.py births", "35 minutes", birth),
         ("Do the papers hold?", "paper.py --out mine", "four to five hours",
-         f"{summary().split(' hold')[0]} do: [results](results/README.md)"),
+         "of BB's claims {} hold, {} do not, {} are open: [results](results/README.md)".format(
+             *re.search(r"BB (\d+)/(\d+)/(\d+)", summary()).groups())),
     )  # fmt: skip
     lines = ["| you may have come to ask | | takes | what comes out |", "|---|---|---|---|"]
     for question, command, takes, answer in asked:
@@ -185,24 +204,30 @@ def answers() -> str:
 
 
 def calibration_headline() -> str:
-    """The table of errors at a glance: newborns drawn by the paper's scheme."""
-    found = split([r for r in read("calibrate.json")["rows"] if r["scheme"] == "gpt2"], "test", "inputs")
+    """The table of errors at a glance."""
+    found = split(read("calibrate.json")["rows"], "test", "inputs")
 
-    def rate(*of) -> str:
-        rates = sorted(100 * row["rate"] for row in found[of])
-        low, high = (f"{rates[i]:.1f}".removesuffix(".0") for i in (0, -1))
-        return f"{low} %" if low == high else f"{low} to {high} %"
+    def rate(test: str, inputs: str, *schemes: str) -> str:
+        rows = [row for row in found[test, inputs] if row["scheme"] in schemes]
+        rates = [100 * row["rate"] for row in rows]
+        low, high = (f"{f(rates):.1f}".removesuffix(".0") for f in (min, max))
+        ends = (f"{100 * f(row[key] for row in rows):.0f}" for f, key in ((min, "low"), (max, "high")))
+        return (f"{low} %" if low == high else f"{low} to {high} %") + " ({} to {})".format(*ends)
 
-    lines = ["| strangers called kin at p ≤ 0.01: 1 % is right | each reads by its own table "]
-    lines[0] += "| both read the same Gaussian vectors |\n|---|---|---|"
-    tests = {
-        "t-test": "the paper's t-test",
-        "U-test": "the paper's U-test",
-        "relabelling": "ours: activations",
-    }
-    for test, title in tests.items():
-        lines.append(f"| {title} | {rate(test, 'own embedding')} | {rate(test, 'gaussian')} |")
-    return "\n".join([*lines, f"| ours: weights, which read nothing | {rate('weights', 'weights')} | |"])
+    lines = [
+        "| strangers called kin at p ≤ 0.01: 1 % is right | each reads by its own table | both read the same"
+    ]
+    lines[0] += (
+        " Gaussian vectors, born by BB's scheme | the same, born by Hugging Face's |\n|---|---|---|---|"
+    )
+    tests = {"t-test": "the paper's t-test", "U-test": "the paper's U-test"}
+    for test, title in (tests | {"relabelling": "ours: activations"}).items():
+        cells = [rate(test, "own embedding", "gpt2", "normal")]
+        cells += [rate(test, "gaussian", scheme) for scheme in ("gpt2", "normal")]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(
+        [*lines, f"| ours: weights, which read nothing | {rate('weights', 'weights', 'gpt2')} | | |"]
+    )
 
 
 def stray() -> str:
@@ -244,12 +269,12 @@ def bench_table() -> str:
 
 def bench_note() -> str:
     result = read("bench.json")
-    peaks = {row["dtype"]: row["peak_gflops"] for row in result["rows"] if row["sequence_length"] == 64}
-    text = f"Here the limit is {peaks['bfloat16']:.0f} GFLOP/s in bfloat16 and {peaks['float32']:.0f} in"
-    return (
-        text
-        + f" float32, on {result['environment']['threads']} cores of an\n{result['environment']['device']}."
+    of = {d: [row["peak_gflops"] for row in part] for d, part in split(result["rows"], "dtype").items()}
+    ranges = (f"{min(of[d]):.0f} to {max(of[d]):.0f}" for d in ("bfloat16", "float32"))
+    text = "the limit, measured beside each row, was {} GFLOP/s in bfloat16 and {} in float32,".format(
+        *ranges
     )
+    return f"{text}\non {result['environment']['threads']} cores of an {result['environment']['device']}."
 
 
 def output(name: str, columns: str) -> str:
@@ -351,11 +376,23 @@ def calibrations_table() -> str:
 def sinks_sentences() -> list[str]:
     """The sentences of README's section on sinks that hold numbers."""
     found = split(read("calibrations.json")["rows"], "config", "calibration")["backcopy", "none"]
-    awake, asleep = (np.mean([row[key] for row in found]) for key in ("at_triggers", "elsewhere"))
-    sleep = f"pays {asleep:.2f} of its attention to BOS, but at the triggers {awake:.3f}"
+    awake, asleep = (column(found, key) for key in ("at_triggers", "elsewhere"))
+    sleep = (
+        f"pays {asleep.mean():.2f} of its attention to BOS, but at the triggers {np.median(awake):.3f} in the"
+    )
+    sleep += f" median\nand {awake.max():.2f} at most"
     rows = [row for row in read("sink_variance.json")["rows"] if row["theory"] and row["position"] >= 16]
     off = max(abs(row["std"] / row["theory"] - 1) for row in rows)
-    return [sleep, f"within {100 * off:.1f} % of it from position 16 on"]
+    rates = [
+        column(runs, "sink_rate")
+        for kind, runs in split(read("calibrations.json")["rows"], "config", "calibration").items()
+        if kind in (("backcopy", "none"), ("backcopy", "attenuate"))
+    ]
+    less = interval(rates[0] - rates[1])
+    lowers = "`attenuate` lowers the sink rate by {mean:.2f} (95 % interval {low:.2f} to {high:.2f})".format(
+        **less
+    )
+    return [sleep, lowers, f"within {100 * off:.1f} % of it from position 16 on"]
 
 
 def blocks() -> list[str]:

@@ -176,11 +176,14 @@ def test_t_test_needs_two_pairs_and_survives_identical_ones():
 def test_pairwise_cosine_with_and_without_an_epsilon():
     states = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)) * 1e-8
     pairs = list(itertools.combinations(states.double(), 2))
-    floored = np.mean([F.cosine_similarity(a, b, dim=0, eps=1e-8) for a, b in pairs])
-    exact = np.mean([F.cosine_similarity(a, b, dim=0, eps=0) for a, b in pairs])
-    assert stats.pairwise_cosine(states)["mean_cosine"] == pytest.approx(exact, abs=1e-12)
-    assert stats.pairwise_cosine(states, 1e-8)["mean_cosine"] == pytest.approx(floored, abs=1e-12)
-    assert abs(exact - floored) > 1e-3
+    floored = [F.cosine_similarity(a, b, dim=0, eps=1e-8).item() for a, b in pairs]
+    exact = [F.cosine_similarity(a, b, dim=0, eps=0).item() for a, b in pairs]
+    for epsilon, cosines in ((0.0, exact), (1e-8, floored)):
+        found = stats.pairwise_cosine(states, epsilon)
+        assert found == pytest.approx(
+            dict(mean_cosine=np.mean(cosines), std_cosine=np.std(cosines)), abs=1e-9
+        )
+    assert abs(np.mean(exact) - np.mean(floored)) > 1e-3
 
 
 def test_wilson_interval():

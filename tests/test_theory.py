@@ -126,6 +126,8 @@ def test_averaging_stack_against_the_matrix_power(T, L):
 def test_averaging_limit_is_the_limit():
     rho = [(c - 1 / 10**9) / (1 - 1 / 10**9) for c in theory.averaging_limit(10**9, 3)]
     assert rho == pytest.approx([2 / 3, 8 / 9, 0.9383], abs=5e-5)
+    deep = theory.averaging_limit(64, 200)  # no model is too deep for it
+    assert np.isfinite(deep).all() and (np.diff(deep) >= -1e-12).all() and deep[-1] < 1 + 1e-9
     errors = [
         np.abs(np.subtract(theory.averaging_stack(T, 3), theory.averaging_limit(T, 3)))
         for T in (64, 512, 2048)
