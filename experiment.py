@@ -108,4 +108,4 @@ def print_result(result: dict, columns: str) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
     for line in result["claims"]:
         paper = "" if line["paper"] is None else f", paper {line['paper']}"
-        print(f"{findings.VERDICTS[line['holds']]}: {line['claim']} (measured {line['measured']}{paper})")
+        print(f"{line['verdict']}: {line['claim']} (measured {line['measured']}{paper})")

@@ -16,8 +16,8 @@ VERDICTS = {True: "holds", False: "does not hold", None: "open"}
 def claim(text: str, paper, measured, holds: bool | None, of: str = "BB") -> dict:
     """A line of a result: a claim, whose it is, the paper's number if known, what was measured, and if it
     holds, None where that is open."""
-    holds = None if holds is None else bool(holds)
-    return {"claim": text, "of": of, "paper": paper, "measured": measured, "holds": holds}
+    found = dict(claim=text, of=of, paper=paper, measured=measured)
+    return found | dict(holds=bool(holds), verdict=VERDICTS[holds])
 
 
 def ours(text: str, measured, holds: bool | None) -> dict:

@@ -231,7 +231,7 @@ def stored(name: str, s: Settings) -> dict | None:
         result = json.loads(path.read_text())
         known = result["settings"] | {"device": result["settings"]["device"].split(":")[0]}
         whole = {"seconds", "device"} <= result["environment"].keys() and type(result["rows"]) is list
-        whole &= all({"claim", "of", "paper", "measured", "holds"} <= c.keys() for c in result["claims"])
+        whole &= all({"claim", "of", "measured", "verdict"} <= c.keys() for c in result["claims"])
         drawn = result["experiment"] not in (*FIGURES, "probe", "matrix") or path.with_suffix(".png").exists()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -283,8 +283,8 @@ def report(s: Settings) -> str:
         said = [c for _, of, c in lines if of == name]
         lines += [("besides", name, c) for c in result["claims"] if c not in said]
     owned = {(name, c["claim"]): (CONTROL if CONTROL in item else c["of"], c) for item, name, c in lines if c}
-    counts = Counter((of, c["holds"]) for of, c in owned.values())
-    tally = [f"{whose} {'/'.join(str(counts[of, it]) for it in VERDICTS)}" for of, whose in OWNERS.items()]
+    counts = Counter((of, c["verdict"]) for of, c in owned.values())
+    tally = [f"{who} {'/'.join(str(counts[of, v]) for v in VERDICTS.values())}" for of, who in OWNERS.items()]
     spent = sum(result.get("training_seconds", 0) for result in done.values()) / 60
     made = [result["environment"] for result in done.values()]
     minutes, devices = sum(e["seconds"] for e in made) / 60, ", ".join({e["device"]: 0 for e in made})
@@ -306,8 +306,8 @@ def row(item: str, name: str, found: dict | None, s: Settings, done: dict) -> st
         drawn = f"{DRAWN.get(item, name)}.png"
         shown = f"[figure]({drawn})" if (Path(s.out) / drawn).exists() else ""
         theirs = found["paper"] or ("n/a" if found["of"] in ("BB", "SO") else "")
-        holds = VERDICTS[found["holds"]].replace("does not hold", "**does not hold**")
-        holds += ", rightly" * (CONTROL in item and found["holds"] is False)
+        holds = found["verdict"].replace("does not hold", "**does not hold**")
+        holds += ", rightly" * (CONTROL in item and "not" in holds)
         made = f"`python {command(name, used)}`, {done[name]['environment']['seconds']:.0f} s"
         told = (found["claim"], found["of"], theirs, found["measured"], holds, shown, made)
         cells = [item, *(str(cell).replace("|", "\\|") for cell in told)]

@@ -76,8 +76,9 @@ def test_every_experiment_keeps_the_contract(everything, name):
     for row in saved["rows"]:
         assert set(CONTRACT[name].split()) <= row.keys()
     for claim in saved["claims"]:
-        assert claim.keys() == {"claim", "of", "paper", "measured", "holds"} and claim["of"] in paper.OWNERS
-        assert claim["holds"] in findings.VERDICTS
+        assert claim.keys() == {"claim", "of", "paper", "measured", "holds", "verdict"}
+        assert claim["of"] in paper.OWNERS and claim["verdict"] in findings.VERDICTS.values()
+        assert claim["holds"] is (claim["verdict"] == "holds")
         assert claim["claim"] in done.stdout
     assert sorted(path.name for path in out.iterdir()) == sorted(
         f"{n}.{x}" for n in EXPERIMENTS for x in ("json", "png")

@@ -53,11 +53,13 @@ def test_the_papers_orderings_are_judged_on_paired_runs():
     found = {claim["claim"]: claim["holds"] for claim in families.judge_calibrations(lucky)}
     assert not found["x: attenuate keeps every sink rate below 0.01, where none has sinks (Figure 12)"]
     awake = [row | dict(elsewhere=0.8 + 0.01 * row["seed"], at_triggers=0.1) for row in rows]
-    guo = lambda rows: [c["holds"] for c in families.judge_calibrations(rows) if "Guo" in c["claim"]]  # noqa: E731
-    assert guo(awake) == [True]
+    guo = lambda rows: [c["verdict"] for c in families.judge_calibrations(rows) if "Guo" in c["claim"]]  # noqa: E731
+    assert guo(awake) == ["holds"]
     asleep = [row | dict(elsewhere=0.1 * row["seed"], at_triggers=0.15) for row in rows]
-    assert guo(asleep) == [None]  # open: the interval has both answers
-    assert guo([row | dict(elsewhere=0.1, at_triggers=0.2 + 0.01 * row["seed"]) for row in rows]) == [False]
+    assert guo(asleep) == ["open"]  # open: the interval has both answers
+    assert guo([row | dict(elsewhere=0.1, at_triggers=0.2 + 0.01 * row["seed"]) for row in rows]) == [
+        "does not hold"
+    ]
 
 
 def test_intervals_are_scipys():
@@ -270,5 +272,5 @@ def test_an_interval_with_both_answers_leaves_a_claim_open():
         True, False, None, None,
     ]  # fmt: skip
     assert findings.above(0.51, 0.9, 0.5) and findings.above(0.4, 0.9, 0.5) is None
-    said = [findings.claim("it is", None, 1, holds)["holds"] for holds in (np.True_, np.False_, None)]
-    assert said == [True, False, None]
+    said = [findings.claim("it is", None, 1, holds)["verdict"] for holds in (np.True_, np.False_, None)]
+    assert said == list(findings.VERDICTS.values())

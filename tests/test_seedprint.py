@@ -316,9 +316,10 @@ def test_cost(family, tmp_path):
 
 def test_claims_can_fail():
     pair = dict(base="a", suspect="b", relabel_z=99.0, body_z=99.0, body_matched=1.0, basis_free_z=None)
-    for verdict in ("same birth", "no evidence", "inconclusive: use more rows"):
+    said = {"same birth": True, "no evidence": False, "inconclusive: use more rows": None}
+    for verdict, holds in said.items():
         (claim,) = findings.compare([pair | dict(verdict=verdict)])
-        assert claim["holds"] == (verdict == "same birth")
+        assert claim["verdict"] == findings.VERDICTS[holds]
     kin, other = pair | dict(verdict="same birth"), pair | dict(verdict="no evidence", body_z=1.0)
     assert next(findings.matrix([kin, other]))["holds"]
     assert not next(findings.matrix([kin | dict(body_z=9.0), other]))["holds"]
