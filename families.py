@@ -1,7 +1,7 @@
 """What becomes of siblings: models that differ in one thing, trained on the same text in the same order?
 
     python families.py births                         # ours: is an unprejudiced birth better? 35 minutes
-    python families.py calibrations --text wiki.txt   # BB Figure 12, Table 7, SO: 32 models, 90 minutes
+    python families.py calibrations --text wiki.txt   # BB Figure 12, Table 7, SO: 32 models, 80 minutes
     python families.py lineage                        # BB Tables 4a-c, 5, 8-12: kinship.py's; an hour
 
 Each run is made once and reused, and taken up where it was stopped. `--size paper` is the papers' own.

@@ -1,6 +1,6 @@
 """Do the papers hold? Every table and figure of both, their number beside ours.
 
-    python paper.py                                    # over four hours on 2 cores, mostly training; resumes
+    python paper.py                                    # four hours on 2 cores, mostly training; resumes
     python paper.py --only layers mlp --out mine       # some of it
     python paper.py --scale smoke --out /tmp/smoke     # does everything work? four minutes
 

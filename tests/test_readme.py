@@ -192,7 +192,7 @@ def answers() -> str:
          "seconds", verdict),
         ("Where does attention sink, and can I train without?", "sinks.py", "seconds", sink),
         ("Is an unprejudiced birth a better one?", "families.py births", "35 minutes", birth),
-        ("Do the papers hold?", "paper.py --out mine", "four to five hours",
+        ("Do the papers hold?", "paper.py --out mine", "four hours",
          "of BB's claims {} hold, {} do not, {} are open: [results](results/README.md)".format(
              *re.search(r"BB (\d+)/(\d+)/(\d+)", summary()).groups())),
     )  # fmt: skip
