@@ -4,10 +4,9 @@
     python paper.py --only layers mlp --out mine       # some of it
     python paper.py --scale smoke --out /tmp/smoke     # does everything work? four minutes
 
-Each experiment is a command of this project. Its training runs are made once and reused, and it is left out
-where <out> holds its result with the same settings (to measure anew, give another --out, or remove the file).
-One that fails does not stop the others. <out>/README.md then has a line for each table and figure, made from
-the JSON files alone. `--scale paper` asks for the papers' own sizes, and so for GPUs and weeks.
+Each experiment is a command of this project, left out where <out> holds its result with the same settings;
+its training runs are made once and reused. One that fails does not stop the others. <out>/README.md has a
+line for each table and figure. `--scale paper` asks for the papers' own sizes, and so for GPUs and weeks.
 """
 
 import importlib
@@ -280,8 +279,9 @@ def report(s: Settings) -> str:
         claims = done[name]["claims"] if name in done else []
         lines += [(item, name, c) for c in claims if words in c["claim"]] or [(item, name, None)]
     for name, result in done.items():
-        said = [c for _, of, c in lines if of == name]
-        lines += [("besides", name, c) for c in result["claims"] if c not in said]
+        said = {c["claim"]: item for item, of, c in lines if of == name and c}
+        if not said or not all(CONTROL in item for item in said.values()):  # of a control no more is claimed
+            lines += [("besides", name, c) for c in result["claims"] if c["claim"] not in said]
     owned = {(name, c["claim"]): (CONTROL if CONTROL in item else c["of"], c) for item, name, c in lines if c}
     counts = Counter((of, c["verdict"]) for of, c in owned.values())
     tally = [f"{who} {'/'.join(str(counts[of, v]) for v in VERDICTS.values())}" for of, who in OWNERS.items()]
