@@ -230,7 +230,7 @@ def stored(name: str, s: Settings) -> dict | None:
         result = json.loads(path.read_text())
         known = result["settings"] | {"device": result["settings"]["device"].split(":")[0]}
         whole = {"seconds", "device"} <= result["environment"].keys() and type(result["rows"]) is list
-        whole &= all({"claim", "of", "measured", "verdict"} <= c.keys() for c in result["claims"])
+        whole &= all({"claim", "of", "paper", "measured", "verdict"} <= c.keys() for c in result["claims"])
         drawn = result["experiment"] not in (*FIGURES, "probe", "matrix") or path.with_suffix(".png").exists()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
