@@ -1,4 +1,4 @@
-# make probe   the first figure, from nothing but Python >= 3.10
+# make probe   the first figure, from nothing but Python >= 3.11
 # make test    style and tests
 # make bench   how fast, beside transformers
 
@@ -21,10 +21,11 @@ test: $(VENV)/installed-dev
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
 
 bench: $(VENV)/installed-dev
-	@$(RUN) bench.py
+	@$(RUN) -m reproduce.bench
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache __pycache__ tests/__pycache__
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after a complete installation, so an interrupted one is taken up again.
 $(VENV)/installed: requirements.txt | $(VENV)/ready
@@ -36,8 +37,8 @@ $(VENV)/installed-dev: requirements.txt requirements-dev.txt | $(VENV)/ready
 	@touch $(VENV)/installed $@
 
 $(VENV)/ready:
-	@command -v "$(PYTHON)" >/dev/null || { echo "bornbiased needs Python 3.10 or newer: no '$(PYTHON)' found; try make PYTHON=/path/to/python3" >&2; exit 2; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "bornbiased needs Python 3.10 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1 | cut -d" " -f2); try make PYTHON=python3.12" >&2; exit 2; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "bornbiased needs Python 3.11 or newer: no '$(PYTHON)' found; try make PYTHON=/path/to/python3" >&2; exit 2; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "bornbiased needs Python 3.11 or newer; '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1 | cut -d" " -f2); try make PYTHON=python3.13" >&2; exit 2; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "this Python has no venv module: install it (Debian, Ubuntu: apt install python3-venv), then run make again" >&2; exit 2; }
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@touch $@

@@ -4,92 +4,242 @@
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py overlap --seed {0..99} --num-sequences 2000
 
-The first word is an experiment, one of EXPERIMENTS below, or all; alone, it refuses a flag that it does not
-read. Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `overlap`, `predict` and `cure`.
+Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `overlap`, `predict` and `cure`.
 """
 
 import functools
 import itertools
 import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-import common
-import theory
-from checkpoint import config_of, load, models, shared_context
-from common import UserError, setting
-from experiment import conduct, judge_each
 from init import SCHEMES, STD, newborn, variant
-from model import ACTIVATIONS, PRESETS, ModelConfig, Transformer, rope_table
-from probe import RANKS, gaussian_vectors, preference_row, probe
-from stats import over_seeds, pairwise_cosine, uniform_counts
+from lib.checkpoint import Spec, check_lengths, chosen_models, shortest_context
+from lib.figures import COSINE, curves, name_models
+from lib.inputs import random_vectors
+from lib.results import Experiment, mean_over_seeds
+from lib.runtime import progress
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from measure import theory
+from measure.cosines import floored_cosine, pairwise_cosine, uniform_counts
+from model import ACTIVATIONS, ModelConfig, Transformer, rope_table
+from probe import RANKS, count_predictions, preference
+
+EIGHT_SEEDS = tuple(range(42, 50))
+TEN_SEEDS = tuple(range(42, 52))
 
 
 @dataclass
-class Settings(common.RunSettings):
-    """What `contraction.py` can be told; None: the experiment's own default."""
+class SeedSettings(RunSettings):
+    """What every experiment can be told."""
 
-    model: tuple[str, ...] | None = setting(None, "presets, PRESET@SEED, or checkpoint folders")
-    seed: tuple[int, ...] | None = setting(None, "seeds of the presets' weights")
-    embedding_seed: int | None = setting(None, "seed of embedding and head (default: 0 for all seeds)")
-    init: str | None = setting(None, "how the weights are drawn (default: gpt2)", SCHEMES)
-    input_seed: int = setting(0, "seed of the random inputs")
-    num_sequences: int | None = setting(None, "random sequences, or vectors, of a seed and length", least=2)
-    sequence_length: tuple[int, ...] | None = setting(None, "positions in a sequence")
-    batch_size: int | None = setting(None, "sequences in a forward pass (default: as probe.py's)", least=1)
-
-    def born(self, name: str, seed: int, dtype="float32", init: str | None = None) -> Transformer:
-        """A model as these settings ask; in float32 wherever that is cheap."""
-        seeds = (seed, self.embedding_seed)
-        return load(name, self.device, getattr(torch, dtype), init or self.init, seeds)
-
-    def vectors(self, T: int, d: int) -> torch.Tensor:
-        """The Gaussian inputs, (num_sequences, T, d)."""
-        return gaussian_vectors(self.input_seed, range(self.num_sequences), T, d).to(self.device)
+    seed: tuple[int, ...] = EIGHT_SEEDS
+    """seeds of the presets' weights"""
+    input_seed: int = 0
+    """seed of the random inputs"""
+    num_sequences: int = at_least(2, 300)
+    """random sequences, or vectors, for each seed and length"""
 
 
-def bare(s: Settings, name: str, seed: int, **changes) -> Transformer:
-    """The model changed, a newborn without vocabulary; its `block.mlp` alone is MLP0 (BB Definition 1)."""
-    if name not in PRESETS:
-        return variant(s.born(name, seed), **changes)
-    return newborn(replace(PRESETS[name], vocab_size=1, **changes), seed, scheme=s.init, device=s.device)
+@dataclass
+class BlockSettings(SeedSettings):
+    """What an experiment on the blocks of a model can be told."""
+
+    model: tuple[str, ...] = ("nano_gpt2",)
+    """presets, PRESET@SEED, or checkpoint folders"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how newborns are drawn"""
+
+
+@dataclass
+class PositionSettings(BlockSettings):
+    """What an experiment on several positions can be told."""
+
+    sequence_length: tuple[int, ...] = (64,)
+    """positions in a sequence"""
+
+
+@dataclass
+class ProbeSettings(PositionSettings):
+    """What an experiment on whole models can be told."""
+
+    embedding_seed: int | None = None
+    """seed of embedding and head (default: the seed)"""
+    batch_size: int | None = at_least(1, None)
+    """sequences in a forward pass (default: 2048 tokens' worth; on CUDA 65536)"""
+
+
+# ---- how an experiment runs --------------------------------------------------------------------------------
+
+
+COMMANDS: dict[str, Command] = {}  # each experiment enters itself
+
+
+def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **figure) -> Callable:
+    """Make an experiment of a function that samples one model.
+
+    The function takes settings and a Spec, and returns rows, and points to draw (none: the rows). Rows that
+    differ in their seed and in the `averaged` values only become one; `columns` are printed; `figure` is what
+    `curves` is told.
+    """
+
+    def register(sample: Callable) -> Callable:
+        name = sample.__name__
+
+        @functools.wraps(sample)
+        @torch.inference_mode()
+        def run(settings: BlockSettings) -> dict:
+            embedding_seed = getattr(settings, "embedding_seed", None)
+            specs = chosen_models(settings.model, settings.seed, embedding_seed, settings.init)
+            settings = fit_settings(settings, defaults, specs)
+            record = Experiment(name, paper, settings)
+            rows, points = [], []
+            drawn = set()
+            for spec in progress(specs, desc=name, unit=" models"):
+                new_rows, new_points = sample(record.settings, spec)
+                for row in new_rows:
+                    key = {"model": spec.name} if averaged else {"model": spec.name, "seed": spec.seed}
+                    rows.append(key | row if spec.is_newborn else key | without_theory(row))
+                if spec.name not in drawn:  # of several seeds, the first is drawn
+                    points += [{"model": spec.name} | point for point in new_points]
+                    drawn.add(spec.name)
+            if averaged:
+                rows = mean_over_seeds(rows, averaged)
+
+            def draw(result: dict, folder: Path) -> None:
+                shown = name_models(result["points"] or result["rows"], figure["series"])
+                curves(shown, folder / f"{name}.png", **figure)
+
+            return record.save(rows, columns, draw, points=points)
+
+        COMMANDS[name] = Command(run, defaults)
+        return run
+
+    return register
+
+
+def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs: list[Spec]) -> BlockSettings:
+    """The settings, with lengths that the models can read; in float32 where whole models are not read.
+
+    UserError for a length of the user's own that is too long, and for models without attention or MLPs.
+    """
+    for spec in specs:
+        if spec.config.sublayers != "full" or spec.config.num_layers < 2:
+            raise UserError("expected models of attention and MLPs, and of two layers or more")
+    if not isinstance(settings, ProbeSettings):
+        settings = replace(settings, dtype="float32")
+    if not isinstance(settings, PositionSettings):
+        return settings
+    context = shortest_context(specs)
+    if settings.sequence_length != defaults.sequence_length:
+        check_lengths(settings.sequence_length, context)
+    lengths = tuple(T for T in settings.sequence_length if T <= context)
+    return replace(settings, sequence_length=lengths or (context,))
+
+
+def without_theory(row: dict) -> dict:
+    """The row of a trained model: theory, which is of newborns, is null."""
+    theories = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")
+    return row | {name: None for name in theories if name in row}
+
+
+def load_model(settings: ProbeSettings, spec: Spec) -> Transformer:
+    """The model of a spec on the settings' device, in their dtype."""
+    return spec.load(settings.device, getattr(torch, settings.dtype))
+
+
+def load_blocks(settings: BlockSettings, spec: Spec, **changes) -> Transformer:
+    """A model with another configuration, in float32; a newborn comes without vocabulary.
+
+    Its `block.mlp` alone is MLP0 (BB Definition 1).
+    """
+    if not spec.is_newborn:
+        return variant(spec.load(settings.device), **changes)
+    config = replace(spec.config, vocab_size=1, **changes)
+    return newborn(config, spec.seed, scheme=spec.scheme, device=settings.device)
+
+
+def gaussian_inputs(settings: SeedSettings, T: int, d: int) -> torch.Tensor:
+    """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
+    indices = range(settings.num_sequences)
+    return random_vectors(settings.input_seed, indices, T, d).to(settings.device)
 
 
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
 
 
-def ablated(s: Settings, name: str, seed: int):
-    """(key of a row, its model, what `probe` finds) for the full model, MLP only and attention only."""
-    model = s.born(name, seed, s.dtype)
-    for kind, T in itertools.product(("full", "mlp", "attention"), s.sequence_length):
-        part, label = variant(model, sublayers=kind), f"{name} {kind}, seed {seed}, T={T}"
-        found = probe(part, T, s.num_sequences, s.batch_size, s.input_seed, label, gaussian=True)
-        yield {"model": name, "variant": kind, "sequence_length": T}, part, found
+def ablated(settings: ProbeSettings, spec: Spec) -> Iterator[tuple[dict, Transformer, dict]]:
+    """(key of a row, model, counts) of the full model, of its MLPs only and of its attention only."""
+    model = load_model(settings, spec)
+    for kind in ("full", "mlp", "attention"):
+        for T in settings.sequence_length:
+            part = variant(model, sublayers=kind)
+            counts = count_predictions(
+                part,
+                T,
+                settings.num_sequences,
+                settings.batch_size,
+                settings.input_seed,
+                f"{spec.label} {kind} T={T}",
+                vectors=True,
+            )
+            yield {"variant": kind, "sequence_length": T}, part, counts
 
 
-def layers(s: Settings, name: str, seed: int):
-    """Figures 2 and 7: cosine of the last positions of two sequences after each block."""
+@experiment(
+    "BB Figures 2, 7",
+    ProbeSettings(num_sequences=24, sequence_length=(64, 512)),
+    averaged=("mean_cosine", "std_cosine"),
+    x="layer",
+    y="mean_cosine",
+    series="variant",
+    panel="sequence_length",
+    theories={"theory": "kernel recursion"},
+    band="std_cosine",
+    band_label="std of pairs",
+    xlabel="layer",
+    ylabel=COSINE,
+)
+def layers(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+    """Which sublayer contracts, layer by layer? Cosine of two sequences' last positions (BB Figures 2, 7)"""
     rows = []
-    for key, part, found in ablated(s, name, seed):
-        law, _ = theory.kernel_recursion(part.config, key["sequence_length"], s.init)
-        for layer, cosines in enumerate(found["layers"]):
-            mean, std = cosines.mean_and_std()
+    for key, model, counts in ablated(settings, spec):
+        law, _ = theory.kernel_recursion(model.config, key["sequence_length"], settings.init)
+        for layer, statistics in enumerate(counts["layers"]):
+            mean, std = statistics.mean_and_std()
             rows.append(key | {"layer": layer, "mean_cosine": mean, "std_cosine": std, "theory": law[layer]})
     return rows, []
 
 
-def ablation(s: Settings, name: str, seed: int):
-    """Figure 3 and Table 2: token preference and final contraction of the three."""
+@experiment(
+    "BB Figure 3, Table 2",
+    ProbeSettings(embedding_seed=0, seed=(42,), num_sequences=500),
+    columns=("model", "seed", "variant", "top1_token", "ratio", "log10_p", "mean_cosine", "cosine_log10_p"),
+    x="rank",
+    y="count",
+    series="variant",
+    panel="sequence_length",
+    theories={"theory": "uniform draws"},
+    ticks=(1, 5, 10, 15, 20),
+    xlabel="rank of the predicted token",
+    ylabel="sequences that predict it",
+)
+def ablation(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+    """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2)"""
     rows, points = [], []
-    for key, part, found in ablated(s, name, seed):
-        key, counts = {"seed": seed} | key, found["token_counts"].sort(descending=True).values
-        uniform = uniform_counts(s.num_sequences, part.config.vocab_size, RANKS).tolist()
-        significance = {"cosine_log10_p": found["cosines"].log10_p()}
-        rows.append(key | preference_row(part, found, uniform) | significance)
-        for rank, (count, law) in enumerate(zip(counts.tolist(), uniform), start=1):
+    for key, model, counts in ablated(settings, spec):
+        row = key | preference(model, counts)
+        row["cosine_log10_p"] = counts["cosines"].log10_p()
+        rows.append(row)
+        ranked = counts["token_counts"].sort(descending=True).values.tolist()
+        uniform = uniform_counts(settings.num_sequences, model.config.vocab_size, RANKS).tolist()
+        for rank, (count, law) in enumerate(zip(ranked, uniform), start=1):
             points.append(key | {"rank": rank, "count": count, "theory": law})
     return rows, points
 
@@ -97,246 +247,420 @@ def ablation(s: Settings, name: str, seed: int):
 # ---- the MLP's asymmetric activation (BB 4.2) --------------------------------------------------------------
 
 
-def mlp(s: Settings, name: str, seed: int):
-    """Figures 4 and 5, Proposition 2: MLP0 stacks of one set of weights, and the MLP-only model."""
-    own = bare(s, name, seed, sublayers="mlp")
-    relu, tanh = variant(own, mlp="relu"), variant(own, mlp="tanh")
-    stacks = {"mlp0_relu": relu, "mlp0_tanh": tanh, "standard": own, "standard_relu": relu}
-    x, rows = s.vectors(1, own.config.d_model), []
-    for stack, model in stacks.items():
-        states = []
-        if stack.startswith("mlp0"):
-            law = theory.relu_recursion(model.config.num_layers) if model is relu else itertools.repeat(0.0)
-            states.append(x[:, 0])
-            for block in model.model.layers:  # no norm, no residual
-                states.append(block.mlp(states[-1]))
-        else:
-            law, _ = theory.kernel_recursion(model.config, 1, s.init)
-            model.hidden(x, on_state=lambda layer, x, states=states: states.append(x[:, 0]))
-        for layer, (state, c) in enumerate(zip(states, law)):
-            key = {"model": name, "stack": stack, "layer": layer, "theory": c}
-            rows.append(key | pairwise_cosine(state))
-            if stack == "mlp0_relu":  # and as torch's `cosine_similarity` has it, with norms of at least 1e-8
-                key |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                rows.append(key | pairwise_cosine(state, epsilon=1e-8))
+@experiment(
+    "BB Figures 4, 5, Proposition 2",
+    BlockSettings(seed=TEN_SEEDS),
+    averaged=("mean_cosine", "std_cosine"),
+    x="layer",
+    y="mean_cosine",
+    series="stack",
+    theories={"theory": "Proposition 2; kernel recursion"},
+    xlabel="layer",
+    ylabel=COSINE,
+)
+def mlp(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
+    """Does the activation's asymmetry contract stacks of MLPs? (BB Figures 4, 5, Proposition 2)"""
+    standard = load_blocks(settings, spec, sublayers="mlp")
+    relu = variant(standard, mlp="relu")
+    tanh = variant(standard, mlp="tanh")
+    depth = standard.config.num_layers
+    x = gaussian_inputs(settings, 1, standard.config.d_model)  # (n, 1, d)
+    relu_law = theory.relu_recursion(depth)
+    relu_states = mlp0_states(relu, x)
+    rows = []
+    rows += cosine_rows("mlp0_relu", relu_states, relu_law)
+    for layer, state in enumerate(relu_states):  # as torch's `cosine_similarity` has it
+        key = {"stack": "mlp0_relu_epsilon", "layer": layer, "theory": None}
+        rows.append(key | floored_cosine(state, epsilon=1e-8))
+    rows += cosine_rows("mlp0_tanh", mlp0_states(tanh, x), [0.0] * (depth + 1))
+    for stack, model in (("standard", standard), ("standard_relu", relu)):
+        law, _ = theory.kernel_recursion(model.config, 1, settings.init)
+        rows += cosine_rows(stack, stream_states(model, x), law)
     return rows, []
 
 
-def engage(s: Settings, name: str, seed: int):
-    """Figure 6: LayerNorm spreads the pre-activations until the activation's asymmetry tells."""
-    model = bare(s, name, seed, sublayers="mlp", num_layers=1)
-    block, config, rows, points = model.model.layers[0], model.config, [], []
-    x, z = s.vectors(1, config.d_model)[:, 0], torch.linspace(-2, 2, 81, dtype=torch.float64)
-    for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
-        g = (block.mlp.gate_proj or block.mlp.up_proj)(inputs)
-        std = STD * inputs.square().sum(1).mean().sqrt().item()
-        law = theory.one_block_cosine(config.mlp, std, config.d_model)
-        key = {"model": name, "normed": normed, "theory": law, "preactivation_std": g.std().item()}
-        rows.append(key | pairwise_cosine(block.mlp(inputs)))
-        density = torch.histc(g, 81, -2.025, 2.025)  # bins about the z
-        key = {"curve": f"pre-activations {'with' if normed else 'without'} LayerNorm", "half": None}
-        points += [key | {"z": a, "y": b} for a, b in zip(z.tolist(), (density / density.max()).tolist())]
-    key, phi = {"curve": f"activation ({config.mlp})"}, ACTIVATIONS[config.mlp](z)
-    points += [key | {"z": a, "y": b, "half": a / 2} for a, b in zip(z.tolist(), phi.tolist())]
-    return rows, [{"model": name} | point for point in points]
+def mlp0_states(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
+    """States (n, d) before and after each MLP of a stack without norm and residual (BB Definition 1)."""
+    states = [x[:, 0]]
+    for block in model.model.layers:
+        states.append(block.mlp(states[-1]))
+    return states
+
+
+def stream_states(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
+    """The residual stream of vectors (n, 1, d) before and after each block, (n, d) each."""
+    states = []
+
+    def on_state(layer, stream):
+        states.append(stream[:, 0])
+
+    model.hidden(x, on_state=on_state)
+    return states
+
+
+def cosine_rows(stack: str, states: list[torch.Tensor], law: list[float]) -> list[dict]:
+    """A row for each layer of a stack: the cosine of its states, and the theory's."""
+    rows = []
+    for layer, (state, cosine) in enumerate(zip(states, law)):
+        rows.append({"stack": stack, "layer": layer, "theory": cosine} | pairwise_cosine(state))
+    return rows
+
+
+@experiment(
+    "BB Figure 6",
+    BlockSettings(seed=TEN_SEEDS),
+    averaged=("preactivation_std", "mean_cosine", "std_cosine"),
+    x="z",
+    y="y",
+    series="curve",
+    theories={"half": "half the input: no asymmetry"},
+    style="-",
+    xlabel="pre-activation",
+    ylabel="activation; share of the fullest bin",
+)
+def engage(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
+    """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6)"""
+    model = load_blocks(settings, spec, sublayers="mlp", num_layers=1)
+    config = model.config
+    (block,) = model.model.layers
+    x = gaussian_inputs(settings, 1, config.d_model)[:, 0]  # (n, d)
+    z = torch.linspace(-2, 2, 81, dtype=torch.float64)
+    rows, points = [], []
+    for normed in (True, False):
+        inputs = block.post_attention_layernorm(x) if normed else x
+        gate = block.mlp.gate_proj or block.mlp.up_proj
+        preactivation = gate(inputs)  # (n, d_ff)
+        expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
+        row = {
+            "normed": normed,
+            "theory": theory.one_block_cosine(config.mlp, expected_std, config.d_model),
+            "preactivation_std": preactivation.std().item(),
+        }
+        rows.append(row | pairwise_cosine(block.mlp(inputs)))
+        density = torch.histc(preactivation, 81, -2.025, 2.025)  # bins about the z
+        density = density / density.max()
+        curve = f"pre-activations {'with' if normed else 'without'} LayerNorm"
+        for at, height in zip(z.tolist(), density.tolist()):
+            points.append({"curve": curve, "z": at, "y": height, "half": None})
+    activation = ACTIVATIONS[config.mlp](z)
+    for at, height in zip(z.tolist(), activation.tolist()):
+        points.append({"curve": f"activation ({config.mlp})", "z": at, "y": height, "half": at / 2})
+    return rows, points
 
 
 # ---- attention amplifies (BB 4.3, 4.4) ---------------------------------------------------------------------
 
 
-def amplify(s: Settings, name: str, seed: int):
-    """Table 3, Proposition 4: the last position after MLP0, MLP0 twice, and MLP0 then Attn0, all ReLU."""
-    model, rows = bare(s, name, seed, sublayers="mlp", mlp="relu", num_layers=2), []
-    one, two = (block.mlp for block in model.model.layers)
-    _, c, c2 = theory.relu_recursion(2)
-    for T in s.sequence_length:
-        first = [one(x) for x in s.vectors(T, model.config.d_model)]  # a sequence (T, d) at a time
-        last, mean = torch.stack([x[-1] for x in first]), torch.stack([x.mean(0) for x in first])
-        stacks = ("mlp0", last, c), ("mlp0_mlp0", two(last), c2), ("mlp0_attn0", mean, theory.amplifier(c, T))
-        for stack, states, law in stacks:
-            key = {"model": name, "stack": stack, "sequence_length": T, "theory": law}
+@experiment(
+    "BB Table 3, Proposition 4",
+    PositionSettings(seed=TEN_SEEDS, num_sequences=20, sequence_length=(100, 128, 1024)),
+    averaged=("mean_cosine", "std_cosine"),
+    x="sequence_length",
+    y="mean_cosine",
+    series="stack",
+    theories={"theory": "Propositions 2 and 4"},
+    log="x",
+    ticks=(100, 128, 256, 512, 1024),
+    xlabel="positions",
+    ylabel=COSINE,
+)
+def amplify(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
+    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4)"""
+    model = load_blocks(settings, spec, sublayers="mlp", mlp="relu", num_layers=2)
+    first_mlp, second_mlp = (block.mlp for block in model.model.layers)
+    _, once, twice = theory.relu_recursion(2)
+    rows = []
+    for T in settings.sequence_length:
+        sequences = [first_mlp(x) for x in gaussian_inputs(settings, T, model.config.d_model)]  # (T, d) each
+        last = torch.stack([x[-1] for x in sequences])  # (n, d)
+        mean = torch.stack([x.mean(0) for x in sequences])
+        stacks = {
+            "mlp0": (last, once),
+            "mlp0_mlp0": (second_mlp(last), twice),
+            "mlp0_attn0": (mean, theory.amplifier(once, T)),
+        }
+        for stack, (states, law) in stacks.items():
+            key = {"stack": stack, "sequence_length": T, "theory": law}
             rows.append(key | pairwise_cosine(states))
     return rows, []
 
 
-def intra(s: Settings, name: str, seed: int):
-    """Figure 8, Proposition 5: mean cosine within a sequence, diagonal included, along attention blocks."""
-    model, rows = bare(s, name, seed, sublayers="attention"), []
-    config, L = model.config, model.config.num_layers
-    for T in s.sequence_length:
-        x, count = s.vectors(T, config.d_model), torch.arange(1, T + 1, device=s.device)[:, None]  # (n, T, d)
-        _, attention = theory.kernel_recursion(config, T, s.init, residual=False)
-        limit, rope = theory.averaging_limit(T, L), rope_table(config, x)
-        for stack, law in (("attn0", theory.averaging_stack(T, L)), ("attention", attention[1:])):
+@experiment(
+    "BB Figure 8, Proposition 5",
+    PositionSettings(num_sequences=4, sequence_length=(32, 128, 512)),
+    averaged=("mean_cosine",),
+    x="layer",
+    y="mean_cosine",
+    series="stack",
+    panel="sequence_length",
+    theories={"exact_theory": "exact in T", "limit_theory": "Proposition 5: infinite T"},
+    xlabel="layer",
+    ylabel="mean cosine within a sequence",
+)
+def intra(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
+    """Does attention, without residual, make a sequence's positions alike? (BB Figure 8, Proposition 5)"""
+    model = load_blocks(settings, spec, sublayers="attention")
+    config = model.config
+    rows = []
+    for T in settings.sequence_length:
+        x = gaussian_inputs(settings, T, config.d_model)  # (n, T, d)
+        count = torch.arange(1, T + 1, device=settings.device)[:, None]  # (T, 1)
+        rope = rope_table(config, x)
+        _, attention_law = theory.kernel_recursion(config, T, settings.init, residual=False)
+        laws = {"attn0": theory.averaging_stack(T, config.num_layers), "attention": attention_law[1:]}
+        limit = theory.averaging_limit(T, config.num_layers)
+        for stack, law in laws.items():
             state = x
-            for layer, block in enumerate(model.model.layers):  # without residual
+            for layer, block in enumerate(model.model.layers):
                 if stack == "attn0":
                     state = state.cumsum(1) / count
                 else:
                     state = block.self_attn(block.input_layernorm(state), rope, False, None)
                 unit = F.normalize(state.double(), dim=2, eps=0)
-                key = {"model": name, "stack": stack, "sequence_length": T, "layer": layer + 1}
-                key |= {"exact_theory": law[layer], "limit_theory": limit[layer]}
-                rows.append(key | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+                row = {"stack": stack, "sequence_length": T, "layer": layer + 1}
+                row |= {"exact_theory": law[layer], "limit_theory": limit[layer]}
+                rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
     return rows, []
 
 
-def variance(s: Settings, name: str, seed: int):
-    """Figure 9, Equation 2: standard deviation of the aggregated values by position, in the first block."""
-    model, rows, squares = bare(s, name, seed, sublayers="attention", num_layers=1), [], []
-    config, T = model.config, max(s.sequence_length)
+@experiment(
+    "BB Figure 9, Equation 2",
+    PositionSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, sequence_length=(1024,)),
+    averaged=("std",),
+    x="position",
+    y="std",
+    series="model",
+    theories={"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"},
+    style="-",
+    log="xy",
+    xlabel="position i",
+    ylabel="std of aggregated values",
+)
+def variance(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
+    """Do the first block's aggregated values shrink along the positions? (BB Figure 9, Equation 2)"""
+    model = load_blocks(settings, spec, sublayers="attention", num_layers=1)
+    config = model.config
+    T = max(settings.sequence_length)
+    squares = []
 
-    watch = lambda _, heads, *qkv: squares.append(heads.double().square().mean((0, 1, 3)))  # noqa: E731
-    for i in range(s.num_sequences):
-        x = gaussian_vectors(s.input_seed, range(i, i + 1), T, config.d_model)
-        model.hidden(x.to(s.device), on_heads=watch)  # heads: (1, H, T, Dh)
-    law, measured = theory.aggregated_std(config, T).tolist(), torch.stack(squares).mean(0).sqrt()
-    for i, (std, c) in enumerate(zip(measured.tolist(), law), start=1):
-        rows.append(dict(model=name, position=i, std=std, uniform_theory=law[0] / math.sqrt(i), theory=c))
+    def on_heads(layer, heads, q, k, v):  # heads: (1, H, T, Dh)
+        squares.append(heads.double().square().mean((0, 1, 3)))
+
+    for i in range(settings.num_sequences):
+        x = random_vectors(settings.input_seed, range(i, i + 1), T, config.d_model)
+        model.hidden(x.to(settings.device), on_heads=on_heads)
+    measured = torch.stack(squares).mean(0).sqrt().tolist()
+    law = theory.aggregated_std(config, T).tolist()
+    rows = []
+    for i in range(1, T + 1):
+        row = {"position": i, "std": measured[i - 1]}
+        rows.append(row | {"uniform_theory": law[0] / math.sqrt(i), "theory": law[i - 1]})
     return rows, []
 
 
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-def on_tokens(s: Settings, name: str, seed: int, T: int, init: str):
-    """(row, points): a newborn on random tokens, beside what its weights alone foretell of it."""
-    model = s.born(name, seed, s.dtype, "gpt2" if init == "projected" else init)
-    if init == "projected":
+def on_tokens(settings: ProbeSettings, spec: Spec, T: int, scheme: str) -> tuple[dict, list[dict]]:
+    """A newborn on random tokens beside what its weights alone foretell of it: a row, and points to draw."""
+    drawn_by = "gpt2" if scheme == "projected" else scheme
+    model = load_model(settings, replace(spec, scheme=drawn_by))
+    if scheme == "projected":
         theory.project_out_mean_output(model)
     begun = time.perf_counter()
-    foreseen, foreseen_cosine = theory.mean_field(model, T)
+    foreseen, mean_field_cosine = theory.mean_field(model, T)
     seconds = time.perf_counter() - begun
-    found = probe(model, T, s.num_sequences, s.batch_size, s.input_seed, f"{name} {init}, seed {seed}, T={T}")
-    row = preference_row(model, found, uniform_counts(s.num_sequences, model.config.vocab_size, RANKS))
-    counts, direction = found["token_counts"], F.normalize(found["cosines"].direction().cpu(), dim=0)
-    downs = [block.mlp.down_proj.weight.float().square().mean().item() for block in model.model.layers]
-    law, _ = theory.kernel_recursion(model.config, T, init)
+    label = f"{spec.label} {scheme} T={T}"
+    counts = count_predictions(
+        model, T, settings.num_sequences, settings.batch_size, settings.input_seed, label
+    )
+    row = {"init": scheme, "sequence_length": T}
+    row |= preference(model, counts)
+    direction = F.normalize(counts["cosines"].direction().cpu(), dim=0)
+    law, _ = theory.kernel_recursion(model.config, T, scheme)
+    squares = [block.mlp.down_proj.weight.float().square().mean().item() for block in model.model.layers]
     row |= {
-        "direction_count": int(counts[row["direction_token"]]),
-        "runner_up_count": int(counts.topk(2).values[1]),
+        "direction_count": int(counts["token_counts"][row["direction_token"]]),
+        "runner_up_count": int(counts["token_counts"].topk(2).values[1]),
         "direction_cosine": float(foreseen @ direction),
-        "predicted_token": int(model.unembed(foreseen.to(s.device, torch.float32)).argmax()),
-        "mean_field_cosine": foreseen_cosine,
+        "predicted_token": int(model.unembed(foreseen.to(settings.device, torch.float32)).argmax()),
+        "mean_field_cosine": mean_field_cosine,
         "predicted_cosine": law[-1],
         "seconds": seconds,
-        "down_std": math.sqrt(sum(downs) / len(downs)),
+        "down_std": math.sqrt(sum(squares) / len(squares)),
     }
-    key = {"model": name, "init": init, "seed": seed, "sequence_length": T}
-    points = [dict(predicted=a, measured=b) for a, b in zip(foreseen.tolist(), direction.tolist())]
-    return key | row, [{"model": name} | point for point in points]
+    pairs = zip(foreseen.tolist(), direction.tolist())
+    return row, [{"predicted": predicted, "measured": measured} for predicted, measured in pairs]
 
 
-def overlap(s: Settings, name: str, seed: int):
-    """Finding 2.2: is the token of the contraction direction the most frequent one?"""
-    return [on_tokens(s, name, seed, T, s.init)[0] for T in s.sequence_length], []
+@experiment(
+    "BB Finding 2.2",
+    ProbeSettings(embedding_seed=0, num_sequences=400),
+    columns=(
+        "model",
+        "seed",
+        "top1_token",
+        "top1_count",
+        "runner_up_count",
+        "direction_token",
+        "direction_count",
+    ),
+    x="direction_count",
+    y="top1_count",
+    series="model",
+    theories={"direction_count": "equal counts"},
+    style="o",
+    xlabel="count of the contraction direction's token",
+    ylabel="count of the most frequent token",
+)
+def overlap(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+    """Is the token of the contraction direction the most frequent one? (BB Finding 2.2)"""
+    return [on_tokens(settings, spec, T, settings.init)[0] for T in settings.sequence_length], []
 
 
-def predict(s: Settings, name: str, seed: int):
-    """Ours: the favourite tokens and their direction from the weights alone, without a forward pass."""
-    found = [on_tokens(s, name, seed, T, s.init) for T in s.sequence_length]
-    return [row for row, _ in found], found[0][1]
+@experiment(
+    "ours",
+    ProbeSettings(embedding_seed=0, num_sequences=400),
+    columns=("model", "seed", "direction_cosine", "predicted_token", "direction_token", "mean_cosine"),
+    x="predicted",
+    y="measured",
+    series="model",
+    theories={"predicted": "equal"},
+    style=".",
+    xlabel="unit direction predicted from the weights",
+    ylabel="unit direction measured",
+)
+def predict(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+    """Do the weights alone, without a forward pass, foretell the direction and its token? (ours)"""
+    samples = [on_tokens(settings, spec, T, settings.init) for T in settings.sequence_length]
+    return [row for row, _ in samples], samples[0][1]
 
 
-def cure(s: Settings, name: str, seed: int):
-    """Ours: newborns whose down projections cannot pass on what all hidden units share."""
-    kinds = itertools.product(s.sequence_length, ("gpt2", "centered", "projected"))
-    return [on_tokens(s, name, seed, T, init)[0] for T, init in kinds], []
-
-
-def width(s: Settings, name: None, seed: int):
-    """Ours: contraction of one MLP0 block over its width, for unit-variance inputs."""
-    rows, tiny = [], ModelConfig(1, 1, num_layers=1, num_heads=1, d_model=2, d_ff=2, sublayers="mlp")
-    for kind, scale, d in itertools.product(("gelu", "swiglu"), (True, False), (128, 256, 512, 1024)):
-        config, std = replace(tiny, d_model=d, d_ff=4 * d, mlp=kind), d**-0.5 if scale else STD
-        block = newborn(config, seed, scheme="normal", device=s.device).model.layers[0].mlp
-        for weight in block.parameters():
-            weight.mul_(std / STD)
-        scaling = f"weight std {'1/sqrt(d)' if scale else STD}"
-        key = {"mlp": kind, "d_model": d, "weight_std": std, "scaling": scaling}
-        key["theory"] = theory.one_block_cosine(kind, std * math.sqrt(d), d)
-        rows.append(key | pairwise_cosine(block(s.vectors(1, d)[:, 0] / STD)))
+@experiment(
+    "ours",
+    ProbeSettings(embedding_seed=0, num_sequences=120),
+    columns=(
+        "model",
+        "seed",
+        "init",
+        "mean_cosine",
+        "top1_token",
+        "top1_count",
+        "uniform_max_count",
+        "log10_p",
+    ),
+    x="seed",
+    y="mean_cosine",
+    series="init",
+    theories={"predicted_cosine": "kernel recursion"},
+    style="o",
+    xlabel="seed",
+    ylabel=COSINE,
+)
+def cure(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+    """Is a newborn unbiased whose down projections pass on nothing that all hidden units share? (ours)"""
+    if not spec.is_newborn or settings.init != "gpt2":
+        raise UserError("cure draws presets in three ways: give --model a preset, and no --init")
+    rows = []
+    for T in settings.sequence_length:
+        for scheme in ("gpt2", "centered", "projected"):
+            row, _ = on_tokens(settings, spec, T, scheme)
+            rows.append(row)
     return rows, []
 
 
-# ---- the experiments ---------------------------------------------------------------------------------------
-
-EIGHT, TEN = tuple(range(42, 50)), tuple(range(42, 52))
-GPT2 = dict(model=("nano_gpt2",), init="gpt2")
-PROBED = GPT2 | dict(batch_size=None, sequence_length=(64,))
-TOKENS = PROBED | dict(embedding_seed=0, seed=EIGHT, num_sequences=400)
-EXPERIMENTS = {  # name: what samples it for a model and a seed, its source, and what it reads, with defaults
-    "layers": (layers, "BB Figures 2, 7",
-        PROBED | dict(seed=EIGHT, num_sequences=24, sequence_length=(64, 512))),
-    "ablation": (ablation, "BB Figure 3, Table 2", TOKENS | dict(seed=(42,), num_sequences=500)),
-    "overlap": (overlap, "BB Finding 2.2", TOKENS),
-    "mlp": (mlp, "BB Figures 4, 5, Proposition 2", GPT2 | dict(seed=TEN, num_sequences=300)),
-    "engage": (engage, "BB Figure 6", GPT2 | dict(seed=TEN, num_sequences=300)),
-    "amplify": (amplify, "BB Table 3, Proposition 4",
-        GPT2 | dict(seed=TEN, num_sequences=20, sequence_length=(100, 128, 1024))),
-    "intra": (intra, "BB Figure 8, Proposition 5",
-        GPT2 | dict(seed=EIGHT, num_sequences=4, sequence_length=(32, 128, 512))),
-    "variance": (variance, "BB Figure 9, Equation 2",
-        GPT2 | dict(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, sequence_length=(1024,))),
-    "predict": (predict, "ours", TOKENS),
-    "cure": (cure, "ours", {k: v for k, v in TOKENS.items() if k != "init"} | dict(num_sequences=120)),
-    "width": (width, "ours", dict(seed=EIGHT, num_sequences=600)),
-}  # fmt: skip
-LAWS = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")  # of newborns, not of checkpoints
-COLUMNS = {  # of rows too wide to show
-    "ablation": "model seed variant top1_token top1_count ratio log10_p mean_cosine cosine_log10_p",
-    "overlap": "model seed top1_token top1_count runner_up_count direction_token direction_count",
-    "predict": "model seed direction_cosine predicted_token direction_token mean_field_cosine mean_cosine",
-    "cure": "model seed init mean_cosine top1_token top1_count uniform_max_count log10_p down_std",
-}
-
-
-def fill(name: str, given: Settings, strict: bool) -> Settings:
-    """`given` with the experiment's defaults; `strict`: UserError for a flag that it does not read."""
-    defaults, told = EXPERIMENTS[name][2], {k: v for k, v in vars(given).items() if v is not None}
-    unread = [flag for flag in told if getattr(Settings, flag) is None and flag not in defaults]
-    if strict and unread:
-        raise UserError(f"{name} does not read --{unread[0].replace('_', '-')}")
-    s = Settings(**(defaults | {flag: value for flag, value in told.items() if flag not in unread}))
-    if "batch_size" not in defaults:  # no forward passes of `probe`: float32 is cheap
-        s.dtype = "float32"
-    for config in map(config_of, s.model or ()):
-        if config.sublayers != "full" or config.num_layers < 2:
-            raise UserError("expected models of attention and MLPs, and of two layers or more")
-    if s.sequence_length:  # the experiment's own lengths, as far as the model goes
-        context = shared_context(s.model, given.sequence_length)
-        fitting = tuple(T for T in s.sequence_length if T <= context)
-        s.sequence_length = given.sequence_length or fitting or (context,)
-    if any(seed is None for _, seed in models(s.model or (), s.seed)) and name == "cure":
-        raise UserError("cure compares how newborns are drawn: give --model a preset")
-    return s
-
-
 @torch.inference_mode()
-def run(name: str, settings: Settings) -> dict:
-    """Sample an experiment for every model and seed (points: its first); write JSON and figure; the JSON."""
-    sample, paper, _ = EXPERIMENTS[name]
-
-    def measure(s: Settings, *_) -> dict:
-        chosen = models(s.model, s.seed) if s.model else [(None, seed) for seed in s.seed]
-        rows, points = [], []
-        for model, seed in common.progress(chosen, desc=name, unit=" models"):
-            more, drawn = sample(s, model, seed)
-            if seed is None:
-                more = [row | {law: None for law in LAWS if law in row} for row in more]
-            rows, points = rows + more, points + drawn * all(point["model"] != model for point in points)
-        return {"rows": rows if "seed" in rows[0] else over_seeds(rows), "points": points}
-
-    return conduct(settings, name, paper, measure, COLUMNS.get(name, ""), functools.partial(judge_each, name))
+def width(settings: SeedSettings) -> dict:
+    """How does the contraction of one MLP0 block depend on its width? (ours)"""
+    record = Experiment("width", "ours", replace(settings, dtype="float32"))
+    rows = []
+    for seed in progress(settings.seed, desc="width", unit=" seeds"):
+        rows += sample_width(record.settings, seed)
+    return record.save(mean_over_seeds(rows, ("mean_cosine", "std_cosine")), draw=draw_width)
 
 
-def plan(words: list[str]) -> list:
-    """The settings of a command line's experiment, or of all, and what to do."""
-    name, words = common.subcommand(words, [*EXPERIMENTS, "all"], "all", "experiment")
-    given = common.parse_settings(Settings, __doc__, words)
-    filled = {one: fill(one, given, name != "all") for one in (EXPERIMENTS if name == "all" else [name])}
-    return [(s, functools.partial(run, one, s)) for one, s in filled.items()]
+def sample_width(settings: SeedSettings, seed: int) -> list[dict]:
+    """One MLP0 block, GELU and SwiGLU, on unit-variance inputs, for four widths and two weight stds."""
+    rows = []
+    smallest = ModelConfig(1, 1, num_layers=1, num_heads=1, d_model=2, d_ff=2, sublayers="mlp")
+    for kind, is_scaled, d in itertools.product(("gelu", "swiglu"), (True, False), (128, 256, 512, 1024)):
+        std = d**-0.5 if is_scaled else STD
+        config = replace(smallest, d_model=d, d_ff=4 * d, mlp=kind)
+        block = newborn(config, seed, scheme="normal", device=settings.device).model.layers[0].mlp
+        for weight in block.parameters():
+            weight.mul_(std / STD)
+        row = {
+            "mlp": kind,
+            "d_model": d,
+            "weight_std": std,
+            "scaling": f"weight std {'1/sqrt(d)' if is_scaled else STD}",
+            "theory": theory.one_block_cosine(kind, std * math.sqrt(d), d),
+        }
+        inputs = gaussian_inputs(settings, 1, d)[:, 0] / STD  # (n, d)
+        rows.append(row | pairwise_cosine(block(inputs)))
+    return rows
+
+
+def draw_width(result: dict, folder: Path) -> None:
+    """width.png: cosine over width, a panel for each scaling of the weights."""
+    curves(
+        result["rows"],
+        folder / "width.png",
+        x="d_model",
+        y="mean_cosine",
+        series="mlp",
+        panel="scaling",
+        theories={"theory": "quadrature"},
+        log="xy",
+        ticks=(128, 256, 512, 1024),
+        xlabel="width d",
+        ylabel=COSINE,
+    )
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+
+
+@dataclass
+class AllSettings(RunSettings):
+    """What `all` can be told; an experiment takes what it reads, and keeps its defaults for the rest."""
+
+    model: tuple[str, ...] | None = None
+    """presets, PRESET@SEED, or checkpoint folders"""
+    seed: tuple[int, ...] | None = None
+    """seeds of the presets' weights"""
+    embedding_seed: int | None = None
+    """seed of embedding and head"""
+    init: Literal[SCHEMES] | None = None
+    """how newborns are drawn"""
+    input_seed: int | None = None
+    """seed of the random inputs"""
+    num_sequences: int | None = at_least(2, None)
+    """random sequences, or vectors, for each seed and length"""
+    sequence_length: tuple[int, ...] | None = None
+    """positions in a sequence"""
+    batch_size: int | None = at_least(1, None)
+    """sequences in a forward pass"""
+
+
+def run_all(settings: AllSettings) -> None:
+    """Run every experiment below, one after the other."""
+    given = {name: value for name, value in vars(settings).items() if value is not None}
+    for name, (function, defaults) in COMMANDS.items():
+        if name != "all":
+            known = {field.name for field in fields(defaults)}
+            changes = {key: value for key, value in given.items() if key in known}
+            function(replace(defaults, **changes))
+
+
+COMMANDS["width"] = Command(width, SeedSettings(num_sequences=600))
+COMMANDS["all"] = Command(run_all, AllSettings())
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__, default="all")
 
 
 if __name__ == "__main__":
-    common.run(plan)
+    main()

@@ -38,19 +38,23 @@ def keyed_generator(*key) -> np.random.Generator:
 
     (torch's CPU generator keeps 32 bits of its seed: hashed seeds would collide in a search of 100,000.)
     """
-    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
+    text = "/".join(map(str, key))
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(seed: int, name: str, shape: tuple[int, ...], std: float, first: int | None = None) -> Tensor:
-    """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its `first` numbers alone, flat."""
+def draw(seed: int, name: str, shape: tuple[int, ...], std: float, count: int | None = None) -> Tensor:
+    """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its first `count` numbers, flat."""
     generator = keyed_generator(seed, name, *shape)
-    return torch.from_numpy(generator.standard_normal(first or tuple(shape), dtype=np.float32)).mul_(std)
+    size = count or tuple(shape)
+    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
 
 
 def residual_std(config: ModelConfig, scheme: str) -> float:
     """Standard deviation of the attention output and MLP down projections."""
-    return STD if scheme == "normal" else STD / math.sqrt(2 * config.num_layers)
+    if scheme == "normal":
+        return STD
+    return STD / math.sqrt(2 * config.num_layers)
 
 
 def birth_value(
@@ -63,15 +67,18 @@ def birth_value(
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
-    if name.endswith("bias") or "norm" in name:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "norm" in name:
+        return torch.ones(shape)
     if name.startswith(("model.embed_tokens", "lm_head")):
         return draw(seed if embedding_seed is None else embedding_seed, name, shape, STD)
-    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-    drawn = draw(seed, name, shape, residual_std(config, scheme) if residual else STD)
+    if not name.endswith(("o_proj.weight", "down_proj.weight")):
+        return draw(seed, name, shape, STD)
+    weight = draw(seed, name, shape, residual_std(config, scheme))
     if scheme == "centered" and name.endswith("down_proj.weight"):
-        drawn -= drawn.mean(dim=1, keepdim=True)
-    return drawn
+        weight -= weight.mean(dim=1, keepdim=True)
+    return weight
 
 
 def initialize(
@@ -79,11 +86,12 @@ def initialize(
 ) -> None:
     """Fill every parameter of `model`, in place, with its `birth_value`."""
 
-    def fill(name: str, weight: Tensor) -> None:
-        weight.copy_(birth_value(model.config, name, weight.shape, seed, embedding_seed, scheme))
+    def fill(name: str, parameter: Tensor) -> None:
+        value = birth_value(model.config, name, parameter.shape, seed, embedding_seed, scheme)
+        parameter.data.copy_(value)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        list(pool.map(lambda item: fill(item[0], item[1].data), model.named_parameters()))
+        list(pool.map(fill, *zip(*model.named_parameters())))
 
 
 def newborn(
@@ -95,8 +103,9 @@ def newborn(
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
     """An untrained model, in eval mode, by preset name or configuration; its blocks in `dtype`."""
+    config = PRESETS[model] if isinstance(model, str) else model
     with torch.device("meta"):
-        built = Transformer(PRESETS[model] if isinstance(model, str) else model)
+        built = Transformer(config)
     built = built.cast_blocks(dtype).to_empty(device=device).eval()
     initialize(built, seed, embedding_seed, scheme)
     return built
@@ -106,6 +115,7 @@ def variant(model: Transformer, **changes) -> Transformer:
     """The same weights, bit for bit, under another configuration; ValueError if that needs others."""
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
-    if missing := other.load_state_dict(model.state_dict(), strict=False, assign=True).missing_keys:
+    missing = other.load_state_dict(model.state_dict(), strict=False, assign=True).missing_keys
+    if missing:
         raise ValueError(f"{changes} needs weights that the model does not have: {', '.join(missing)}")
     return other.eval()

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lib import kernels
+
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
@@ -117,12 +119,14 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each rotated pair, (Dh/2,) float32."""
-    frequency = config.rope_theta ** (-torch.arange(0, config.head_size, 2).float() / config.head_size)
+    exponent = -torch.arange(0, config.head_size, 2).float() / config.head_size
+    frequency = config.rope_theta**exponent
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
     turns = scaling.original_context_length * frequency / (2 * math.pi)  # full turns in the original context
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
@@ -135,47 +139,22 @@ def rope_table(config: ModelConfig, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
-    half, turned = x.shape[-1] // 2, x * torch.cat((cos, cos), dim=-1)
-    if x.requires_grad:  # writing to slices in place would cost the backward pass dearly
-        return torch.addcmul(turned, x.roll(half, dims=-1), torch.cat((-sin, sin), dim=-1))
-    turned[..., :half].addcmul_(x[..., half:], sin, value=-1)  # left cos - right sin
-    turned[..., half:].addcmul_(x[..., :half], sin)  # right cos + left sin
-    return turned
-
-
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as it is defined, 128 queries at a time; the shapes of `causal_attention`.
-
-    For training on CPUs, whose fused kernel's backward pass takes twice the time; scores are bfloat16 there.
-    """
-    B, H, T, Dh = q.shape
-    k, v = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (k, v))  # (B, H, T, Dh)
-    q, k, v, heads = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), []  # (B H, T, Dh)
-    for start in range(0, T, 128):
-        end = min(start + 128, T)
-        future = torch.full((end - start, end), -torch.inf, dtype=q.dtype).triu(1 + start)  # (block, end)
-        scores = torch.baddbmm(future, q[:, start:end], k[:, :end].transpose(1, 2), alpha=Dh**-0.5)
-        heads.append(scores.softmax(-1) @ v[:, :end])  # (B H, block, Dh)
-    return torch.cat(heads, dim=1).view(B, H, T, Dh)
+    if x.device.type == "cpu":
+        return kernels.rotate(x, cos, sin)  # the same, faster
+    left, right = x.chunk(2, dim=-1)  # (B, T, H, Dh/2) each
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each head's weighted mean of the values up to its query; q, result (B, H, T, Dh), k, v (B, G, T, Dh).
+    """Each head's weighted mean of the values up to its query: softmax(q k^T / sqrt(Dh), causal) v.
 
-    With a single query it is the last position's, which sees every key.
+    q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query is the last position's, which
+    sees every key.
     """
-    queries, T = q.shape[2], k.shape[2]
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] < q.shape[1])
-    if q.is_cuda or queries == 1 or T > 512:
-        return attend(q, k, v, is_causal=queries > 1)
-    if q.requires_grad:
-        return blockwise_attention(q, k, v) if q.dtype is torch.bfloat16 else attend(q, k, v, is_causal=True)
-    # torch's CPU kernel skips masked keys in blocks of 512 only; two halves spare a quarter of the square.
-    half = T // 2
-    mask = torch.ones(T - half, T, dtype=torch.bool, device=q.device).tril(half)
-    early = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], is_causal=True)
-    late = attend(q[:, :, half:], k, v, attn_mask=mask)
-    return torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1).transpose(1, 2)
+    if q.device.type == "cpu":
+        return kernels.causal_attention(q, k, v)  # the same, faster
+    is_causal = q.shape[2] > 1
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
 
 
 class Attention(nn.Module):
@@ -184,10 +163,11 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        d, Dh, bias = config.d_model, config.head_size, config.qkv_bias
-        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=bias)
-        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=bias)
-        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=bias)
+        d = config.d_model
+        Dh = config.head_size
+        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
@@ -195,18 +175,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple, last_only: bool, on_heads: Callable | None) -> Tensor:
         B, T, _ = x.shape
-        cos, sin = rope  # (T, 1, Dh/2) each
+        Dh = self.config.head_size
         queries = 1 if last_only else T
-        q = self.q_norm(self.q_proj(x[:, -queries:]).view(B, queries, -1, self.config.head_size))
-        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.config.head_size))
-        v = self.v_proj(x).view(B, T, -1, self.config.head_size).transpose(1, 2)  # (B, G, T, Dh)
-        q = rotate(q, cos[-queries:], sin[-queries:]).transpose(1, 2)  # (B, H, queries, Dh)
-        k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
-        heads = self.calibrate(causal_attention(q, k, v), T)
+        cos, sin = rope  # (T, 1, Dh/2) each
+        q = self.q_proj(x[:, -queries:]).view(B, queries, -1, Dh)
+        k = self.k_proj(x).view(B, T, -1, Dh)
+        v = self.v_proj(x).view(B, T, -1, Dh).transpose(1, 2)  # (B, G, T, Dh)
+        q = rotate(self.q_norm(q), cos[-queries:], sin[-queries:]).transpose(1, 2)  # (B, H, queries, Dh)
+        k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)  # (B, G, T, Dh)
+        heads = self.calibrate(causal_attention(q, k, v), T)  # (B, H, queries, Dh)
         if on_heads is not None:
-            replaced = on_heads(heads, q, k, v)
-            heads = heads if replaced is None else replaced
-        return self.o_proj(heads.transpose(1, 2).reshape(B, queries, -1))  # (B, queries, H * Dh)
+            replacement = on_heads(heads, q, k, v)
+            if replacement is not None:
+                heads = replacement
+        return self.o_proj(heads.transpose(1, 2).reshape(B, queries, -1))  # from (B, queries, H Dh)
 
     def calibrate(self, heads: Tensor, T: int) -> Tensor:
         """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO)."""
@@ -215,9 +197,10 @@ class Attention(nn.Module):
             return heads
         if kind == "headnorm":
             return self.head_norm(heads)
-        position = torch.arange(T - heads.shape[2] + 1, T + 1, device=heads.device)
-        scale = (position / (1 if kind == "amplify" else self.config.context_length)).sqrt()
-        return heads * scale.to(heads.dtype)[:, None]
+        first = T - heads.shape[2] + 1  # the position of the first query, counted from 1
+        position = torch.arange(first, T + 1, device=heads.device)
+        length = 1 if kind == "amplify" else self.config.context_length
+        return heads * (position / length).sqrt().to(heads.dtype)[:, None]
 
 
 class MLP(nn.Module):
@@ -242,7 +225,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        has_attention, has_mlp = config.sublayers != "mlp", config.sublayers != "attention"
+        has_attention = config.sublayers != "mlp"
+        has_mlp = config.sublayers != "attention"
         norm = partial(NORMS[config.norm], config.d_model, eps=config.norm_epsilon)
         self.input_layernorm = norm() if has_attention else None
         self.self_attn = Attention(config) if has_attention else None
@@ -264,7 +248,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        d, V = config.d_model, config.vocab_size
+        d = config.d_model
+        V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
         table = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # the plain way would fill it
@@ -292,8 +277,11 @@ class Transformer(nn.Module):
         T = x.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
-        kind, dtype = x.device.type, next(self.model.layers.parameters()).dtype
-        x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype)
+        device = x.device.type
+        dtype = next(self.model.layers.parameters()).dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        x = x.to(dtype)
         rope = rope_table(self.config, x)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # positions never meet
@@ -322,18 +310,26 @@ def forward_flops(config: ModelConfig, T: int, last_only: bool = False) -> int:
 
     Masked attention is not counted, though kernels may compute it, nor are norms, activations and softmax.
     """
-    attention, mlp = config.sublayers != "mlp", config.sublayers != "attention"
-    d, Dh, matrices = config.d_model, config.head_size, 3 if config.mlp == "swiglu" else 2
-    if last_only and not attention:
+    d = config.d_model
+    Dh = config.head_size
+    per_query, per_key, per_pair = 0, 0, 0
+    if config.sublayers != "mlp":
+        per_query += 4 * d * config.num_heads * Dh  # W_Q and W_O
+        per_key += 4 * d * config.kv_heads * Dh  # W_K and W_V
+        per_pair += 4 * config.num_heads * Dh  # a query's score of a key, and the value it weighs
+    if config.sublayers != "attention":
+        matrices = 3 if config.mlp == "swiglu" else 2
+        per_query += 2 * matrices * d * config.d_ff
+    if last_only and config.sublayers == "mlp":
         T = 1
-    query = attention * 4 * d * config.num_heads * Dh + mlp * 2 * matrices * d * config.d_ff
-    key_value = attention * 4 * d * config.kv_heads * Dh
-    pair = attention * 4 * config.num_heads * Dh  # a query with a key: its score, and the value it weighs
-    full = (query + key_value) * T + pair * T * (T + 1) // 2
-    last = query + (key_value + pair) * T
-    return (config.num_layers - 1) * full + (last if last_only else full)
+    full_layer = (per_query + per_key) * T + per_pair * T * (T + 1) // 2
+    last_layer = full_layer
+    if last_only:
+        last_layer = per_query + (per_key + per_pair) * T
+    return (config.num_layers - 1) * full_layer + last_layer
 
 
 def training_flops(config: ModelConfig, T: int) -> float:
-    """The same for a token of a training step, with logits: a backward pass costs two forward ones."""
-    return 3 * (forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size)
+    """FLOPs of a token of a training step, with logits: a backward pass costs two forward ones."""
+    forward = forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size
+    return 3 * forward

@@ -1,303 +1,527 @@
 """Are two models of one birth, and of which seed? (BB sections 5 and 6.1; the exact test is ours)
 
     python seedprint.py compare BASE SUSPECT               # checkpoint folders, or newborns: nano_gpt2@42
-    python seedprint.py compare BASE SUSPECT STRANGER --paper-test --baselines
+    python seedprint.py paper BASE SUSPECT STRANGER        # the paper's own test, SeedPrint
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
     python seedprint.py identify SUSPECT --seeds 0-99999   # which seed of init.py?
-    python seedprint.py calibrate                          # how often is each test wrong?
-    python seedprint.py cost BASE CHILD                    # how many tokens does each test need?
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-A verdict rests on an exact test (`evidence.py`), on weights where they can decide. What it does not prove is
-in the README. Models are read one block at a time: two of 7B parameters fit into a laptop's memory.
+A verdict rests on an exact test (`measure/lineage.py`), on weights where they can decide. Models are read one
+block at a time: two of 7B parameters fit into a laptop's memory.
 """
 
+import functools
 import itertools
+import math
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import tyro
 from matplotlib.figure import Figure
 from scipy.cluster.hierarchy import dendrogram, linkage
 from scipy.spatial.distance import squareform
 from scipy.stats import norm
+from torch import Tensor
 
-import calibration
-import common
-from baselines import Inputs, PaperInputs, kendall, last_positions, open_models, similarities, top_dimensions
-from baselines import paper_test as paper_test
-from checkpoint import Newborn, check_tokenizer, steps, tensors
-from common import UserError, setting
-from data import TokenData
-from evidence import all_positions, compare_pair, diagonal_test, relation
-from evidence import relabelling_test as relabelling_test  # two tests of plain arrays, for others to call
-from experiment import conduct, figure
-from figures import save_figure
-from init import STD, draw
-from probe import random_tokens
-from stats import student_log10_tail
+from init import SCHEMES, STD, draw
+from lib.checkpoint import Newborn, Spec, check_lengths, final_states, parse_spec, shortest_context, steps
+from lib.figures import clipped, curves, save_figure
+from lib.inputs import random_tokens, random_vectors
+from lib.results import Experiment
+from lib.runtime import progress, rank
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from measure import lineage
+from measure.cosines import student_log10_tail
 
-VERDICT = "suspect verdict relabel_z matched body_z body_matched embedding_z basis_free_z"
-JUDGED = " paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z intrinsic reef pcs ics"
-STRANGER = 2**31 - 1  # seed of the newborn that `persistence` compares where it is given none
+VERDICT_COLUMNS = ("suspect", "verdict", "relabel_z", "matched", "body_z", "body_matched", "embedding_z")
+VERDICT_COLUMNS += ("basis_free_z",)
+STRANGER_SEED = 2**31 - 1  # of the newborn that `persistence` compares where it is given none
+
+Models = Annotated[tuple[str, ...], tyro.conf.Positional]
 
 
 @dataclass
-class Compare(PaperInputs):
-    """What `seedprint.py compare` can be told."""
+class StateSettings(RunSettings):
+    """What the exact test reads, and how often it permutes."""
 
-    basis_free: bool = setting(False, "make the tests that no new basis or order fools in any case")
-    neuron_permutations: int = setting(99, "relabellings of hidden units or coordinates in those", least=19)
-    neuron_layers: int = setting(4, "layers that they read", least=1)
-    paper_test: bool = setting(False, "make the paper's test as well")
-    inputs: str = setting("tokens", "of the paper's test; gaussian is a trap", ("tokens", "gaussian"))
-    baselines: bool = setting(False, "compute Intrinsic, REEF, PCS and ICS as well")
-    data: str | None = setting(None, "data set whose held-out text REEF reads (default: random tokens)")
-
-
-@dataclass
-class Identify(common.RunSettings):
-    """What `seedprint.py identify` can be told."""
-
-    models: tuple[str, ...] = ()
-    seeds: str = setting("0-99999", "candidates, FIRST-LAST")
-    parameter: str = setting("model.layers.0.self_attn.v_proj.weight", "matrix to look for")
-    numbers: int = setting(65_536, "of its first numbers to draw for each candidate", least=4)
+    num_sequences: int = at_least(1, 16)
+    """random sequences; each of their positions is a row"""
+    sequence_length: int = 64
+    """tokens in a sequence"""
+    input_seed: int = 0
+    """seed of the random sequences and of the permutations"""
+    permutations: int = at_least(199, 9999)
+    """relabellings; the smallest p is 1 / (1 + this)"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how newborns are drawn"""
 
 
 @dataclass
-class Persistence(PaperInputs):
-    """What `seedprint.py persistence` can be told."""
+class CompareSettings(StateSettings):
+    """What `compare` and `matrix` can be told."""
 
-    stranger: str | None = setting(None, "run of another birth (default: a newborn of another seed)")
+    models: Models = ()
+    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
+    neuron_permutations: int = at_least(19, 99)
+    """relabellings of hidden units or coordinates, where the tests that no new basis fools are made"""
+    neuron_layers: int = at_least(1, 4)
+    """layers that those tests read"""
 
 
-# ---- pairs -------------------------------------------------------------------------------------------------
+@dataclass
+class PaperSettings(RunSettings):
+    """What the paper's test can be told."""
+
+    models: Models = ()
+    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
+    inputs: Literal["tokens", "gaussian"] = "tokens"
+    """what the models read; gaussian makes strangers look like kin"""
+    paper_sequences: int = at_least(3, 1000)
+    """random sequences; in the paper 10000"""
+    paper_length: int = 64
+    """tokens in a sequence; in the paper 1024"""
+    side: Literal["top", "bottom"] = "top"
+    """dimensions of the largest, or of the smallest mean output"""
+    top_k: int | None = at_least(1, None)
+    """how many of them, in each model (default: half of the width)"""
+    softmax_temperature: float | None = at_least(1e-6, None)
+    """of a softmax over the chosen dimensions; in the authors' code 10"""
+    input_seed: int = 0
+    """seed of the random sequences"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how newborns are drawn"""
 
 
-def compare(s: Compare) -> dict:
-    """The first model against each of the others; writes compare.json and compare.png; returns the JSON."""
-    specs, (sources, vocab) = s.models, open_models(s, s.paper_test)
-    flags = ("inputs", "side", "top_k", "softmax_temperature", "paper_sequences", "paper_length")
-    for name, owner in (dict.fromkeys(flags, "paper_test") | {"data": "baselines"}).items():
-        if getattr(s, name) != getattr(Compare, name) and not getattr(s, owner):
-            raise UserError(f"--{name} is for --{owner}".replace("_", "-"))
-    text = TokenData(s.data) if s.data else None
-    if text and text.vocab_size > vocab:
-        raise UserError(f"--data {s.data} has {text.vocab_size} tokens, the models {vocab}")
-    for spec in specs if text else ():
-        check_tokenizer(spec, text)
+@dataclass
+class PersistenceSettings(PaperSettings):
+    """What `persistence` can be told: the settings of both tests."""
 
-    def measure(s: Compare, device, dtype) -> dict:
-        rows, points, details = [], [], []
-        for i, (spec, source) in enumerate(zip(specs[1:], sources[1:]), start=1):
-            row, C = examine(sources[0], source, s, vocab, text, device, dtype)
-            details.append({name: row.pop(name) for name in ("skipped", "reef_matrix") if name in row})
-            rows.append(dict(base=specs[0], suspect=spec) | row)
-            name = f"{i}: {clipped(spec)}"
-            points += histogram(C["relabel"], f"activations, {name}", row["num_rows"])
-            points += histogram(C["body"], f"weights, {name}", None) if "body" in C else []
-        return dict(rows=rows, points=points, details=details)
+    models: Models = ()
+    """one run folder"""
+    stranger: str | None = None
+    """run of another birth (default: a newborn of another seed)"""
+    num_sequences: int = at_least(1, 16)
+    """random sequences of the exact test; each of their positions is a row"""
+    sequence_length: int = 64
+    """tokens in each of them"""
+    permutations: int = at_least(199, 9999)
+    """relabellings; the smallest p is 1 / (1 + this)"""
 
-    result = conduct(s, "compare", "BB 6.1", measure, VERDICT + JUDGED)
-    for row in result["rows"] if common.rank() == 0 else ():
-        print(f"{row['suspect']}: {row['verdict']} ({row['rests_on']})")
+
+@dataclass
+class IdentifySettings(RunSettings):
+    """What `identify` can be told."""
+
+    models: Models = ()
+    """one model: a checkpoint folder, or PRESET@SEED"""
+    seeds: str = "0-99999"
+    """candidates, FIRST-LAST"""
+    parameter: str = "model.layers.0.self_attn.v_proj.weight"
+    """matrix to look for"""
+    numbers: int = at_least(4, 65_536)
+    """how many of its first numbers are drawn for each candidate"""
+
+
+# ---- what is compared --------------------------------------------------------------------------------------
+
+
+def comparable_models(names: tuple[str, ...], scheme: str) -> list[Spec]:
+    """The models of a command line; UserError unless there are two or more, all of one width."""
+    if len(names) < 2:
+        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
+    specs = [parse_spec(name, scheme) for name in names]
+    widths = {spec.name: spec.config.d_model for spec in specs}
+    if len(set(widths.values())) > 1:
+        raise UserError(f"only models of one width can be compared, not of {widths}")
+    return specs
+
+
+def common_vocabulary(specs: list[Spec]) -> int:
+    """The number of token ids that all models have."""
+    return min(spec.config.vocab_size for spec in specs)
+
+
+def state_fingerprint(source, vocab_size: int, settings: StateSettings, device, dtype) -> Tensor:
+    """Fingerprint of every position of the random sequences, (n T, d): each position is a row."""
+    indices = range(settings.num_sequences)
+    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
+    if tokens.numel() < 3:
+        raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
+    return lineage.fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1))
+
+
+def last_outputs(source, vocab_size: int, settings: PaperSettings, device, dtype) -> Tensor:
+    """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
+    d = source.config.d_model
+    T = settings.paper_length
+    batch_size = max(1, 2**27 // (T * d))  # half a gigabyte of states
+    parts = []
+    for start in range(0, settings.paper_sequences, batch_size):
+        indices = range(start, min(start + batch_size, settings.paper_sequences))
+        if settings.inputs == "gaussian":
+            inputs = random_vectors(settings.input_seed, indices, T, d)
+        else:
+            inputs = random_tokens(settings.input_seed, indices, T, vocab_size)
+        parts.append(final_states(source, inputs, device, dtype, last_only=True).cpu())
+    return torch.cat(parts)
+
+
+# ---- the verdict -------------------------------------------------------------------------------------------
+
+
+def compare(settings: CompareSettings) -> dict:
+    """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
+    specs = comparable_models(settings.models, settings.init)
+    check_lengths((settings.sequence_length,), shortest_context(specs))
+    experiment = Experiment("compare", "BB 6.1", settings)
+    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
+    base = specs[0].open()
+    base_print = state_fingerprint(base, *on)
+    rows, points, details = [], [], []
+    for number, spec in enumerate(specs[1:], start=1):
+        suspect = spec.open()
+        prints = (base_print, state_fingerprint(suspect, *on))
+        row, correlations, skipped = compare_pair(base, suspect, prints, settings)
+        rows.append({"base": specs[0].name, "suspect": spec.name} | row)
+        details.append({"skipped": skipped})
+        name = f"{number}: {clipped(spec.name)}"
+        points += histogram(correlations["relabel"], f"activations, {name}", len(base_print))
+        if "body" in correlations:
+            points += histogram(correlations["body"], f"weights, {name}")
+    result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, points=points, details=details)
+    if rank() == 0:
+        for row in rows:
+            print(f"{row['suspect']}: {row['verdict']} ({row['rests_on']})")
     return result
 
 
-def examine(a, b, s: Compare, vocab: int, text: TokenData | None, device, dtype) -> tuple[dict, dict]:
-    """All that `s` asks of a pair of sources: a row, and the correlation matrices of `compare_pair`."""
-    at, paper = (s.input_seed, vocab, device, dtype), (s.paper_sequences, s.paper_length, s.inputs)
-    prints = [all_positions(source, s.num_sequences, s.sequence_length, *at) for source in (a, b)]
-    free = (s.neuron_permutations, s.neuron_layers, s.basis_free)
-    row, C = compare_pair(a, b, prints, s.input_seed, s.permutations, *free)
-    if s.paper_test:
-        outputs = [last_positions(source, *paper, *at) for source in (a, b)]
-        row |= paper_test(*outputs, *s.chosen(a.config.d_model))
-    if s.baselines:
-        tokens = random_tokens(s.input_seed, range(200), s.sequence_length, vocab)
-        if text:
-            tokens, _ = text.held_out(200, s.sequence_length)
-        if len(tokens) < 200:
-            raise UserError(f"{text.folder}: {len(tokens)} held-out windows, where REEF reads 200")
-        row |= similarities(a, b, tokens, device, dtype)
-    return row, C
+def compare_pair(base, suspect, prints: tuple, settings: CompareSettings) -> tuple[dict, dict, list]:
+    """The row of two sources and their fingerprints; the correlations behind it; what was left out."""
+    tests, correlations, skipped = lineage.compare_sources(
+        base,
+        suspect,
+        prints,
+        settings.input_seed,
+        settings.permutations,
+        settings.neuron_permutations,
+        settings.neuron_layers,
+    )
+    verdict, reason = lineage.verdict(tests)
+    relabel = tests["relabel"]
+    row = {
+        "verdict": verdict,
+        "rests_on": reason,
+        "num_rows": len(prints[0]),
+        "matched": relabel["matched"],
+        "mismatched": relabel["mismatched"],
+        "smallest_visible": relabel["smallest_visible"],
+        "relabel_z": relabel["z"],
+        "relabel_log10_p": relabel["log10_p"],
+        "permutation_p": relabel["p"],
+    }
+    for kind in ("body", "embedding"):
+        test = tests.get(kind, {})
+        for name in ("matched", "mismatched", "smallest_visible", "z", "log10_p", "p"):
+            row[f"{kind}_{name}"] = test.get(name)
+    for kind in ("any_order", "basis_free"):
+        test = tests.get(kind, {})
+        row[kind] = test.get("correlation")
+        row[f"{kind}_z"] = test.get("z")
+        row[f"{kind}_p"] = test.get("p")
+    return row, correlations, skipped
 
 
-def clipped(spec: str) -> str:
-    """The end of a long name, for figures."""
-    return spec if len(spec) < 28 else "..." + spec[-25:]
-
-
-def histogram(C: torch.Tensor, title: str, num_rows: int | None):
+def histogram(C: Tensor, title: str, num_rows: int | None = None) -> Iterator[dict]:
     """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
-    off = C[~torch.eye(len(C), dtype=bool)].numpy()
-    edges, none = np.linspace(C.min().item(), C.max().item(), 61), [None] * 60
-    law = (100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5))).tolist() if num_rows else none
-    for pairs, values, laws in (("mismatched", off, law), ("matched", C.diagonal().numpy(), none)):
-        share = 100 * np.histogram(values, edges)[0] / len(values)
-        for x, y, theory in zip(((edges[1:] + edges[:-1]) / 2).tolist(), share.tolist(), laws):
-            yield dict(correlation=x, share=y, theory=theory, coordinates=pairs, evidence=title)
+    edges = np.linspace(C.min().item(), C.max().item(), 61)
+    centres = (edges[1:] + edges[:-1]) / 2
+    law = [None] * len(centres)
+    if num_rows is not None:
+        law = (100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5))).tolist()
+    mismatched = C[~torch.eye(len(C), dtype=bool)].numpy()
+    matched = C.diagonal().numpy()
+    for coordinates, values in (("mismatched", mismatched), ("matched", matched)):
+        percent = 100 * np.histogram(values, edges)[0] / len(values)
+        for i, centre in enumerate(centres.tolist()):
+            point = {"correlation": centre, "share": float(percent[i]), "coordinates": coordinates}
+            point["theory"] = law[i] if coordinates == "mismatched" else None
+            yield point | {"evidence": title}
 
 
-def matrix(s: Inputs) -> dict:
-    """All pairs; writes matrix.json and matrix.png, a heat map and a family tree; returns the JSON."""
-    specs, (sources, vocab) = s.models, open_models(s)
+def draw_compare(result: dict, folder: Path) -> None:
+    """compare.png: matched against mismatched correlations, two panels for each suspect."""
+    curves(
+        result["points"],
+        folder / "compare.png",
+        x="correlation",
+        y="share",
+        series="coordinates",
+        panel="evidence",
+        theories={"theory": "mismatched, if rows were independent"},
+        style="-",
+        share="",
+        panels_in_a_row=2,
+        xlabel="correlation of a coordinate of one model with one of the other",
+        ylabel="% of pairs",
+    )
 
-    def measure(s: Inputs, *on) -> dict:
-        rows, at = [], (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on)
-        prints = [all_positions(source, *at) for source in sources]
-        pairs = list(itertools.combinations(zip(specs, sources, prints), 2))
-        for (a, one, its), (b, other, theirs) in common.progress(pairs, desc="matrix", unit=" pairs"):
-            row, _ = compare_pair(one, other, (its, theirs), s.input_seed, s.permutations)
-            del row["skipped"]
-            rows.append(dict(a=a, b=b) | row)
-        return dict(rows=rows)
 
-    plot = lambda result, folder: plot_matrix(specs, result["rows"], folder / "matrix.png")  # noqa: E731
-    return conduct(s, "matrix", "BB Table 4", measure, "a b " + VERDICT, plot=plot)
+def matrix(settings: CompareSettings) -> dict:
+    """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
+    specs = comparable_models(settings.models, settings.init)
+    check_lengths((settings.sequence_length,), shortest_context(specs))
+    experiment = Experiment("matrix", "BB Table 4", settings)
+    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
+    sources = [spec.open() for spec in specs]
+    prints = [state_fingerprint(source, *on) for source in sources]
+    rows = []
+    pairs = list(itertools.combinations(range(len(specs)), 2))
+    for a, b in progress(pairs, desc="matrix", unit=" pairs"):
+        row, _, _ = compare_pair(sources[a], sources[b], (prints[a], prints[b]), settings)
+        rows.append({"a": specs[a].name, "b": specs[b].name} | row)
+    return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
 
 
-def plot_matrix(specs: tuple[str, ...], rows: list[dict], path: Path) -> None:
-    """Correlations of body weights, with the z of activations written in, and the tree of their distances."""
-    matched, z = ([row[key] or 0.0 for row in rows] for key in ("body_matched", "relabel_z"))
-    value, z = squareform(matched) + np.eye(len(specs)), squareform(z)
-    figure = Figure(figsize=(4 + 0.9 * len(specs), 2.2 + 0.55 * len(specs)), layout="constrained")
+def draw_matrix(result: dict, folder: Path) -> None:
+    """matrix.png: correlations of body weights, the z of activations written in, and the family tree."""
+    rows = result["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in (row["a"], row["b"])))
+    matched = np.array([row["body_matched"] or 0.0 for row in rows])
+    tree_style = {"orientation": "left", "no_labels": True, "color_threshold": 0}
+    figure = Figure(figsize=(4 + 0.9 * len(names), 2.2 + 0.55 * len(names)), layout="constrained")
     tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
-    style = dict(orientation="left", no_labels=True, color_threshold=0, above_threshold_color="black")
-    order = dendrogram(linkage(1 - np.clip(matched, 0, 1), "average"), ax=tree, **style)["leaves"]
+    distances = linkage(1 - np.clip(matched, 0, 1), "average")
+    order = dendrogram(distances, ax=tree, above_threshold_color="black", **tree_style)["leaves"]
     tree.set(xlabel="1 - correlation", title="family tree")
     tree.spines[["top", "right", "left"]].set_visible(False)
-    value, z = (found[np.ix_(order, order)] for found in (value, z))
-    image = heat.imshow(value, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    names = [clipped(specs[i]) for i in order]
-    heat.set_xticks(range(len(specs)), names, rotation=40, ha="right", fontsize=8)
-    heat.set_yticks(range(len(specs)), names, fontsize=8)
+    correlation = (squareform(matched) + np.eye(len(names)))[np.ix_(order, order)]
+    z = squareform([row["relabel_z"] for row in rows])[np.ix_(order, order)]
+    image = heat.imshow(correlation, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    labels = [clipped(names[i]) for i in order]
+    heat.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize=8)
+    heat.set_yticks(range(len(names)), labels, fontsize=8)
     heat.set_title("z of activations")
-    for y, x in itertools.permutations(range(len(specs)), 2):
-        colour = "black" if value[y, x] > 0.6 else "white"
+    for y, x in itertools.permutations(range(len(names)), 2):
+        colour = "black" if correlation[y, x] > 0.6 else "white"
         heat.text(x, y, f"{z[y, x]:.1f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, label="correlation of body weights")
-    save_figure(figure, path)
+    save_figure(figure, folder / "matrix.png")
+
+
+# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
+
+
+def paper(settings: PaperSettings) -> dict:
+    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
+    specs = comparable_models(settings.models, settings.init)
+    check_paper_settings(settings, specs)
+    experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
+    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
+    base_outputs = last_outputs(specs[0].open(), *on)
+    rows = []
+    for spec in progress(specs[1:], desc="paper", unit=" suspects"):
+        test = paper_test(base_outputs, last_outputs(spec.open(), *on), settings)
+        rows.append({"base": specs[0].name, "suspect": spec.name} | test)
+    return experiment.save(rows)
+
+
+def check_paper_settings(settings: PaperSettings, specs: list[Spec]) -> None:
+    """UserError for a length or a number of dimensions that the models do not have."""
+    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
+    lineage.check_top_k(settings.top_k, specs[0].config.d_model)
+
+
+def paper_test(a: Tensor, b: Tensor, settings: PaperSettings) -> dict:
+    """The paper's test of two models' `last_outputs`."""
+    return lineage.paper_test(a, b, settings.side, settings.top_k, settings.softmax_temperature)
 
 
 # ---- which seed? -------------------------------------------------------------------------------------------
 
 
-def identify(s: Identify) -> dict:
-    """The seed of `init.py` whose draw of one matrix lies closest to the suspect's; writes identify.json.
+def identify(settings: IdentifySettings) -> dict:
+    """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
     A newborn's numbers are Gaussian, so their cosine with any fixed numbers has a known law, and the search
-    among all candidates costs its number (Bonferroni). UserError if the matrix is not there.
+    among all candidates costs its number (Bonferroni). `answer` is the seed, or null where no candidate's
+    family-wise log10 p is -6 or less. It knows only births of init.py.
     """
-    if len(s.models) != 1:
+    if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
-    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", s.seeds)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    candidates = parse_seeds(settings.seeds)
+    source = parse_spec(settings.models[0]).open()
+    unit = unit_numbers(source, settings.parameter, settings.numbers)
+    experiment = Experiment("identify", "ours", settings)
+    cosine_of = functools.partial(newborn_cosine, settings.parameter, source.shapes[settings.parameter], unit)
+    best = []
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
+        for start in progress(range(0, len(candidates), 256), desc="seeds", unit=" x 256"):
+            seeds = candidates[start : start + 256]
+            best += zip(pool.map(cosine_of, seeds), seeds)
+            best = sorted(best, reverse=True)[:10]
+    m = len(unit)
+    rows = []
+    for cosine, seed in best:
+        t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
+        family_log10_p = min(0.0, student_log10_tail(t, m - 1) + math.log10(len(candidates)))
+        rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
+    is_certain = rows[0]["family_log10_p"] <= lineage.SAME_LOG10_P
+    answer = rows[0]["seed"] if is_certain else None
+    result = experiment.save(rows, answer=answer, candidates=len(candidates))
+    if rank() == 0:
+        said = f"seed {answer}" if is_certain else f"none of the seeds {settings.seeds} of init.py"
+        print(f"{settings.models[0]}: {said}")
+    return result
+
+
+def parse_seeds(text: str) -> range:
+    """The candidates of FIRST-LAST, or of one number; UserError for anything else."""
+    match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
+    first = int(match[1]) if match else 1
+    last = int(match[2] or match[1]) if match else 0
     if not 0 <= last - first < 10**7:
-        raise UserError(f"--seeds {s.seeds}: expected FIRST-LAST, as in 0-99999, ten million at most")
-    source = tensors(s.models[0])
-    shape = source.shapes.get(s.parameter, ())
-    if len(shape) != 2:
-        names = ", ".join(n for n in source.shapes if n.startswith("model.layers.0.") and "proj" in n)
-        raise UserError(f"--parameter {s.parameter}: expected a matrix, like {names}")
-    weight = source.read(s.parameter).flatten()[: s.numbers].double().numpy()
-    m, candidates = len(weight), range(first, last + 1)
-    if not np.isfinite(weight).all():
-        raise UserError(f"{s.models[0]}: {s.parameter} is not finite: check it for NaN")
-    unit = (weight / max(np.linalg.norm(weight), 1e-300)).astype(np.float32)
+        raise UserError(f"--seeds {text}: expected FIRST-LAST, as in 0-99999, ten million at most")
+    return range(first, last + 1)
 
-    def cosine_of(seed: int) -> float:
-        numbers = draw(seed, s.parameter, shape, STD, m).numpy()
-        return float(numbers @ unit) / float(np.linalg.norm(numbers))
 
-    def measure(*_) -> dict:
-        best, rows = [], []
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-            for i in common.progress(range(0, len(candidates), 256), desc="seeds", unit=" x 256"):
-                seeds = candidates[i : i + 256]
-                best = sorted([*best, *zip(pool.map(cosine_of, seeds), seeds)], reverse=True)[:10]
-        for cosine, seed in best:
-            t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-            family = float(min(0.0, student_log10_tail(t, m - 1) + np.log10(len(candidates))))
-            rows.append(dict(seed=seed, cosine=cosine, z=cosine * m**0.5, family_log10_p=family))
-        return dict(rows=rows, candidates=len(candidates))
+def unit_numbers(source, parameter: str, count: int) -> np.ndarray:
+    """The first numbers of a source's matrix, scaled to length 1; UserError if there is no such matrix."""
+    if len(source.shapes.get(parameter, ())) != 2:
+        known = [name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name]
+        raise UserError(f"--parameter {parameter}: expected a matrix, like {', '.join(known)}")
+    numbers = source.read(parameter).flatten()[:count].double().numpy()
+    if not np.isfinite(numbers).all():
+        raise UserError(f"{parameter} is not finite: check it for NaN")
+    return (numbers / max(np.linalg.norm(numbers), 1e-300)).astype(np.float32)
 
-    return conduct(s, "identify", "ours", measure, plot=None)
+
+def newborn_cosine(parameter: str, shape: tuple[int, ...], unit: np.ndarray, seed: int) -> float:
+    """Cosine of the unit vector with the first numbers that a seed draws for a parameter."""
+    numbers = draw(seed, parameter, shape, STD, len(unit)).numpy()
+    return float(numbers @ unit) / float(np.linalg.norm(numbers))
 
 
 # ---- a life ------------------------------------------------------------------------------------------------
 
 
-def persistence(s: Persistence) -> dict:
-    """Every checkpoint of a run against its birth, and a stranger beside it (BB Figures 11 and 14).
+def persistence(settings: PersistenceSettings) -> dict:
+    """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
     `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions; the stranger is of the same
     step where --stranger is a run that has it, and its last one elsewhere. Writes persistence.json and .png.
     """
-    run = steps(s.models[0]) if len(s.models) == 1 else []
-    if len(run) < 2 or run[0].name != "step_0000000":
+    folders = steps(settings.models[0]) if len(settings.models) == 1 else []
+    if len(folders) < 2 or folders[0].name != "step_0000000":
         raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
-    others = {path.name: path for path in steps(s.stranger)} if s.stranger else {}
-    opened = replace(s, models=(str(run[0]), str(run[-1]), *([s.stranger] if s.stranger else [])))
-    sources, vocab = open_models(opened, paper=True)
-    birth, width = sources[0], sources[0].config.d_model
-    stranger = sources[2] if s.stranger else Newborn(birth.config, STRANGER, scheme=s.init)
+    specs = [parse_spec(str(folder)) for folder in folders]
+    others = {}
+    if settings.stranger is not None:
+        last_stranger = parse_spec(settings.stranger)
+        comparable_models((str(folders[0]), settings.stranger), settings.init)
+        others = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
+        vocab_size = common_vocabulary([specs[0], last_stranger])
+        stranger = last_stranger.open()
+    else:
+        vocab_size = common_vocabulary(specs)
+        stranger = Newborn(specs[0].config, STRANGER_SEED, scheme=settings.init)
+    check_lengths((settings.sequence_length,), shortest_context(specs))
+    check_paper_settings(settings, specs)
+    experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
+    on = (vocab_size, experiment.settings, experiment.device, experiment.dtype)
+    birth = specs[0].open()
+    birth_outputs = last_outputs(birth, *on)
+    birth_print = state_fingerprint(birth, *on)
+    top_k = lineage.check_top_k(settings.top_k, birth.config.d_model)
+    chosen = lineage.top_dimensions(birth_outputs.numpy(), settings.side, top_k)
 
-    def measure(s: Persistence, *on) -> dict:
-        paper = (s.paper_sequences, s.paper_length, "tokens", s.input_seed, vocab, *on)
-        inputs, chosen_as = (s.num_sequences, s.sequence_length, s.input_seed, vocab, *on), s.chosen(width)
-        born, born_rows = last_positions(birth, *paper), all_positions(birth, *inputs)
-        chosen, rows, points, p = top_dimensions(born.numpy(), *chosen_as[:2]), [], [], []
-        for folder in common.progress(run, desc="checkpoints"):
-            child, step = tensors(str(folder)), int(folder.name.removeprefix("step_"))
-            other = tensors(str(others[folder.name])) if folder.name in others else stranger
-            output, strange = (last_positions(source, *paper) for source in (child, other))
-            row = dict(step=step)
-            for who, model, other in (("", "its own birth", output), ("stranger_", "another birth", strange)):
-                tau = kendall(born.numpy(), other.numpy(), chosen, s.softmax_temperature)
-                row |= {f"{who}mean_tau": float(tau.mean()), f"{who}std_tau": float(tau.std())}
-                points.append(dict(step=step, tau=float(tau.mean()), std=float(tau.std()), model=model))
-            C = relation(born_rows, all_positions(child, *inputs))
-            test = diagonal_test(C, ("relabel", s.input_seed), s.permutations)
-            row |= dict(relabel_z=test["z"], relabel_log10_p=test["log10_p"], permutation_p=test["p"])
-            rows.append(row | paper_test(born, output, *chosen_as))
-            logs = {f"{n}-test": np.log10(max(rows[-1][f"paper_{n.lower()}_p"], 1e-300)) for n in "tU"}
-            for name, log10_p in ({"relabelling": test["log10_p"]} | logs).items():
-                p.append(dict(step=step, test=name, minus_log10_p=-log10_p, level=2.0))
-        points, p = ([point for point in drawn if point["step"]] for drawn in (points, p))  # log axes
-        return dict(rows=rows, points=points, p=p)
+    def taus(outputs: Tensor) -> np.ndarray:
+        return lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, settings.softmax_temperature)
 
-    columns = "step mean_tau std_tau stranger_mean_tau stranger_std_tau relabel_z paper_t_p paper_u_p"
-    plot = partial(figure, persistence_p="p")
-    return conduct(s, "persistence", "BB Figures 11 and 14", measure, columns, plot=plot)
+    stranger_outputs = last_outputs(stranger, *on)
+    rows = []
+    for spec, folder in progress(list(zip(specs, folders)), desc="checkpoints"):
+        child = spec.open()
+        outputs = last_outputs(child, *on)
+        other_outputs = stranger_outputs
+        if folder.name in others:
+            other_outputs = last_outputs(others[folder.name].open(), *on)
+        own_taus = taus(outputs)
+        other_taus = taus(other_outputs)
+        C = lineage.relation(birth_print, state_fingerprint(child, *on))
+        test = lineage.diagonal_test(C, ("relabel", settings.input_seed), settings.permutations)
+        row = {
+            "step": int(folder.name.removeprefix("step_")),
+            "mean_tau": float(own_taus.mean()),
+            "std_tau": float(own_taus.std()),
+            "stranger_mean_tau": float(other_taus.mean()),
+            "stranger_std_tau": float(other_taus.std()),
+            "relabel_z": test["z"],
+            "relabel_log10_p": test["log10_p"],
+            "permutation_p": test["p"],
+        }
+        rows.append(row | paper_test(birth_outputs, outputs, settings))
+    columns = ("step", "mean_tau", "std_tau", "stranger_mean_tau", "stranger_std_tau", "relabel_z")
+    return experiment.save(rows, (*columns, "paper_t_p", "paper_u_p"), draw_persistence)
+
+
+def draw_persistence(result: dict, folder: Path) -> None:
+    """persistence.png: tau with birth by step; persistence_p.png: what each test says of it."""
+    taus, tests = [], []
+    for row in result["rows"]:
+        if row["step"] == 0:  # the axes are logarithmic
+            continue
+        for model, who in (("its own birth", ""), ("another birth", "stranger_")):
+            tau = {"step": row["step"], "model": model}
+            taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
+        log10_p = {"relabelling": row["relabel_log10_p"]}
+        log10_p["t-test"] = math.log10(max(row["paper_t_p"], 1e-300))
+        log10_p["U-test"] = math.log10(max(row["paper_u_p"], 1e-300))
+        for test, value in log10_p.items():
+            tests.append({"step": row["step"], "test": test, "minus_log10_p": -value, "level": 2.0})
+    curves(
+        taus,
+        folder / "persistence.png",
+        x="step",
+        y="tau",
+        series="model",
+        band="std",
+        band_label="std of dimensions",
+        log="x",
+        xlabel="training step",
+        ylabel="Kendall's tau with birth",
+    )
+    curves(
+        tests,
+        folder / "persistence_p.png",
+        x="step",
+        y="minus_log10_p",
+        series="test",
+        theories={"level": "p = 0.01"},
+        log="xy",
+        xlabel="training step",
+        ylabel="-log10 p against its birth",
+    )
 
 
 COMMANDS = {
-    "compare": (Compare, compare),
-    "matrix": (Inputs, matrix),
-    "identify": (Identify, identify),
-    "calibrate": (calibration.Settings, calibration.calibrate),
-    "cost": (Inputs, calibration.cost),
-    "persistence": (Persistence, persistence),
+    "compare": Command(compare, CompareSettings()),
+    "paper": Command(paper, PaperSettings()),
+    "matrix": Command(matrix, CompareSettings()),
+    "identify": Command(identify, IdentifySettings()),
+    "persistence": Command(persistence, PersistenceSettings()),
 }
 
 
-def plan(words: list[str]) -> list:
-    """The settings of a command line, and what to do; the models are its words after the subcommand."""
-    words, arguments = common.leading(words)
-    if not words and {"-h", "--help"} & {*arguments}:
-        print(__doc__ + "\nEach subcommand has a --help of its own.")
-        return []
-    settings_class, work = COMMANDS[common.choose(words[0] if words else "", COMMANDS, "subcommand")]
-    settings = common.parse_settings(settings_class, __doc__, arguments)
-    settings.models = tuple(words[1:])
-    return [(settings, partial(work, settings))]
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__)
 
 
 if __name__ == "__main__":
-    common.run(plan)
+    main()

@@ -11,92 +11,198 @@ head with alpha_k above --epsilon is a sink head at k. Text comes from a prepare
 ourselves is called ours.
 """
 
-import itertools
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-import attention
-import common
-import reading
-import theory
-from checkpoint import config_of, find, load, models, shared_context
-from common import UserError, setting
-from evidence import some
-from experiment import conduct
-from figures import draw, save_figure
 from init import SCHEMES, newborn
-from model import CHOICES, MLP, PRESETS, Transformer
-from stats import interval, split
+from lib.checkpoint import Spec, check_lengths, chosen_models, shortest_context
+from lib.figures import curves, save_figure
+from lib.inputs import TextSettings, check_text_settings, read_tokens
+from lib.results import Experiment
+from lib.runtime import progress, rank
+from lib.settings import Command, UserError, at_least, run_script
+from measure import attention, theory
+from measure.cosines import interval
+from measure.lineage import some_layers
+from model import CHOICES, MLP, Transformer
+
+LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 
 
 @dataclass
-class Settings(reading.Settings):
+class Settings(TextSettings):
     """What every experiment of `sinks.py` can be told."""
 
-    model: tuple[str, ...] = setting(("tiny_llama",), "presets, PRESET@SEED, runs or checkpoint folders")
-    seed: tuple[int, ...] = setting((42,), "seeds of the presets' weights")
-    init: str = setting("gpt2", "how newborns are drawn", SCHEMES)
-    attn_calibration: str = setting("none", "of newborns' heads (BB 6.2)", CHOICES["attn_calibration"])
-    sequence_length: int = setting(64, "tokens in a sequence (Gu et al.: 64)", least=2)
+    model: tuple[str, ...] = ("tiny_llama",)
+    """presets, PRESET@SEED, runs or checkpoint folders"""
+    seed: tuple[int, ...] = (42,)
+    """seeds of the presets' weights"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how newborns are drawn"""
+    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"
+    """scaling of newborns' aggregated heads (BB 6.2)"""
 
 
 @dataclass
-class Rate(Settings):
-    """What `sinks.py rate` can be told."""
+class RateSettings(Settings):
+    """What `rate` can be told."""
 
-    sequence_length: tuple[int, ...] | None = setting(None, "tokens a sequence (default: 32 to 512)", least=2)
-    epsilon: float = setting(0.3, "a head with alpha_1 above this is a sink head (Gu et al.)")
+    sequence_length: tuple[int, ...] | None = at_least(2, None)
+    """tokens in a sequence (default: 32 to 512, as far as the model goes)"""
+    epsilon: float = 0.3
+    """a head whose alpha_1 is above this, between 0 and 1, is a sink head (Gu et al.)"""
 
 
 @dataclass
-class Intervene(Settings):
-    """What `sinks.py intervene` can be told."""
+class LengthSettings(Settings):
+    """What `variance` and `anatomy` can be told."""
 
-    position: int = setting(5, "k, the position to be made a sink, from 1", least=1)
-    layers: tuple[int, ...] | None = setting(None, "layers to intervene in, from 1 (default: all)")
-    factor: tuple[float, ...] = setting((0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0), "lambda of each sweep", least=0)
+    sequence_length: int = at_least(2, 64)
+    """tokens in a sequence (Gu et al.: 64)"""
+
+
+@dataclass
+class InterveneSettings(LengthSettings):
+    """What `intervene` can be told."""
+
+    position: int = at_least(1, 5)
+    """k, the position to be made a sink, from 1"""
+    layers: tuple[int, ...] | None = None
+    """layers to intervene in, from 1 (default: all)"""
+    factor: tuple[float, ...] = at_least(0, (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
+    """lambda, by which the position's variation, or its values, are multiplied"""
+
+
+# ---- the models --------------------------------------------------------------------------------------------
+
+
+def attending_models(settings: Settings) -> list[Spec]:
+    """The models of the command line; UserError for settings that do not fit them, or each other."""
+    specs = chosen_models(settings.model, settings.seed, scheme=settings.init)
+    check_text_settings(settings)
+    lengths = settings.sequence_length
+    if isinstance(lengths, int):
+        lengths = (lengths,)
+    check_lengths(lengths or (), shortest_context(specs))
+    for spec in specs:
+        if spec.config.sublayers == "mlp":
+            raise UserError(f"{spec.label} has no attention, so no sinks")
+        if settings.attn_calibration != "none" and not spec.is_newborn:
+            raise UserError(f"--attn-calibration is for newborns: {spec.label} has its own")
+    reads_text = settings.data or settings.text
+    has_trained = not all(spec.is_newborn for spec in specs)
+    if has_trained and not reads_text and rank() == 0:
+        print("reading random tokens, as none is trained on: --data or --text names text", file=sys.stderr)
+    return specs
+
+
+def load_model(settings: Settings, spec: Spec) -> Transformer:
+    """A model on the settings' device, in their dtype; a newborn with their calibration."""
+    dtype = getattr(torch, settings.dtype)
+    if not spec.is_newborn:
+        return spec.load(settings.device, dtype)
+    config = replace(spec.config, attn_calibration=settings.attn_calibration)
+    return newborn(config, spec.seed, spec.embedding_seed, settings.init, settings.device, dtype)
+
+
+def measure_models(
+    name: str, paper: str, settings: Settings, measure: Callable
+) -> tuple[Experiment, list, list]:
+    """Begin an experiment and measure every model: `measure(settings, spec, model)` returns two lists of rows.
+
+    Returns the experiment and both lists for all models, the model's name in each row.
+    """
+    specs = attending_models(settings)
+    experiment = Experiment(name, paper, settings)
+    rows, others = [], []
+    for spec in progress(specs, desc=name, unit=" checkpoints"):
+        model = load_model(experiment.settings, spec)
+        new_rows, new_others = measure(experiment.settings, spec, model)
+        rows += [{"checkpoint": spec.label} | row for row in new_rows]
+        others += [{"checkpoint": spec.label} | row for row in new_others]
+    return experiment, rows, others
 
 
 # ---- how much? (BB Figure 12) ------------------------------------------------------------------------------
 
 
-def rate(s: Rate, spec: str, model: Transformer) -> dict:
-    """Figure 12: the share of sink heads by length, thresholded in each sequence, then averaged."""
-    rows, points, heads, context = [], [], [], model.config.context_length
-    for T in s.sequence_length or [T for T in (32, 64, 128, 256, 512) if T <= context] or [context]:
-        tokens, row = reading.tokens(s, spec, T, model.config.vocab_size), dict(sequence_length=T)
-        alpha, uniform = attention.first_attention(model, tokens), attention.uniform_alpha(T)
-        row |= dict(epsilon=s.epsilon) | interval(attention.sink_share(alpha, s.epsilon), "sink_rate")
+@torch.inference_mode()
+def rate(settings: RateSettings) -> dict:
+    """Which share of heads are sink heads, by length? (BB Figure 12) Writes rate.json, two figures."""
+    if not 0 < settings.epsilon < 1:
+        raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
+    experiment, rows, heads = measure_models("rate", "BB Figure 12", settings, sink_rates)
+    columns = ("checkpoint", "sequence_length", "epsilon", "sink_rate", "mean_alpha1", "max_alpha1")
+    return experiment.save(rows, (*columns, "uniform_alpha1"), draw_rate, heads=heads)
+
+
+def sink_rates(settings: RateSettings, spec: Spec, model: Transformer) -> tuple[list[dict], list[dict]]:
+    """A row for each length, heads thresholded in each sequence, then averaged; and alpha_1 of all heads."""
+    context = model.config.context_length
+    lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
+    rows, heads = [], []
+    for T in lengths:
+        alpha = attention.first_attention(model, read_tokens(settings, spec, T))  # (n, L, H)
+        row = {"sequence_length": T, "epsilon": settings.epsilon}
+        row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate")
         row |= interval(alpha.mean(dim=(1, 2)), "mean_alpha1", "alpha1_low", "alpha1_high")
-        rows.append(row | dict(max_alpha1=alpha.mean(0).max().item(), uniform_alpha1=uniform))
-        heads.append(dict(sequence_length=T, alpha1=alpha.mean(0).tolist()))
-        for panel, y, law in (("sink rate", "sink_rate", None), ("mean alpha_1", "mean_alpha1", uniform)):
-            points.append(dict(x=T, y=rows[-1][y], theory=law, panel=panel))
-    return dict(rows=rows, points=points, heads=heads)
+        row["max_alpha1"] = alpha.mean(0).max().item()
+        row["uniform_alpha1"] = attention.uniform_alpha(T)
+        rows.append(row)
+        heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
+    return rows, heads
 
 
-def plot_heads(heads: list[dict], path: Path) -> None:
+def draw_rate(result: dict, folder: Path) -> None:
+    """rate.png: sink rate and alpha_1 by length; rate_heads.png: alpha_1 of every head."""
+    points = []
+    for row in result["rows"]:
+        point = {"checkpoint": row["checkpoint"], "sequence_length": row["sequence_length"]}
+        points.append(point | {"panel": "sink rate", "value": row["sink_rate"], "uniform": None})
+        alpha = {"panel": "mean alpha_1", "value": row["mean_alpha1"], "uniform": row["uniform_alpha1"]}
+        points.append(point | alpha)
+    curves(
+        points,
+        folder / "rate.png",
+        x="sequence_length",
+        y="value",
+        series="checkpoint",
+        panel="panel",
+        theories={"uniform": "uniform attention"},
+        share="x",
+        log="x",
+        ticks=LENGTHS,
+        xlabel="tokens in a sequence",
+        ylabel="",
+    )
+    draw_heads(result["heads"], folder / "rate_heads.png")
+
+
+def draw_heads(heads: list[dict], path: Path) -> None:
     """alpha_1 of every layer and head, at the greatest length of each checkpoint."""
-    last = list({found["checkpoint"]: found for found in heads}.values())
-    figure = Figure(figsize=(1.5 + 3.2 * len(last), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(last), squeeze=False)[0]
-    for axes, found in zip(panels, last):
-        alpha = torch.tensor(found["alpha1"]).numpy()  # (L, H)
+    longest = {entry["checkpoint"]: entry for entry in heads}
+    figure = Figure(figsize=(1.5 + 3.2 * len(longest), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(longest), squeeze=False)[0]
+    for axes, (label, entry) in zip(panels, longest.items()):
+        alpha = torch.tensor(entry["alpha1"]).numpy()  # (L, H)
         L, H = alpha.shape
         edges = (0.5, H + 0.5, L + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=edges)
         axes.set(xlabel="head", xticks=range(1, H + 1, 1 + H // 9))
         axes.set(ylabel="layer", yticks=range(1, L + 1, 1 + L // 9))
-        axes.set_title(f"{found['checkpoint'][-26:]}, T = {found['sequence_length']}", fontsize=9)
+        axes.set_title(f"{label[-26:]}, T = {entry['sequence_length']}", fontsize=9)
     figure.colorbar(image, ax=list(panels), label="alpha_1")
     save_figure(figure, path)
 
@@ -104,71 +210,140 @@ def plot_heads(heads: list[dict], path: Path) -> None:
 # ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
 
 
-def variance(s: Settings, spec: str, model: Transformer) -> dict:
-    """Figure 9 in every layer: std of aggregated values, calibrated, just before the output projection.
+class SpreadByPosition:
+    """Standard deviation at each position over sequences, heads and dimensions, of batches that stream by."""
 
-    `theory` is `theory.aggregated_std`'s, for the first layer of a newborn drawn with the std it assumes.
+    def __init__(self):
+        self.count = 0
+        self.sums = 0.0
+        self.squares = 0.0
+
+    def update(self, heads: Tensor) -> None:
+        """Add heads (B, H, T, Dh)."""
+        heads = heads.double()
+        self.count += heads.numel() // heads.shape[2]
+        self.sums = self.sums + heads.sum((0, 1, 3)).cpu()  # (T,)
+        self.squares = self.squares + heads.square().sum((0, 1, 3)).cpu()
+
+    def std(self) -> list[float]:
+        """The standard deviation at positions 1..T."""
+        variance = self.squares / self.count - (self.sums / self.count).square()
+        return variance.clamp(min=0).sqrt().tolist()
+
+
+@torch.inference_mode()
+def variance(settings: LengthSettings) -> dict:
+    """How much do aggregated values vary at each position of each layer? (BB Figure 9 on any checkpoint)"""
+    experiment, rows, _ = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
+    columns = ("checkpoint", "layer", "position", "std", "theory")
+    return experiment.save(rows, columns, draw_variance)
+
+
+def value_spread(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple[list[dict], list]:
+    """Std of aggregated values, calibrated, just before the output projection: a row a layer and position.
+
+    `theory` is `theory.aggregated_std`'s, for the first layer of a newborn on random tokens.
     """
-    sums, rows, T = defaultdict(float), [], s.sequence_length
+    T = settings.sequence_length
+    spreads = defaultdict(SpreadByPosition)
 
-    def watch(layer, heads, q, k, v):
-        sums[layer] += attention.moments(heads)
+    def on_heads(layer, heads, q, k, v):
+        spreads[layer].update(heads)
 
-    for part in attention.batches(reading.tokens(s, spec, T, model.config.vocab_size)):
-        model.hidden(part, on_heads=watch)
-    lawful = not isinstance(find(spec), Path) and not (s.text or s.data or s.bos)
-    law = theory.aggregated_std(model.config, T, tokens=True).tolist() if lawful else [None] * T
-    for layer, total in sums.items():
-        for i, std in enumerate(attention.spread(total)):
-            rows.append(dict(layer=layer, position=i + 1, std=std, theory=law[i] if layer == 1 else None))
-    shown = [1 + layer for layer in some(model.config.num_layers, 4)]
-    points = [row | dict(of=f"layer {row['layer']}") for row in rows if row["layer"] in shown]
-    return dict(rows=rows, points=points)
+    for part in attention.batches(read_tokens(settings, spec, T)):
+        model.hidden(part, on_heads=on_heads)
+    law = [None] * T
+    if spec.is_newborn and not (settings.text or settings.data or settings.bos):
+        law = theory.aggregated_std(model.config, T, tokens=True).tolist()
+    rows = []
+    for layer, spread in spreads.items():
+        for i, std in enumerate(spread.std()):
+            expected = law[i] if layer == 1 else None
+            rows.append({"layer": layer, "position": i + 1, "std": std, "theory": expected})
+    return rows, []
 
 
-def anatomy(s: Settings, spec: str, model: Transformer) -> dict:
-    """SO's chain, link by link and position by position; `super_neurons` has the ten strongest.
+def shown_layers(rows: list[dict]) -> list[int]:
+    """Four layers of a checkpoint, evenly spaced, from 1."""
+    return [1 + layer for layer in some_layers(max(row["layer"] for row in rows), 4)]
 
-    A super neuron's `ratio` is its mean |activation| at the first position over that at the others (ours);
+
+def draw_variance(result: dict, folder: Path) -> None:
+    """sink_variance.png, one for each checkpoint: standard deviation by position, for four layers."""
+    for label, rows in by_checkpoint(result["rows"]).items():
+        points = [
+            row | {"series": f"layer {row['layer']}"} for row in rows if row["layer"] in shown_layers(rows)
+        ]
+        curves(
+            points,
+            folder / figure_name(result, label),
+            x="position",
+            y="std",
+            series="series",
+            theories={"theory": "with the logits' variance"},
+            style="-",
+            log="xy",
+            xlabel="position i",
+            ylabel="std of aggregated values",
+        )
+
+
+@torch.inference_mode()
+def anatomy(settings: LengthSettings) -> dict:
+    """Which links of SO's chain single out the first position? Layer by layer, and super neurons (SO)."""
+    experiment, rows, neurons = measure_models("anatomy", "SO", settings, dissect)
+    columns = ("checkpoint", "layer", "position", "std", "dominance_ratio", "key_alignment", "alpha")
+    return experiment.save(rows, columns, draw_anatomy, super_neurons=neurons)
+
+
+def dissect(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple[list[dict], list[dict]]:
+    """SO's chain, a row for each layer and position; and the ten strongest super neurons.
+
     `dominance_ratio` is max|h| / mean|h| of the stream after the layer; `key_alignment`, ours, is the length
-    of the mean of all sequences' keys, each scaled to length 1: 1 where they have collapsed into one.
+    of the mean of all sequences' keys, each scaled to length 1: 1 where they have collapsed into one. A super
+    neuron's `ratio` is its mean |activation| at the first position over that at the others (ours).
     """
-    T, sums, rows, points, neurons = s.sequence_length, defaultdict(float), [], [], []
-    tokens, config = reading.tokens(s, spec, T, model.config.vocab_size), model.config
-    blocks, n = dict(enumerate(model.model.layers, start=1)), len(tokens)
-    shown, uniform = some(config.num_layers, 4), [attention.uniform_alpha(T, i) for i in range(1, T + 1)]
+    T = settings.sequence_length
+    tokens = read_tokens(settings, spec, T)
+    n = len(tokens)
+    spreads = defaultdict(SpreadByPosition)
+    dominance, keys, alpha, units = (defaultdict(float) for _ in range(4))  # means over sequences, by layer
 
     def on_state(layer, x):
         x = x.float().abs()
-        sums["dominance", layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n
+        dominance[layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n  # (T,)
 
     def on_heads(layer, heads, q, k, v):
-        sums["std", layer] += attention.moments(heads)
-        sums["keys", layer] += F.normalize(k.float(), dim=3).sum(0) / n
-        sums["alpha", layer] += attention.mean_attention(q, k, range(1, T + 1)).mean(1).sum(0).cpu() / n
+        spreads[layer].update(heads)
+        keys[layer] += F.normalize(k.float(), dim=3).sum(0) / n  # (G, T, Dh)
+        weights = attention.mean_attention(q, k, range(1, T + 1))  # (B, H, T)
+        alpha[layer] += weights.mean(1).sum(0).cpu() / n
 
     def on_units(layer, module, inputs):
-        sums["units", layer] += inputs[0].float().abs().sum(0).cpu() / n  # (T, d_ff)
+        units[layer] += inputs[0].float().abs().sum(0).cpu() / n  # (T, d_ff)
 
-    downs = {layer: block.mlp.down_proj for layer, block in blocks.items() if block.mlp}
-    handles = [down.register_forward_pre_hook(partial(on_units, layer)) for layer, down in downs.items()]
+    handles = []
+    for layer, block in enumerate(model.model.layers, start=1):
+        if block.mlp is not None:
+            handles.append(block.mlp.down_proj.register_forward_pre_hook(partial(on_units, layer)))
     for part in attention.batches(tokens):
         model.hidden(part, on_state=on_state, on_heads=on_heads)
     for handle in handles:
         handle.remove()
-    for layer, block in blocks.items():
-        ranked = super_neurons(layer, block.mlp, sums["units", layer]) if block.mlp else []
-        columns = dict(std=attention.spread(sums["std", layer]), alpha=sums["alpha", layer].tolist())
-        columns |= dict(dominance_ratio=sums["dominance", layer].tolist(), uniform_alpha=uniform)
-        columns["key_alignment"] = sums["keys", layer].norm(dim=2).mean(0).tolist()
-        rows += [dict(layer=layer, position=i + 1) | {k: v[i] for k, v in columns.items()} for i in range(T)]
-        neurons, columns["super_neurons"] = neurons + ranked, [neuron["ratio"] for neuron in ranked[:T]]
-        for name, title in LINKS.items() if layer - 1 in shown else ():
-            for i, y in enumerate(columns[name], start=1):
-                law = uniform[i - 1] if name == "alpha" else None
-                points.append(dict(panel=title, of=f"layer {layer}", x=i, y=y, theory=law))
+    rows, neurons = [], []
+    for layer, block in enumerate(model.model.layers, start=1):
+        if block.mlp is not None:
+            neurons += super_neurons(layer, block.mlp, units[layer])
+        std = spreads[layer].std()
+        alignment = keys[layer].norm(dim=2).mean(0).tolist()
+        for i in range(T):
+            row = {"layer": layer, "position": i + 1, "std": std[i], "alpha": alpha[layer][i].item()}
+            row["dominance_ratio"] = dominance[layer][i].item()
+            row["uniform_alpha"] = attention.uniform_alpha(T, i + 1)
+            row["key_alignment"] = alignment[i]
+            rows.append(row)
     neurons.sort(key=lambda neuron: -neuron["ratio"])
-    return dict(rows=rows, points=points, super_neurons=neurons[:10])
+    return rows, neurons[:10]
 
 
 def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list[dict]:
@@ -176,141 +351,192 @@ def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list[dict]:
 
     `down_share` is the share of the unit's squared output weights that its largest, at `dimension`, holds.
     """
-    first, others = activation[0], activation[1:].mean(0).clamp(min=1e-3 * activation.mean())  # none is dead
-    gate, down = mlp.gate_proj or mlp.up_proj, mlp.down_proj.weight.float().square().cpu()  # (d, d_ff)
+    first = activation[0]
+    others = activation[1:].mean(0).clamp(min=1e-3 * activation.mean())  # no unit is dead
+    gate = mlp.gate_proj or mlp.up_proj
+    down = mlp.down_proj.weight.float().square().cpu()  # (d, d_ff)
     largest, dimension = down.max(dim=0)
-    columns = dict(
-        neuron=torch.arange(len(first)), ratio=first / others, first=first, others=others,
-        gate_norm=gate.weight.float().norm(dim=1), up_norm=mlp.up_proj.weight.float().norm(dim=1),
-        down_norm=down.sum(0).sqrt(), down_share=largest / down.sum(0).clamp(min=1e-30), dimension=dimension,
-    )  # fmt: skip
-    rows = [dict(zip(columns, row)) for row in zip(*(column.tolist() for column in columns.values()))]
-    return sorted((dict(layer=layer) | row for row in rows), key=lambda row: -row["ratio"])
+    table = pd.DataFrame(
+        {
+            "layer": layer,
+            "neuron": range(len(first)),
+            "ratio": (first / others).tolist(),
+            "first": first.tolist(),
+            "others": others.tolist(),
+            "gate_norm": gate.weight.float().norm(dim=1).tolist(),
+            "up_norm": mlp.up_proj.weight.float().norm(dim=1).tolist(),
+            "down_norm": down.sum(0).sqrt().tolist(),
+            "down_share": (largest / down.sum(0).clamp(min=1e-30)).tolist(),
+            "dimension": dimension.tolist(),
+        }
+    )
+    return table.sort_values("ratio", ascending=False, kind="stable").to_dict("records")
+
+
+LINKS = {  # of the chain that `anatomy` follows, with their titles
+    "std": "std of aggregated values",
+    "dominance_ratio": "dominance ratio of the stream",
+    "key_alignment": "alignment of keys over sequences",
+    "alpha": "alpha: mean attention to position",
+}
+
+
+def draw_anatomy(result: dict, folder: Path) -> None:
+    """anatomy.png, one for each checkpoint: a panel for each link, by position, for four layers."""
+    for label, rows in by_checkpoint(result["rows"]).items():
+        points = []
+        for link, title in LINKS.items():
+            for row in rows:
+                if row["layer"] in shown_layers(rows):
+                    point = {"panel": title, "series": f"layer {row['layer']}", "position": row["position"]}
+                    point |= {
+                        "value": row[link],
+                        "uniform": row["uniform_alpha"] if link == "alpha" else None,
+                    }
+                    points.append(point)
+        curves(
+            points,
+            folder / figure_name(result, label),
+            x="position",
+            y="value",
+            series="series",
+            panel="panel",
+            theories={"uniform": "uniform attention"},
+            share="",
+            style="-",
+            log="xy",
+            panels_in_a_row=2,
+            xlabel="position",
+            ylabel="",
+        )
 
 
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
-def intervene(s: Intervene, spec: str, model: Transformer) -> dict:
-    """SO's two interventions and their control: alpha_k by layer, before and after.
+@torch.inference_mode()
+def intervene(settings: InterveneSettings) -> dict:
+    """Can a position be made a sink? SO's two interventions and their control; alpha_k by layer (SO)."""
+    if settings.position > settings.sequence_length:
+        raise UserError(f"--position {settings.position}: the sequence has {settings.sequence_length}")
+    experiment, rows, summary = measure_models("intervene", "SO", settings, every_intervention)
+    columns = ("checkpoint", "layer", "position", "intervention", "factor", "alpha_k", "low", "high")
+    return experiment.save(rows, columns, draw_intervene, summary=summary)
+
+
+def every_intervention(settings: InterveneSettings, spec: Spec, model: Transformer) -> tuple:
+    """alpha_k before and after each intervention: rows by layer, and a summary of the layers that can tell.
 
     Weights are read before o_k is replaced, so that a layer sees what was done in those before it, and the
     weight that the mask forces token k to give itself does not count. All sequences run at once, for mu.
     """
-    T, k, L = s.sequence_length, s.position, model.config.num_layers
-    layers, tokens = s.layers or tuple(range(1, L + 1)), reading.tokens(s, spec, T, model.config.vocab_size)
-    sweeps = itertools.product(("amplify", "scale"), s.factor)
-    rows, points, summary, found, uniform = [], [], [], {}, attention.uniform_alpha(T, k)
-    for kind, factor in [("none", None), ("self_mask", None), *sweeps]:
-        change = attention.replaced(kind, factor, model, k, layers)
-        alpha = attention.attention_to(model, tokens, (k,), change)[..., 0].mean(2).cpu()  # (n, L)
+    k = settings.position
+    L = model.config.num_layers
+    layers = settings.layers or tuple(range(1, L + 1))
+    if L < 2 or min(layers) < 1 or max(settings.layers or (1,)) >= L:
+        raise UserError(f"--layers: only a layer after them can tell, so 1 to {L - 1} for {spec.label}")
+    later = slice(min(layers), L)  # the layers that can tell
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    cases = [("none", None), ("self_mask", None)]
+    cases += [(kind, factor) for kind in ("amplify", "scale") for factor in settings.factor]
+    rows, summary = [], []
+    alphas = {}
+    for kind, factor in cases:
+        on_heads = None if kind == "none" else partial(replace_values, kind, factor, model, k, layers)
+        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
         if not alpha.isfinite().all():
             raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        key, found[kind, factor] = dict(intervention=kind, factor=factor), alpha
-        for layer, values in enumerate(alpha.unbind(1), start=1):
-            row = dict(layer=layer, position=k) | key | interval(values, "alpha_k")
-            rows.append(row)
-            if factor in (None, max(s.factor)):
-                panel = f"by layer; factor {max(s.factor):g}"
-                point = dict(panel=panel, series=kind, x=layer, alpha=row["alpha_k"], theory=uniform)
-                points.append(point | dict(error=row["high"] - row["alpha_k"]))
-        base, later = found["none", None], slice(min(layers), L)  # the layers that can tell, in the mean
-        row = dict(position=k) | key | interval(alpha[:, later].mean(1), "alpha_k")
-        row |= interval((alpha - base)[:, later].mean(1), "shift", "shift_low", "shift_high")
+        alphas[kind, factor] = alpha
+        key = {"position": k, "intervention": kind, "factor": factor}
+        for layer in range(1, L + 1):
+            rows.append({"layer": layer} | key | interval(alpha[:, layer - 1], "alpha_k"))
+        shift = (alpha - alphas["none", None])[:, later].mean(1)
+        row = key | interval(alpha[:, later].mean(1), "alpha_k")
+        row |= interval(shift, "shift", "shift_low", "shift_high")
+        row["uniform_alpha"] = attention.uniform_alpha(settings.sequence_length, k)
         if kind == "scale":  # and how much more its equal in variance does
-            more = (found["amplify", factor] - alpha)[:, later].mean(1)
+            more = (alphas["amplify", factor] - alpha)[:, later].mean(1)
             row |= interval(more, "amplify_more", "amplify_more_low", "amplify_more_high")
         summary.append(row)
-        if factor is not None:
-            point = dict(panel="by factor, mean of later layers", series=kind, x=factor, theory=uniform)
-            points.append(point | dict(alpha=row["alpha_k"], error=row["high"] - row["alpha_k"]))
-    return dict(rows=rows, points=points, summary=summary)
+    return rows, summary
 
 
-# ---- the experiments ---------------------------------------------------------------------------------------
+def replace_values(kind: str, factor, model: Transformer, position: int, layers, layer, heads, q, k, v):
+    """An `on_heads` that changes the aggregated values o_k (B, H, 1, Dh) of a position in some `layers`.
 
-attention_to = attention.attention_to  # a name that others build on
-LINKS = {  # of the chain that `anatomy` follows, with their titles
-    "std": "std of aggregated values",
-    "super_neurons": "neurons by rank: activation at 1 / elsewhere",
-    "dominance_ratio": "dominance ratio of the stream",
-    "key_alignment": "alignment of keys over sequences",
-    "alpha": "alpha: mean attention to position",
+    `self_mask`: token k attends to itself alone, so that o_k is its own value; `amplify`: mu + factor
+    (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension; `scale`: factor o_k.
+    """
+    if layer not in layers:
+        return None
+    chosen = heads[:, :, position - 1 : position]
+    if kind == "self_mask":
+        own = v[:, :, position - 1 : position].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
+        chosen = model.model.layers[layer - 1].self_attn.calibrate(own, position)
+    elif kind == "amplify":
+        mean = chosen.mean(0, keepdim=True)
+        chosen = mean + factor * (chosen - mean)
+    elif kind == "scale":
+        chosen = factor * chosen
+    return torch.cat([heads[:, :, : position - 1], chosen, heads[:, :, position:]], dim=2)
+
+
+def draw_intervene(result: dict, folder: Path) -> None:
+    """intervene.png, one for each checkpoint: alpha_k by factor, in the mean of the later layers."""
+    for label, rows in by_checkpoint(result["summary"]).items():
+        points = []
+        for row in rows:
+            point = row | {"error": row["high"] - row["alpha_k"]}
+            if row["factor"] is not None:
+                points.append(point)
+                continue
+            for factor in result["settings"]["factor"]:  # what has no factor is a level line
+                points.append(point | {"factor": factor})
+        curves(
+            points,
+            folder / figure_name(result, label),
+            x="factor",
+            y="alpha_k",
+            series="intervention",
+            theories={"uniform_alpha": "uniform attention"},
+            band="error",
+            band_label="95 % interval",
+            xlabel="factor",
+            ylabel=f"mean attention to position {rows[0]['position']}, later layers",
+        )
+
+
+# ---- figures -----------------------------------------------------------------------------------------------
+
+
+def by_checkpoint(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows of each checkpoint."""
+    parts = defaultdict(list)
+    for row in rows:
+        parts[row["checkpoint"]].append(row)
+    return parts
+
+
+def figure_name(result: dict, label: str) -> str:
+    """The PNG of a checkpoint: the experiment's name, and the checkpoint's where there are several."""
+    if len(by_checkpoint(result["rows"])) == 1:
+        return f"{result['experiment']}.png"
+    words = re.sub(r"[^\w.-]+", "_", label).strip("_")
+    return f"{result['experiment']}_{words}.png"
+
+
+COMMANDS = {
+    "rate": Command(rate, RateSettings()),
+    "variance": Command(variance, LengthSettings()),
+    "anatomy": Command(anatomy, LengthSettings()),
+    "intervene": Command(intervene, InterveneSettings()),
 }
-EXPERIMENTS = {  # name of the subcommand: its function, settings, file, source and printed columns
-    "rate": (rate, Rate, "rate", "BB Figure 12",
-        "checkpoint sequence_length sink_rate mean_alpha1 max_alpha1 uniform_alpha1"),
-    "variance": (variance, Settings, "sink_variance", "BB Figure 9", "checkpoint layer position std theory"),
-    "anatomy": (anatomy, Settings, "anatomy", "SO",
-        "checkpoint layer position std dominance_ratio key_alignment alpha"),
-    "intervene": (intervene, Intervene, "intervene", "SO",
-        "checkpoint layer position intervention factor alpha_k low high"),
-}  # fmt: skip
 
 
-def check(s: Settings) -> None:
-    """UserError for settings that do not fit the models, or each other."""
-    several = isinstance(s.sequence_length, tuple | None)
-    shared_context(s.model, s.sequence_length if several else (s.sequence_length,))
-    reading.check(s)
-    for spec in s.model:
-        if config_of(spec).sublayers == "mlp":
-            raise UserError(f"{spec} has no attention, so no sinks")
-        if s.attn_calibration != "none" and spec not in PRESETS and isinstance(find(spec), Path):
-            raise UserError(f"--attn-calibration is for newborns: {spec} has its own")
-    if isinstance(s, Rate) and not 0 < s.epsilon < 1:
-        raise UserError(f"--epsilon {s.epsilon}: expected a number between 0 and 1")
-    if isinstance(s, Intervene):
-        last = min(config_of(spec).num_layers for spec in s.model) - 1
-        if s.position > s.sequence_length:
-            raise UserError(f"--position {s.position}: the sequence has {s.sequence_length}")
-        if last < 1 or not all(1 <= layer <= last for layer in s.layers or ()):
-            raise UserError(f"--layers: only a layer after them can tell, so at most {last} for these models")
-
-
-@torch.inference_mode()
-def run(name: str, settings: Settings) -> dict:
-    """Make an experiment with every checkpoint; write JSON and figures; returns the JSON."""
-    check(settings)
-    sample, _, experiment, paper, columns = EXPERIMENTS[name]
-    pairs = models(settings.model, settings.seed)
-    chosen = {f"{spec}@{seed}" if spec in PRESETS else spec: seed for spec, seed in pairs}
-    if len(chosen) < len(pairs):
-        raise UserError("a model is named twice")
-
-    def measure(s: Settings, device, dtype) -> dict:
-        found = defaultdict(list)
-        for label, seed in common.progress(chosen.items(), desc=name, unit=" checkpoints"):
-            if seed is None:
-                model = load(label, device, dtype)
-            else:
-                config = replace(config_of(label), attn_calibration=s.attn_calibration)
-                model = newborn(config, *find(label)[1:], s.init, device, dtype)
-            for key, items in sample(s, label, model).items():
-                found[key] += [dict(checkpoint=label) | item for item in items]
-        return dict(found)
-
-    def plot(result: dict, folder: Path) -> None:
-        if name == "rate":  # all in one figure
-            draw("rate", result["points"], folder / "rate.png")
-            return plot_heads(result["heads"], folder / "rate_heads.png")
-        for label, points in split(result["points"], "checkpoint").items():
-            which = "_" + re.sub(r"[^\w.-]+", "_", label).strip("_") if len(chosen) > 1 else ""
-            draw(experiment, points, folder / f"{experiment}{which}.png")
-
-    result = conduct(settings, experiment, paper, measure, columns, plot=plot)
-    unread = not (settings.data or settings.text) and any(isinstance(find(spec), Path) for spec in chosen)
-    if unread and common.rank() == 0:
-        print("random tokens were read, as none is trained on: --data or --text names text", file=sys.stderr)
-    return result
-
-
-def plan(words: list[str]) -> list:
-    """The settings of a command line, and what to do."""
-    name, words = common.subcommand(words, EXPERIMENTS, "rate", "subcommand")
-    settings = common.parse_settings(EXPERIMENTS[name][1], __doc__, words)
-    return [(settings, partial(run, name, settings))]
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__, default="rate")
 
 
 if __name__ == "__main__":
-    common.run(plan)
+    main()

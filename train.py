@@ -1,7 +1,7 @@
 """What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs, that loses nothing.
 
     python train.py configs/laptop.py                          # learns something visible in five minutes
-    python train.py configs/laptop.py --resume                 # goes on where it was stopped, or killed
+    python train.py --resume --out runs/laptop                 # goes on where it was stopped, or killed
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
     python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued \
         --tokenizer runs/laptop/step_0000150/tokenizer.model
@@ -19,235 +19,312 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
-import common
-import data
-from attention import track
-from common import UserError, setting
-from figures import curves
 from init import SCHEMES, keyed_generator, newborn
+from lib import checkpoint, data, runtime
+from lib.figures import curves
+from lib.inputs import check_tokenizer
+from lib.results import is_power_of_two
+from lib.settings import Command, RunSettings, UserError, at_least, checked_values, read_settings, run_script
+from measure import attention
 from model import CHOICES, PRESETS, Transformer, training_flops
-from tokenizer import Tokenizer
 
 
 @dataclass
-class Settings(common.RunSettings):
+class Settings(RunSettings):
     """What `train.py` can be told."""
 
-    model: str = setting("tiny_llama", "preset to train", PRESETS)
-    seed: int = setting(42, "seed of the weights")
-    embedding_seed: int | None = setting(None, "seed of embedding and head (default: the seed)")
-    init: str = setting("gpt2", "how the weights are drawn", SCHEMES)
-    init_from: str | None = setting(None, "start from this checkpoint folder or PRESET@SEED instead")
-    attn_calibration: str = setting("none", "of the aggregated heads (BB 6.2)", CHOICES["attn_calibration"])
-    data: str | None = setting(None, "prepared data set (default: of source and tokenizer, made if missing)")
-    source: tuple[str, ...] = setting(("python",), "text of the default data set, as in data.py")
-    tokenizer: str = setting("bpe:4096", "of the default data set, as in data.py")
-    data_seed: int = setting(0, "seed of the order of the training sequences")
-    sequence_length: int = setting(256, "tokens in a sequence", least=1)
-    global_batch_size: int = setting(32, "sequences in a step, over all ranks", least=1)
-    micro_batch_size: int = setting(32, "sequences in a forward pass", least=1)
-    max_iters: int = setting(600, "steps; the learning rate ends there at a tenth of its peak", least=1)
-    warmup_iters: int = setting(100, "steps of linear warm-up", least=0)
-    learning_rate: float = setting(1e-3, "peak of the learning rate", least=1e-12)
-    weight_decay: float = setting(0.1, "of matrices; gains and biases have none", least=0)
-    grad_clip: float = setting(1.0, "largest norm of the gradient", least=1e-12)
-    log_every: int = setting(10, "steps between printed lines", least=1)
-    eval_every: int = setting(100, "steps between evaluations", least=1)
-    eval_sequences: int = setting(64, "held-out sequences of an evaluation, always the same", least=1)
-    track_sinks: bool = setting(False, "log alpha_1 and sink rate at evaluations, as sinks.py rate")
-    save_every: int = setting(100, "steps between checkpoints to resume from", least=1)
-    keep: str = setting("powers", "checkpoints to keep, with the last", ("powers", "all", "last"))
-    compile: bool = setting(True, "compile the model, on CUDA")
-    resume: bool = setting(False, "go on from the newest whole checkpoint in --out")
-    out: str = setting("runs/default", "run folder")
+    model: Literal[tuple(PRESETS)] = "tiny_llama"
+    """preset to train; its vocabulary is the tokenizer's"""
+    seed: int = 42
+    """seed of the weights"""
+    embedding_seed: int | None = None
+    """seed of embedding and head (default: the seed)"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how the weights are drawn"""
+    init_from: str | None = None
+    """start from this checkpoint folder or PRESET@SEED instead"""
+    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"
+    """scaling of the aggregated heads (BB 6.2)"""
+    data: str | None = None
+    """prepared data set (default: of source and tokenizer, made if missing)"""
+    source: tuple[str, ...] = ("python",)
+    """text of the default data set, as in python -m lib.data"""
+    tokenizer: str = "bpe:4096"
+    """tokenizer of the default data set, as in python -m lib.data"""
+    data_seed: int = 0
+    """seed of the order of the training sequences"""
+    sequence_length: int = at_least(1, 256)
+    """tokens in a sequence"""
+    global_batch_size: int = at_least(1, 32)
+    """sequences in a step, over all ranks"""
+    micro_batch_size: int = at_least(1, 32)
+    """sequences in a forward pass"""
+    max_iters: int = at_least(1, 600)
+    """steps; the learning rate ends there at a tenth of its peak"""
+    warmup_iters: int = at_least(0, 100)
+    """steps of linear warm-up"""
+    learning_rate: float = at_least(1e-12, 1e-3)
+    """peak of the learning rate"""
+    weight_decay: float = at_least(0, 0.1)
+    """weight decay of matrices; gains and biases have none"""
+    grad_clip: float = at_least(1e-12, 1.0)
+    """largest norm of the gradient"""
+    log_every: int = at_least(1, 10)
+    """steps between printed lines"""
+    eval_every: int = at_least(1, 100)
+    """steps between evaluations"""
+    eval_sequences: int = at_least(1, 64)
+    """held-out sequences of an evaluation, always the same"""
+    track_sinks: bool = False
+    """log alpha_1 and the sink rate at evaluations, as sinks.py rate"""
+    save_every: int = at_least(1, 100)
+    """steps between checkpoints to resume from"""
+    keep: Literal["powers", "all", "last"] = "powers"
+    """checkpoints to keep, with birth and the newest two"""
+    compile: bool = True
+    """compile the model, on CUDA"""
+    resume: bool = False
+    """go on from the newest whole checkpoint in --out, with that run's settings"""
+    out: str = "runs/default"
+    """run folder"""
 
 
 # What may change when a run goes on; with max_iters the learning rate's schedule does.
-FREE = set("device log_every eval_every eval_sequences track_sinks save_every compile resume out".split())
-FREE |= {"max_iters", "micro_batch_size"}
+MAY_CHANGE = {
+    "device",
+    "log_every",
+    "eval_every",
+    "eval_sequences",
+    "track_sinks",
+    "save_every",
+    "compile",
+    "resume",
+    "out",
+    "max_iters",
+    "micro_batch_size",
+}
 
 
-def learning_rate(step: int, s: Settings) -> float:
-    """Of the step-th update, from 0: linear to the peak, then a cosine to a tenth of it (BB B.4)."""
-    if step < s.warmup_iters:
-        return s.learning_rate * (step + 1) / s.warmup_iters
-    done = (step - s.warmup_iters) / max(1, s.max_iters - s.warmup_iters)
-    return s.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+# ---- the loop ----------------------------------------------------------------------------------------------
 
 
-def open_data(s: Settings, device: torch.device) -> data.TokenData:
-    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
-    wanted = data.Settings(source=s.source, tokenizer=s.tokenizer)
-    folder = Path(s.data) if s.data else data.default_folder(wanted)
-    if s.data is None and not folder.exists() and common.rank() == 0:
-        print(f"preparing {folder}, once")
-        data.prepare(wanted)
-    common.sum_over_ranks(torch.zeros((), device=device))  # the others wait for it
-    tokens = data.TokenData(folder)
-    for split in data.SPLITS:
-        tokens.num_windows(split, s.sequence_length)  # a UserError if there is none
-    return tokens
+def train(settings: Settings) -> Path:
+    """Train as the settings say, from birth or from where the run stands; returns the run folder."""
+    settings, device, dtype = runtime.start(settings)
+    check_run_folder(settings)
+    run = Path(settings.out)
+    with runtime.sole_owner(run):
+        if runtime.rank() == 0:
+            runtime.remove_leftovers(run)
+        train_alone(settings, run, device, dtype)
+    return run
 
 
-def build(s: Settings, tokens: data.TokenData) -> tuple[Transformer, dict | None]:
-    """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
-    model, state = restore(Path(s.out), tokens.fingerprint) if s.resume else (None, None)
-    if model is None and s.init_from:
-        model = checkpoint.load(s.init_from, scheme=s.init)
-        checkpoint.check_tokenizer(s.init_from, tokens)
-        if s.attn_calibration not in ("none", model.config.attn_calibration):
-            raise UserError(f"--init-from {s.init_from} has the calibration {model.config.attn_calibration}")
-    elif model is None:
-        config = replace(PRESETS[s.model], attn_calibration=s.attn_calibration)
-        model = newborn(config, s.seed, s.embedding_seed, s.init)
-    if s.track_sinks and model.config.sublayers == "mlp":
-        raise UserError(f"--track-sinks: {s.init_from} has no attention")
-    V, context = model.config.vocab_size, model.config.context_length
-    if tokens.vocab_size > V:
-        raise UserError(f"{tokens.folder} has {tokens.vocab_size} tokens, the model {V}: change --tokenizer")
-    if s.sequence_length > context:
-        raise UserError(f"--sequence-length {s.sequence_length}: the model's context is {context}")
-    return model, state
+def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Train in a run folder that is this process group's alone."""
+    T = settings.sequence_length
+    is_master = runtime.rank() == 0
+    tokens = open_data(settings, device)
+    tokenizer = tokens.load_tokenizer()
+    raw_model, state = load_model(settings, tokens)
+    raw_model = raw_model.to(device).train()
+    optimizer = make_optimizer(raw_model, settings)
+    step = 0
+    if state is not None:
+        step = state["step"]
+        optimizer.load_state_dict(state.pop("optimizer"))
+    model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
+    if runtime.world_size() > 1:
+        model = DistributedDataParallel(model)
+    peak = runtime.total_matmul_peak(device, dtype)
+    flops_per_token = training_flops(raw_model.config, T)
+    tokens_per_step = settings.global_batch_size * T
+    evaluation_windows = tokens.held_out(settings.eval_sequences, T)
+    metrics = run / "metrics.jsonl"
+    if is_master:
+        begin_logs(settings, metrics, 0 if state is None else step + 1)
+
+    def evaluate_and_sample() -> dict:
+        """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
+        loss = evaluate(raw_model, *evaluation_windows, settings.micro_batch_size, device, dtype)
+        if not math.isfinite(loss):
+            raise diverged(run, step, f"held-out loss {loss}")
+        row = {"val_loss": loss}
+        if settings.track_sinks:
+            row |= sinks_of(raw_model, evaluation_windows[0].to(device))
+        if is_master:
+            sample = generate(raw_model, tokenizer, 48, step)
+            perplexity = math.exp(min(loss, 700))
+            print(
+                f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.1f}, {sample!r}", flush=True
+            )
+        return row
+
+    def save() -> None:
+        """Write the checkpoint of this step, and remove those that need not be kept."""
+        state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
+        named = tokens.tokenizer_file or tokens.tokenizer
+        checkpoint.save(run / f"step_{step:07}", raw_model, state, named)
+        prune(run, settings.keep)
+
+    durations = []
+    stopped = False
+    with listening_for_signals() as signals:
+        if state is None:  # the newborn
+            row = {"step": 0} | evaluate_and_sample()
+            if is_master:
+                append_line(metrics, row)
+                save()
+        while step < settings.max_iters and not stopped:
+            begun = time.perf_counter()
+            # learning rate of this step
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings)
+            # micro-steps: gradients add up; all ranks learn the loss, and whether one was told to stop
+            loss = accumulate(model, tokens, settings, step, device, dtype)
+            loss, num_signals = runtime.sum_over_ranks(
+                torch.stack([loss, loss.new_tensor(len(signals))])
+            ).tolist()
+            stopped = num_signals > 0
+            # clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), settings.grad_clip).item()
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise diverged(run, step, f"loss {loss}, gradient norm {grad_norm}")
+            # step
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            durations.append(time.perf_counter() - begun)
+            is_last = stopped or step == settings.max_iters
+            # evaluation
+            row = {
+                "step": step,
+                "loss": loss,
+                "lr": learning_rate(step - 1, settings),
+                "grad_norm": grad_norm,
+            }
+            row["tokens_per_second"] = tokens_per_step / durations[-1]
+            row["mfu"] = row["tokens_per_second"] * flops_per_token / peak
+            if step % settings.eval_every == 0 or step == settings.max_iters:
+                row |= evaluate_and_sample()
+            # log
+            if is_master:
+                append_line(metrics, row)
+                if step % settings.log_every == 0:
+                    print_progress(settings, row, durations, flops_per_token / peak)
+                    durations = []
+                if "val_loss" in row or is_last:
+                    draw_loss(run)
+            # checkpoint
+            is_kept = settings.keep == "powers" and is_power_of_two(step)
+            if is_master and (is_last or is_kept or step % settings.save_every == 0):
+                save()
+    if is_master:
+        prune(run, settings.keep)
+        print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
+    runtime.wait_for_all(device)
 
 
-def check(s: Settings, free: set[str] = FREE) -> None:
-    """UserError for a run folder that holds another run: one whose settings differ, but for the `free`."""
-    if s.global_batch_size < common.world_size():
-        raise UserError(f"--global-batch-size {s.global_batch_size}: less than one for each process")
-    run, known = Path(s.out), Path(s.out) / "settings.json"
-    if checkpoint.steps(run) and not s.resume:
-        raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    if s.resume and (known.exists() or checkpoint.steps(run)):
-        try:
-            before, now = json.loads(known.read_text()), json.loads(json.dumps(asdict(s)))
-            changed = [key for key in now if key not in free and before.get(key) != now[key]]
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"cannot read {known}: {error}") from None
-        if changed:
-            was = f"--{changed[0].replace('_', '-')} {before.get(changed[0])}"
-            raise UserError(f"{run} was begun with {was}: resume with the same")
+def learning_rate(step: int, settings: Settings) -> float:
+    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4)."""
+    if step < settings.warmup_iters:
+        return settings.learning_rate * (step + 1) / settings.warmup_iters
+    done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
+    return settings.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def restore(run: Path, fingerprint: str) -> tuple[Transformer, dict] | tuple[None, None]:
-    """Model and state of the newest checkpoint that is whole; None if there is none yet.
-
-    UserError if all are damaged, or if `fingerprint` says that the data set is another one now.
-    """
-    folders, error = checkpoint.steps(run)[::-1], None
-    for folder in folders:
-        try:
-            state = checkpoint.load_state(folder)
-            if state["data"] != fingerprint:
-                raise UserError("the data set is another one than it was begun with")
-            return checkpoint.load(str(folder)), {name: state[name] for name in ("step", "optimizer")}
-        except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
-            reason = (str(problem) or type(problem).__name__).splitlines()[0]
-            error = error or reason  # of the newest
-            if common.rank() == 0:
-                print(f"skipping {folder}: {reason}")
-    if folders:
-        raise UserError(f"no checkpoint in {run} can be resumed: {error}")
-    return None, None
+def make_optimizer(model: Transformer, settings: Settings) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def prune(run: Path, keep: str) -> None:
-    """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
-    for folder in checkpoint.steps(run)[:-2]:
-        step = int(folder.name.removeprefix("step_"))
-        if keep == "all" or step == 0 or (keep == "powers" and step & (step - 1) == 0):
-            (folder / "state.pt").unlink(missing_ok=True)
-        else:
-            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old.tmp")))
+def accumulate(model, tokens: data.TokenData, settings: Settings, step: int, device, dtype) -> Tensor:
+    """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
+    T = settings.sequence_length
+    batch_size = settings.global_batch_size
+    share = runtime.share(batch_size)
+    total = torch.zeros((), device=device)
+    for start in range(share.start, share.stop, settings.micro_batch_size):
+        end = min(start + settings.micro_batch_size, share.stop)
+        sequences = range(step * batch_size + start, step * batch_size + end)
+        inputs, targets = tokens.batch(settings.data_seed, sequences, T)  # (n, T) each
+        is_distributed = isinstance(model, DistributedDataParallel)
+        waits = is_distributed and end < share.stop  # gradients are exchanged once, at the end
+        with model.no_sync() if waits else contextlib.nullcontext():
+            loss = loss_sum(model, inputs, targets, device, dtype) / (batch_size * T)
+            (loss * runtime.world_size()).backward()  # DistributedDataParallel takes the ranks' mean
+        total += loss.detach()
+    return total
 
 
 def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: torch.device, dtype) -> Tensor:
     """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
-        logits = model(inputs.to(device)).float()
+        logits = model(inputs.to(device)).float()  # (n, T, V)
     return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
 
 
-def accumulate(model, tokens: data.TokenData, s: Settings, step: int, device: torch.device, dtype) -> Tensor:
-    """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
-    mine, total, G = common.shard(s.global_batch_size), torch.zeros((), device=device), s.global_batch_size
-    for start in range(mine.start, mine.stop, s.micro_batch_size):
-        end = min(start + s.micro_batch_size, mine.stop)
-        window = tokens.batch(s.data_seed, range(step * G + start, step * G + end), s.sequence_length)
-        wait = end < mine.stop and isinstance(model, DistributedDataParallel)
-        with model.no_sync() if wait else contextlib.nullcontext():
-            loss = loss_sum(model, *window, device, dtype) / (G * s.sequence_length)
-            (loss * common.world_size()).backward()  # DistributedDataParallel takes the ranks' mean
-        total += loss.detach()
-    return total
-
-
 @torch.no_grad()
-def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, size: int, device, dtype) -> float:
-    """Mean loss, in nats a token, of windows (n, T), `size` of them at a time, shared among the ranks."""
-    mine, total = common.shard(len(inputs)), torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(mine.start, mine.stop, size):
-        part = slice(start, min(start + size, mine.stop))
+def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size: int, device, dtype) -> float:
+    """Mean loss, in nats a token, of windows (n, T), some at a time, shared among the ranks."""
+    share = runtime.share(len(inputs))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for start in range(share.start, share.stop, batch_size):
+        part = slice(start, min(start + batch_size, share.stop))
         total += loss_sum(model, inputs[part], targets[part], device, dtype)
-    return (common.sum_over_ranks(total) / inputs.numel()).item()
+    return (runtime.sum_over_ranks(total) / inputs.numel()).item()
+
+
+def sinks_of(model: Transformer, tokens: Tensor) -> dict:
+    """Raw alpha_1 and the sink rate at 0.3, on held-out windows (n, T)."""
+    alpha = attention.first_attention(model, tokens)  # (n, L, H)
+    return {
+        "mean_alpha1": alpha.mean().item(),
+        "max_alpha1": alpha.mean(0).max().item(),
+        "sink_rate": attention.sink_share(alpha, 0.3).mean().item(),
+    }
 
 
 @torch.no_grad()
-def generate(model: Transformer, tokenizer: Tokenizer, length: int, step: int) -> str:
+def generate(model: Transformer, tokenizer: data.Tokenizer, length: int, step: int) -> str:
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
     text = [tokenizer.bos]
-    for u in keyed_generator("sample", step).random(length):
-        window = torch.tensor([text[-model.config.context_length :]], device=model.model.norm.weight.device)
+    device = model.model.norm.weight.device
+    for threshold in keyed_generator("sample", step).random(length):
+        window = torch.tensor([text[-model.config.context_length :]], device=device)  # (1, T)
         logits = model.unembed(model.hidden(window, last_only=True))[0, : tokenizer.vocab_size]
         cumulative = (logits.double().cpu() / 0.8).softmax(0).cumsum(0)
-        text.append(min(int(torch.searchsorted(cumulative, u)), tokenizer.vocab_size - 1))
+        token = int(torch.searchsorted(cumulative, threshold))
+        text.append(min(token, tokenizer.vocab_size - 1))
     return tokenizer.decode(text[1:])
 
 
-def append(path: Path, row: dict) -> None:
-    """One more line of JSON."""
-    try:
-        with path.open("a") as log:
-            log.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-def diverged(run: Path, step: int, what: str) -> UserError:
-    """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
-    bad = run / f"step_{step:07}"
-    if bad.exists() and step and common.rank() == 0:
-        shutil.rmtree(run / f"diverged_{step:07}", ignore_errors=True)  # of an earlier attempt
-        os.replace(bad, run / f"diverged_{step:07}")
-    good = [folder for folder in checkpoint.steps(run) if folder != bad or not step]
-    hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate" if good else "other weights"
-    return UserError(f"step {step}: {what}; try {hint}")
-
-
-def plot(run: Path) -> None:
-    """loss.png from metrics.jsonl."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    points = [dict(step=r["step"], loss=r["loss"], split="training") for r in rows if "loss" in r]
-    points = points[:: max(1, len(points) // 2000)]
-    points += [dict(step=r["step"], loss=r["val_loss"], split="held out") for r in rows if "val_loss" in r]
-    curves(points, run / "loss.png", "step", "loss", "split", {}, ("step", "loss, nats a token"), style="-")
-
-
 @contextlib.contextmanager
-def listening():
+def listening_for_signals() -> Iterator[list]:
     """A list that SIGTERM and SIGINT append to, instead of ending the process."""
     received = []
-    before = {n: signal.signal(n, lambda n, _: received.append(n)) for n in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number, frame) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:
@@ -255,92 +332,199 @@ def listening():
             signal.signal(number, handler)
 
 
-def train(s: Settings) -> Path:
-    """Train as the settings say, from birth or from where the run stands; returns the run folder."""
-    s, device, dtype = common.start(s)
-    check(s)
-    with common.alone(Path(s.out)):
-        return loop(s, device, dtype)
+# ---- data and model ----------------------------------------------------------------------------------------
 
 
-def loop(s: Settings, device: torch.device, dtype: torch.dtype) -> Path:
-    """The steps of a run that is this process group's alone."""
-    run, tokens, master, T = Path(s.out), open_data(s, device), common.rank() == 0, s.sequence_length
-    (raw, state), tokenizer = build(s, tokens), tokens.load_tokenizer()
-    raw = raw.to(device).train()
-    matrices, rest = ([p for p in raw.parameters() if (p.ndim > 1) is big] for big in (True, False))
-    groups = [dict(params=matrices, weight_decay=s.weight_decay), dict(params=rest, weight_decay=0.0)]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
-    step = state["step"] if state else 0
-    if state:
-        optimizer.load_state_dict(state.pop("optimizer"))
-    model = torch.compile(raw) if s.compile and device.type == "cuda" else raw
-    model = DistributedDataParallel(model) if common.world_size() > 1 else model
-    peak, token_flops = common.known_peak(device, dtype), training_flops(raw.config, T)
-    metrics, texts = run / "metrics.jsonl", {run / "settings.json": json.dumps(asdict(s), indent=1) + "\n"}
-    lines = metrics.read_text(errors="replace").splitlines(True) if state and metrics.exists() else []
-    texts[metrics] = "".join(lines[: step + 1])  # one for each step: what came after, or is torn, comes again
-    for path in texts if master else ():
-        with common.atomic_path(path) as new:
-            new.write_text(texts[path])
-    row, seconds, stop = None if state else {"step": 0}, [], False
-    with listening() as signals:
-        while True:
-            if row is not None and (step % s.eval_every == 0 or step == s.max_iters):
-                windows = tokens.held_out(s.eval_sequences, T)  # the same ones each time
-                row["val_loss"] = held_out = evaluate(raw, *windows, s.micro_batch_size, device, dtype)
-                if not math.isfinite(held_out):
-                    raise diverged(run, step, f"held-out loss {held_out}")
-                row |= track(raw, tokens, s.eval_sequences, T) if s.track_sinks else {}
-                if master:
-                    print(f"step {step}: held-out loss {held_out:.4f}, perplexity", end=" ")
-                    sample = generate(raw, tokenizer, 48, step)
-                    print(f"{math.exp(min(held_out, 700)):.1f}, {sample!r}", flush=True)
-            done, power = stop or step >= s.max_iters, s.keep == "powers" and step & (step - 1) == 0
-            if row is not None and master:
-                append(metrics, row)
-                if done or power or step % s.save_every == 0:
-                    state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
-                    named = tokens.tokenizer_file or tokens.tokenizer
-                    checkpoint.save(run / f"step_{step:07}", raw, state, named)
-                    prune(run, s.keep)
-                if "val_loss" in row and not done:
-                    plot(run)
-            if done and master:
-                prune(run, s.keep)
-                plot(run)
-                print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
-            if done:
-                common.sum_over_ranks(torch.zeros((), device=device))  # rank 0 has saved
-                return run
-            begun = time.perf_counter()
-            share = accumulate(model, tokens, s, step, device, dtype)
-            both = torch.stack([share, share.new_tensor(len(signals))])
-            loss, stop = common.sum_over_ranks(both).tolist()
-            norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip).item()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise diverged(run, step, f"loss {loss}, gradient norm {norm}")
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, s)
-            optimizer.step()
-            optimizer.zero_grad()
-            row, step = dict(step=step + 1, loss=loss, lr=learning_rate(step, s), grad_norm=norm), step + 1
-            seconds.append(time.perf_counter() - begun)
-            row["tokens_per_second"] = rate = s.global_batch_size * T / seconds[-1]
-            row["mfu"] = rate * token_flops / peak
-            if master and step % s.log_every == 0:
-                mean = sum(seconds) / len(seconds)
-                rate, left = s.global_batch_size * T / mean, timedelta(0, round((s.max_iters - step) * mean))
-                print(f"step {step}/{s.max_iters}  loss {loss:.4f}  {rate:,.0f} tokens/s", end="  ")
-                print(f"MFU {100 * rate * token_flops / peak:.1f} %  {left} left", flush=True)
-                seconds = []
+def open_data(settings: Settings, device: torch.device) -> data.TokenData:
+    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
+    if settings.data is not None:
+        folder = Path(settings.data)
+    else:
+        folder = data.default_folder(settings.source, settings.tokenizer)
+        if not folder.exists() and runtime.rank() == 0:
+            print(f"preparing {folder}, once")
+            data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
+    runtime.wait_for_all(device)
+    tokens = data.TokenData(folder)
+    for split in data.SPLITS:
+        tokens.num_windows(split, settings.sequence_length)  # a UserError if there is none
+    return tokens
 
 
-def plan(words: list[str]) -> list:
-    """The settings of a command line, and what to do."""
-    s = common.parse_settings(Settings, __doc__, words)
-    return [(s, partial(train, s))]
+def load_model(settings: Settings, tokens: data.TokenData) -> tuple[Transformer, dict | None]:
+    """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
+    state = None
+    if settings.resume and checkpoint.steps(settings.out):
+        model, state = load_newest(Path(settings.out), tokens.fingerprint)
+    elif settings.init_from:
+        spec = checkpoint.parse_spec(settings.init_from, settings.init)
+        check_tokenizer(spec, tokens)
+        model = spec.load()
+        if settings.attn_calibration not in ("none", model.config.attn_calibration):
+            raise UserError(f"--init-from {spec.label} has the calibration {model.config.attn_calibration}")
+    else:
+        model = newborn(config_of(settings, tokens), settings.seed, settings.embedding_seed, settings.init)
+    config = model.config
+    if settings.track_sinks and config.sublayers == "mlp":
+        raise UserError(f"--track-sinks: {settings.init_from} has no attention")
+    if tokens.vocab_size > config.vocab_size:
+        sizes = f"{tokens.vocab_size} tokens, the model {config.vocab_size}"
+        raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
+    checkpoint.check_lengths((settings.sequence_length,), config.context_length)
+    return model, state
+
+
+def config_of(settings: Settings, tokens: data.TokenData):
+    """The preset's configuration, with the calibration asked for and the vocabulary of the tokenizer."""
+    preset = PRESETS[settings.model]
+    if preset.vocab_size != tokens.vocab_size and runtime.rank() == 0:
+        print(f"vocabulary of {tokens.vocab_size} tokens, the tokenizer's, in place of {preset.vocab_size}")
+    return replace(preset, attn_calibration=settings.attn_calibration, vocab_size=tokens.vocab_size)
+
+
+def load_newest(run: Path, fingerprint: str) -> tuple[Transformer, dict]:
+    """Model and state of the newest checkpoint that is whole.
+
+    UserError if all are damaged, or if `fingerprint` says that the data set is another one now.
+    """
+    reasons = []
+    for folder in checkpoint.steps(run)[::-1]:
+        try:
+            state = checkpoint.load_state(folder)
+            if state["data"] != fingerprint:
+                raise UserError("the data set is another one than it was begun with")
+            return checkpoint.load(str(folder)), {"step": state["step"], "optimizer": state["optimizer"]}
+        except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
+            reasons.append((str(problem) or type(problem).__name__).splitlines()[0])
+            if runtime.rank() == 0:
+                print(f"skipping {folder}: {reasons[-1]}")
+    raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
+
+
+# ---- the run folder ----------------------------------------------------------------------------------------
+
+
+def stored_settings(run: Path) -> Settings | None:
+    """The settings that a run was begun with, or None; UserError for a settings.json that is damaged."""
+    path = run / "settings.json"
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        return Settings(**checked_values(values, Settings, str(path)))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def default_settings(words: list[str]) -> Settings:
+    """The defaults of a command line: where it resumes a run, that run's settings."""
+    defaults = Settings()
+    if "--resume" in words:
+        given = read_settings(defaults, words, __doc__)
+        return stored_settings(Path(given.out)) or defaults
+    return defaults
+
+
+def check_run_folder(settings: Settings, may_change: set[str] = frozenset(MAY_CHANGE)) -> None:
+    """UserError for a folder that holds another run: one whose settings differ in what may not change."""
+    run = Path(settings.out)
+    if settings.global_batch_size < runtime.world_size():
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
+    if checkpoint.steps(run) and not settings.resume:
+        raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
+    before = stored_settings(run)
+    if settings.resume and before is None and checkpoint.steps(run):
+        raise UserError(f"cannot read {run / 'settings.json'}: it is missing")
+    if settings.resume and before is not None:
+        for name, value in asdict(settings).items():
+            if name not in may_change and value != getattr(before, name):
+                flag = "--" + name.replace("_", "-")
+                raise UserError(f"{run} was begun with {flag} {getattr(before, name)}: resume with the same")
+
+
+def begin_logs(settings: Settings, metrics: Path, num_lines: int) -> None:
+    """Write settings.json, and keep the first lines of metrics.jsonl: what came after them comes again."""
+    lines = []
+    if num_lines and metrics.exists():
+        lines = metrics.read_text(errors="replace").splitlines(keepends=True)[:num_lines]
+    with runtime.atomic_file(metrics.with_name("settings.json")) as temporary:
+        temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
+    with runtime.atomic_file(metrics) as temporary:
+        temporary.write_text("".join(lines))
+
+
+def append_line(path: Path, row: dict) -> None:
+    """Add a row to a file of JSON lines."""
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def print_progress(settings: Settings, row: dict, durations: list[float], mfu_per_rate: float) -> None:
+    """Print the loss, the speed since the last line, and the time left."""
+    seconds = sum(durations) / len(durations)
+    rate = settings.global_batch_size * settings.sequence_length / seconds
+    left = timedelta(seconds=round((settings.max_iters - row["step"]) * seconds))
+    mfu = 100 * rate * mfu_per_rate
+    text = f"step {row['step']}/{settings.max_iters}  loss {row['loss']:.4f}  {rate:,.0f} tokens/s"
+    print(f"{text}  MFU {mfu:.1f} %  {left} left", flush=True)
+
+
+def prune(run: Path, keep: str) -> None:
+    """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
+    for folder in checkpoint.steps(run)[:-2]:
+        step = int(folder.name.removeprefix("step_"))
+        is_kept = keep == "powers" and is_power_of_two(step)
+        if keep == "all" or step == 0 or is_kept:
+            (folder / "state.pt").unlink(missing_ok=True)
+        else:
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old.tmp")))
+
+
+def diverged(run: Path, step: int, what: str) -> UserError:
+    """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
+    bad = run / f"step_{step:07}"
+    if step > 0 and bad.exists() and runtime.rank() == 0:
+        shutil.rmtree(run / f"diverged_{step:07}", ignore_errors=True)  # of an earlier attempt
+        os.replace(bad, run / f"diverged_{step:07}")
+    good = [folder for folder in checkpoint.steps(run) if step == 0 or folder != bad]
+    hint = "other weights"
+    if good:
+        hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate"
+    return UserError(f"step {step}: {what}; try {hint}")
+
+
+def draw_loss(run: Path) -> None:
+    """loss.png from metrics.jsonl."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    training = [
+        {"step": row["step"], "loss": row["loss"], "split": "training"} for row in rows if "loss" in row
+    ]
+    points = training[:: max(1, len(training) // 2000)]
+    for row in rows:
+        if "val_loss" in row:
+            points.append({"step": row["step"], "loss": row["val_loss"], "split": "held out"})
+    curves(
+        points,
+        run / "loss.png",
+        x="step",
+        y="loss",
+        series="split",
+        style="-",
+        xlabel="step",
+        ylabel="loss, nats a token",
+    )
+
+
+COMMANDS = {"": Command(train, default_settings)}
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__)
 
 
 if __name__ == "__main__":
-    common.run(plan)
+    main()

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-import common
-import train
+from lib import runtime
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -35,12 +35,14 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     model = Transformer(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
+            is_gain = "norm" in name and name.endswith("weight")
+            parameter.normal_(1.0 if is_gain else 0.0, 0.2)
     return model
 
 
 @pytest.fixture(params=KINDS, ids=str)
 def kind(request):
+    """The name of every kind of small model, one after another."""
     return request.param
 
 
@@ -48,37 +50,54 @@ def kind(request):
 def quick_training():
     """Training without the second of matrix products that only MFU needs, and without samples of text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "matmul_peak", lambda device, dtype: 1e11)
-        patch.setattr(train, "generate", lambda *_: "a sample")
+        patch.setattr(runtime, "matmul_peak", lambda device, dtype: 1e11)
+        patch.setattr(importlib.import_module("train"), "generate", lambda *_: "a sample")
+        runtime.total_matmul_peak.cache_clear()
         yield
+        runtime.total_matmul_peak.cache_clear()
 
 
 def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:
-    """`python SCRIPT ...`, or the same under torchrun, from the repository's root; stderr is no terminal."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
+    """`python probe.py ...` or `python -m lib.data ...` from the repository's root, or under torchrun.
+
+    stdout and stderr are no terminals.
+    """
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launcher, *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def run_here(script: str, *arguments) -> subprocess.CompletedProcess:
-    """As `run_script`, but in this process, which has imported torch: for the many ways to be refused."""
-    words, out, error, code = [script, *map(str, arguments)], io.StringIO(), io.StringIO(), 0
-    streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(error)
-    with mock.patch.object(sys, "argv", words), streams[0], streams[1]:
-        try:
-            common.run(importlib.import_module(script.removesuffix(".py")).plan)
-        except SystemExit as stopped:
-            code = stopped.code
-    return subprocess.CompletedProcess(words, code, out.getvalue(), error.getvalue())
+def run_here(script: str, *words) -> subprocess.CompletedProcess:
+    """As `run_script("probe.py")`, but in this process, which has imported torch: for many refusals.
+
+    `script` is a module: "probe" or "probe.py", "lib.data", "reproduce.errors".
+    """
+    module = importlib.import_module(script.removesuffix(".py"))
+    arguments = [module.__file__, *map(str, words)]
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # has `reconfigure`, as stdout has
+    error = io.StringIO()
+    code = 0
+    with mock.patch.object(sys, "argv", arguments):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            try:
+                module.main()
+            except SystemExit as stopped:
+                code = stopped.code or 0
+    out.flush()
+    return subprocess.CompletedProcess(arguments, code, out.buffer.getvalue().decode(), error.getvalue())
+
+
+def plain(text: str) -> str:
+    """A text on one line, without the lines and corners of a box that tyro draws."""
+    return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
 
 
 def assert_refused(result: subprocess.CompletedProcess, *words: str) -> None:
-    """Exit status 2, and one line on stderr that holds all `words`."""
+    """Exit status 2, no traceback, and a message on stderr that holds all `words`."""
     assert result.returncode == 2, result.stderr
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     for word in words:
-        assert word in lines[0], lines[0]
+        assert plain(word) in plain(result.stderr), result.stderr

@@ -17,30 +17,42 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import checkpoint
 import init
-from common import UserError
+from lib import checkpoint
+from lib.settings import UserError
 
 FILES = ["model.safetensors", "config.json", "state.pt", "checksums.json"]
+
+
+INDEX_ENTRIES = ["../x.safetensors", "/etc/passwd", "none.safetensors", 3, None, "model.safetensors"]
+WILD_VALUES = [0, -1, 10**9, 10**30, 1.5, "x", None, [], {}, True, float("nan")]
+
+
+def flip_bits(path: Path, draw: random.Random, end: int) -> None:
+    """Flip 1 to 50 bits among the first `end` bytes."""
+    raw = bytearray(path.read_bytes())
+    for _ in range(draw.choice([1, 1, 5, 50])):
+        place = draw.randrange(min(len(raw), end))
+        raw[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(raw)
 
 
 def damage(folder: Path, draw: random.Random, other: Path) -> str:
     """Damage one file of `folder`, `other` being a checkpoint to swap with; says what was done."""
     kind = draw.choice(["header", "bytes", "truncate", "grow", "remove", "swap", "config", "empty", "index"])
-    name = draw.choice(FILES[:3] if kind in ("bytes", "truncate", "grow", "empty", "remove") else FILES)
+    name = draw.choice(FILES if kind == "swap" else FILES[:3])
+    # Foreign folders have no checksums: there is nothing to check bytes against.
+    is_foreign = kind == "config" or (kind != "bytes" and draw.random() < 0.5)
+    if kind in ("header", "index"):
+        name = "model.safetensors"
+    if kind == "config":
+        name = "config.json"
     path = folder / name
-    stranger = (
-        kind != "bytes" and draw.random() < 0.5
-    )  # as foreign folders are: nothing to check bytes against
+    what = name
     if kind == "header":
-        name, path = FILES[0], folder / FILES[0]
-    if kind in ("header", "bytes"):
-        raw = bytearray(path.read_bytes())
-        for _ in range(draw.choice([1, 1, 5, 50])):
-            raw[draw.randrange(min(len(raw), 600) if kind == "header" else len(raw))] ^= 1 << draw.randrange(
-                8
-            )
-        path.write_bytes(raw)
+        flip_bits(path, draw, end=600)
+    elif kind == "bytes":
+        flip_bits(path, draw, end=path.stat().st_size)
     elif kind == "truncate":
         path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
     elif kind == "grow":
@@ -52,25 +64,21 @@ def damage(folder: Path, draw: random.Random, other: Path) -> str:
     elif kind == "swap":
         shutil.copyfile(other / name, path)
     elif kind == "config":  # plausible or wild values
-        name, path = FILES[1], folder / FILES[1]
         config = json.loads(path.read_text())
         key = draw.choice(sorted(config))
-        config[key] = draw.choice([0, -1, 10**9, 10**30, 1.5, "x", None, [], {}, True, float("nan")])
-        name = f"{name} {key} {config[key]!r}"
+        config[key] = draw.choice(WILD_VALUES)
         path.write_text(json.dumps(config))
-        stranger = True
+        what = f"{name} {key} {config[key]!r}"
     else:
-        index = draw.choice(
-            ["../x.safetensors", "/etc/passwd", "none.safetensors", 3, None, "model.safetensors"]
-        )
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"lm_head.weight": index}})
-        )
-        (folder / FILES[0]).rename(folder / "moved.safetensors")
-        name = str(index)
-    if stranger:
-        (folder / "checksums.json").unlink()
-    return f"{kind} {name}{' without checksums' if stranger else ''}"
+        entry = draw.choice(INDEX_ENTRIES)
+        index = {"weight_map": {"lm_head.weight": entry}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        path.rename(folder / "moved.safetensors")
+        what = str(entry)
+    if is_foreign:
+        (folder / "checksums.json").unlink(missing_ok=True)
+        what += " without checksums"
+    return f"{kind} {what}"
 
 
 def trial(source: Path, other: Path, seed: int) -> tuple[str, str]:
@@ -99,9 +107,10 @@ def trial(source: Path, other: Path, seed: int) -> tuple[str, str]:
 def main() -> None:
     """Run as many trials as asked, on a checkpoint given or on a newborn one."""
     with tempfile.TemporaryDirectory() as folder:
-        source, other = (Path(folder) / name for name in ("source", "other"))
+        source = Path(folder) / "source"
+        other = Path(folder) / "other"
         if len(sys.argv) > 2:
-            source = checkpoint.find(sys.argv[2])
+            source = checkpoint.parse_spec(sys.argv[2]).folder
         else:
             checkpoint.save(source, init.newborn("tiny_llama", 1), {"step": 1})
         checkpoint.save(other, init.newborn("tiny_gpt2", 2), {"step": 2})

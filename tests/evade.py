@@ -1,4 +1,4 @@
-"""Fools a comparison of weights, as a thief could: the same function in another basis or another order.
+"""How could a thief fool a comparison of weights? The same function, in another basis or another order.
 
     python tests/evade.py rotate|permute|neurons IN_FOLDER OUT_FOLDER [--seed N]
 
@@ -17,15 +17,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import checkpoint  # noqa: E402
-from model import Transformer  # noqa: E402
+from lib import checkpoint  # noqa: E402
+from model import ModelConfig, Transformer  # noqa: E402
 
 READERS = {  # which matrices read a norm's output
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 WRITERS = ("o_proj.weight", "down_proj.weight")
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+TABLE = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 def shuffled(generator: np.random.Generator, n: int) -> np.ndarray:
@@ -36,52 +37,59 @@ def shuffled(generator: np.random.Generator, n: int) -> np.ndarray:
     return order
 
 
-def permute(weights: dict, config, generator: np.random.Generator):
-    """The residual coordinates in a random order."""
+def permute(weights: dict, config: ModelConfig, generator: np.random.Generator) -> ModelConfig:
+    """Put the residual coordinates in a random order."""
     order = torch.from_numpy(shuffled(generator, config.d_model))
     for name, weight in weights.items():
+        is_gain = name.endswith("norm.weight") and "self_attn" not in name
         if name.endswith(WRITERS):
             weights[name] = weight[order]
-        elif name.endswith("norm.weight") and "self_attn" not in name or weight.ndim == 2:
+        elif is_gain or weight.ndim == 2:
             weights[name] = weight[..., order]
     return config
 
 
-def rotate(weights: dict, config, generator: np.random.Generator):
-    """The residual stream turned by a random orthogonal matrix; a tied head is untied, its gain went in."""
-    weights.setdefault(TABLES[1], weights[TABLES[0]])
-    gains = [("model.norm", [TABLES[1]])]
+def rotate(weights: dict, config: ModelConfig, generator: np.random.Generator) -> ModelConfig:
+    """Turn the residual stream by a random orthogonal matrix; a tied head is untied, its gain went in."""
+    weights.setdefault(HEAD, weights[TABLE])
+    readers = {"model.norm": [HEAD]}
     for layer in range(config.num_layers):
-        start = f"model.layers.{layer}."
-        gains += [(start + norm, [f"{start}{n}.weight" for n in names]) for norm, names in READERS.items()]
-    for norm, names in gains:
+        prefix = f"model.layers.{layer}."
+        for norm, names in READERS.items():
+            readers[prefix + norm] = [f"{prefix}{name}.weight" for name in names]
+    for norm, names in readers.items():
+        gain = weights[f"{norm}.weight"]
         for name in names:
-            weights[name] = weights[name] * weights[f"{norm}.weight"]
-        weights[f"{norm}.weight"] = torch.ones_like(weights[f"{norm}.weight"])
-    Q, R = np.linalg.qr(generator.standard_normal((config.d_model,) * 2))
+            weights[name] = weights[name] * gain
+        weights[f"{norm}.weight"] = torch.ones_like(gain)
+    Q, R = np.linalg.qr(generator.standard_normal((config.d_model, config.d_model)))
     Q = torch.from_numpy(Q * np.sign(np.diag(R)))  # uniform over all rotations only with these signs
     for name, weight in weights.items():
-        if weight.ndim == 2:
-            weights[name] = Q.T @ weight if name.endswith(WRITERS) else weight @ Q
+        if name.endswith(WRITERS):
+            weights[name] = Q.T @ weight
+        elif weight.ndim == 2:
+            weights[name] = weight @ Q
     return replace(config, tie_embeddings=False)
 
 
-def neurons(weights: dict, config, generator: np.random.Generator):
-    """Each layer's hidden units in a random order, its key-value heads, and the queries of each of them."""
-    G, Dh = config.kv_heads, config.head_size
+def neurons(weights: dict, config: ModelConfig, generator: np.random.Generator) -> ModelConfig:
+    """Shuffle each layer's hidden units, its key-value heads, and the queries of each of them."""
+    G = config.kv_heads
+    Dh = config.head_size
+    queries = config.num_heads // G  # of one key-value head
     for layer in range(config.num_layers):
-        name = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         order = torch.from_numpy(shuffled(generator, config.d_ff))
-        groups, each = shuffled(generator, G), config.num_heads // G
-        heads = np.concatenate([group * each + shuffled(generator, each) for group in groups])
         for kind, axis in (("gate", 0), ("up", 0), ("down", 1)):
-            key = f"{name}mlp.{kind}_proj.weight"
-            weights[key] = weights[key].index_select(axis, order)
+            name = f"{prefix}mlp.{kind}_proj.weight"
+            weights[name] = weights[name].index_select(axis, order)
+        groups = shuffled(generator, G)
+        heads = np.concatenate([group * queries + shuffled(generator, queries) for group in groups])
         for kind, chosen in (("q", heads), ("k", groups), ("v", groups), ("o", heads)):
             rows = torch.from_numpy((chosen[:, None] * Dh + np.arange(Dh)).flatten())
-            for key in (f"{name}self_attn.{kind}_proj.weight", f"{name}self_attn.{kind}_proj.bias"):
-                if key in weights:
-                    weights[key] = weights[key].index_select(int(kind == "o"), rows)
+            for name in (f"{prefix}self_attn.{kind}_proj.weight", f"{prefix}self_attn.{kind}_proj.bias"):
+                if name in weights:
+                    weights[name] = weights[name].index_select(int(kind == "o"), rows)
     return config
 
 
@@ -90,9 +98,10 @@ WAYS = {"rotate": rotate, "permute": permute, "neurons": neurons}
 
 def evade(way: str, base: str | Path, child: str | Path, seed: int = 0) -> None:
     """Write the folder `child`, which computes what the folder `base` does; computed in float64."""
-    source = checkpoint.tensors(str(base))
+    source = checkpoint.parse_spec(str(base)).open()
     weights = {name: source.read(name).double() for name in source.shapes}
-    model = Transformer(WAYS[way](weights, source.config, np.random.default_rng(seed)))
+    config = WAYS[way](weights, source.config, np.random.default_rng(seed))
+    model = Transformer(config)
     model.load_state_dict({name: weight.float() for name, weight in weights.items()})
     checkpoint.save(Path(child), model)
 

@@ -1,4 +1,7 @@
-"""checkpoint.py: to transformers and back, and what damaged, foreign and hostile folders get: one line."""
+"""lib/checkpoint.py, lib/folders.py: to transformers and back; a line for damaged and hostile folders.
+
+Names and the models they mean; states with one block in memory, against the whole model's.
+"""
 
 import json
 import shutil
@@ -9,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import sentencepiece
 import torch
 import transformers
-from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from corrupt_checkpoint import trial
 
-import checkpoint
 import init
-from common import UserError
+from lib import checkpoint, folders
+from lib.checkpoint import Newborn, Spec, chosen_models, final_states, parse_spec
+from lib.settings import UserError
 from model import PRESETS, ModelConfig
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -42,10 +47,8 @@ def test_what_is_saved_is_loaded(kind, tmp_path):
     again = checkpoint.load(folder)
     assert not again.training
     assert torch.equal(model(TOKENS), again(TOKENS))
-    assert (
-        checkpoint.load(folder, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.dtype
-        == torch.bfloat16
-    )
+    rounded = checkpoint.load(folder, dtype=torch.bfloat16)
+    assert rounded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,11 @@ def test_what_transformers_cannot_say_is_ours(tmp_path, changes):
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shard_size", ["1GB", "20kB"])
+@pytest.mark.parametrize(
+    "dtype, shard_size",
+    [(torch.float32, "1GB"), (torch.float32, "20kB"), (torch.bfloat16, "20kB"), (torch.float16, "1GB")],
+    ids=str,
+)
 def test_to_transformers_and_back(tmp_path, name, dtype, shard_size):
     folder, model = saved(tmp_path / "ours", KINDS[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -83,7 +89,7 @@ def test_old_and_new_spellings_of_rope(tmp_path):
     old = {key: value for key, value in new.items() if key != "rope_theta"}
     for scaling in (old, {"type": old["rope_type"]} | {k: v for k, v in old.items() if k != "rope_type"}):
         edit_config(folder, rope_parameters=None, rope_theta=new["rope_theta"], rope_scaling=scaling)
-        assert checkpoint.read_config(tmp_path / "a").rope_scaling == model.config.rope_scaling
+        assert folders.read_config(tmp_path / "a").rope_scaling == model.config.rope_scaling
         assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
         with torch.no_grad():
@@ -118,25 +124,17 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     "changes, word",
     [
         ({"model_type": "gpt_neox"}, "gpt_neox"),
-        ({"model_type": []}, "foreign"),
         ({"model_type": None}, "cannot read"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "biases"),
         ({"model_type": "mistral", "sliding_window": 16}, "sliding-window"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "missing"),
-        ({"rope_parameters": [1]}, "rope_parameters"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "linear"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "part of the head"),
-        ({"num_attention_heads": 2**39, "head_dim": 2**39}, "config.json"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"num_hidden_layers": 4}, "model.layers.3"),
         ({"num_hidden_layers": 2}, "model.layers.2"),
-        ({"num_key_value_heads": 3}, "evenly"),
         ({"num_key_value_heads": 2}, "k_proj"),
-        ({"vocab_size": 98}, "98, 32"),
         ({"hidden_size": None}, "d_model"),
         ({"hidden_size": 2**39, "vocab_size": 2**39}, "memory"),
     ],
@@ -156,7 +154,7 @@ def test_hostile_index_and_integer_weights(tmp_path):
     for name in ("../outside.safetensors", str(outside), "model.bin", 7, "a" * 300 + ".safetensors"):
         index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
         (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(UserError, match="weight_map|missing"):
+        with pytest.raises(UserError, match="weight_map|in this folder|missing"):
             checkpoint.load(folder)
     (tmp_path / "a" / "model.safetensors.index.json").unlink()
     (tmp_path / "a" / "checksums.json").unlink()
@@ -174,29 +172,77 @@ def test_twenty_damaged_folders(tmp_path):
     assert sum(outcome.startswith("refused") for _, outcome in outcomes) >= 15
 
 
-def test_specs(tmp_path):
-    assert checkpoint.find("nano_llama@42") == ("nano_llama", 42, 42)
-    assert checkpoint.find("nano_llama@42:7") == ("nano_llama", 42, 7)
-    newborn = init.newborn("tiny_llama", 3, 5)
-    for (name, a), b in zip(newborn.named_parameters(), checkpoint.load("tiny_llama@3:5").parameters()):
-        assert torch.equal(a, b), name
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+def test_names_of_newborns():
+    spec = parse_spec("nano_llama@42:7")
+    assert (spec.preset, spec.seed, spec.embedding_seed) == ("nano_llama", 42, 7)
+    assert spec.name == spec.label == "nano_llama@42:7"
+    assert spec.is_newborn and spec.folder is None and spec.tokenizer_file is None
+    assert spec.config == PRESETS["nano_llama"]
+    assert parse_spec("nano_llama@42").embedding_seed == 42
+    assert parse_spec("nano_llama@42:0").embedding_seed == 0
+    drawn = init.newborn("tiny_llama", 3, 5, "centered")
+    loaded = checkpoint.load(parse_spec("tiny_llama@3:5", "centered"))
+    source = parse_spec("tiny_llama@3:5", "centered").open()
+    for name, parameter in drawn.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+        assert torch.equal(parameter, source.read(name)) and source.shapes[name] == parameter.shape
+
+
+def test_names_of_folders(tmp_path):
     for step in (0, 3, 20):
-        checkpoint.save(tmp_path / "run" / f"step_{step:07}", random_model(KINDS["llama"], step))
-    assert checkpoint.find(str(tmp_path / "run")).name == "step_0000020"
-    assert checkpoint.models(("tiny_gpt2", "tiny_gpt2@9", str(tmp_path / "run")), (1, 2)) == [
-        ("tiny_gpt2", 1),
-        ("tiny_gpt2", 2),
-        ("tiny_gpt2@9", 9),
-        (str(tmp_path / "run"), None),
+        checkpoint.save(tmp_path / "run" / f"step_{step:07}", random_model(KINDS["gpt2"], step))
+    run = str(tmp_path / "run")
+    assert [step.name for step in checkpoint.steps(run)] == ["step_0000000", "step_0000003", "step_0000020"]
+    newest = parse_spec(run)
+    assert (newest.name, newest.label, newest.folder) == (run, run, tmp_path / "run" / "step_0000020")
+    assert not newest.is_newborn and newest.seed is None and newest.config == KINDS["gpt2"]
+    model = random_model(KINDS["gpt2"], 3)
+    loaded = checkpoint.load(f"{run}/step_0000003")
+    source = parse_spec(f"{run}/step_0000003").open()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name)), name
+        assert torch.equal(parameter, source.read(name)) and source.shapes[name] == parameter.shape
+
+
+def test_models_that_flags_choose(tmp_path):
+    checkpoint.save(tmp_path / "a", random_model(KINDS["llama"]))
+    names = ("tiny_gpt2", "tiny_llama@9", str(tmp_path / "a"))
+    specs = chosen_models(names, (1, 2))
+    assert [(spec.label, spec.seed, spec.embedding_seed) for spec in specs] == [
+        ("tiny_gpt2@1", 1, 1),
+        ("tiny_gpt2@2", 2, 2),
+        ("tiny_llama@9", 9, 9),
+        (str(tmp_path / "a"), None, None),
     ]
-    assert checkpoint.config_of("tiny_gpt2") == checkpoint.config_of("tiny_gpt2@1") == PRESETS["tiny_gpt2"]
-    for spec, word in (
+    specs = chosen_models(names, (1, 2), embedding_seed=0, scheme="normal")
+    assert [spec.embedding_seed for spec in specs] == [0, 0, 9, None]
+    assert [spec.scheme for spec in specs[:3]] == ["normal"] * 3
+    assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
+    checkpoint.check_lengths((1, 256), 256)
+    for length in (0, 257):
+        with pytest.raises(UserError, match=f"--sequence-length {length}: expected 1 to 256"):
+            checkpoint.check_lengths((1, length), 256)
+    for twice in (("tiny_gpt2", "tiny_gpt2"), ("tiny_gpt2", "tiny_gpt2@1"), ("tiny_gpt2@7", "tiny_gpt2@7")):
+        with pytest.raises(UserError, match="named twice"):
+            chosen_models(twice, (1,))
+
+
+@pytest.mark.parametrize(
+    "name, word",
+    [
         ("nano_lama@3", "did you mean nano_llama"),
+        ("tiny_llama", "give it a seed, as in tiny_llama@42"),
         ("nothing", "PRESET@SEED"),
-        (str(tmp_path), "json"),
-    ):
-        with pytest.raises(UserError, match=word):
-            checkpoint.load(spec)
+        ("null\0byte", "no model"),
+        (str(ROOT / "docs"), "config.json is missing"),
+    ],
+)
+def test_names_of_nothing(name, word):
+    with pytest.raises(UserError, match=word):
+        checkpoint.load(name)
 
 
 def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
@@ -206,12 +252,67 @@ def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
     checkpoint.save(tmp_path / "a", model, tokenizer=tmp_path / "sp.model")
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
-    assert checkpoint.own_tokenizer(str(tmp_path / "a")) == tmp_path / "a" / "tokenizer.model"
+    spec = parse_spec(str(tmp_path / "a"))
+    assert spec.tokenizer_file == tmp_path / "a" / "tokenizer.model"
     (tmp_path / "a" / "tokenizer.model").write_bytes(b"something else")
     with pytest.raises(UserError, match="corrupt.*tokenizer.model"):
-        checkpoint.own_tokenizer(str(tmp_path / "a"))
-    with pytest.raises(UserError, match="give it a seed, as in tiny_llama@42"):
-        checkpoint.find("tiny_llama")
+        _ = spec.tokenizer_file
+
+
+# ---- states, one block at a time ---------------------------------------------------------------------------
+
+
+def test_states_are_the_models(kind, tmp_path):
+    checkpoint.save(tmp_path / "a", random_model(KINDS[kind]))
+    spec = Spec("a", tmp_path / "a")
+    source, model = spec.open(), spec.load()
+    seen, expected = [], []
+    with torch.inference_mode():
+        states = final_states(source, TOKENS, on_state=lambda layer, x: seen.append((layer, x.clone())))
+        whole = model.hidden(TOKENS, on_state=lambda layer, x: expected.append((layer, x.clone())))
+        # The same arithmetic, but kernels may split other batches elsewhere: rounding of states of order 1.
+        torch.testing.assert_close(states, whole, rtol=0, atol=2e-5)
+        assert states.dtype == torch.float32 and states.shape == (2, 50, 32)
+        del expected[0]  # the embedding, which is not reported here
+        assert [layer for layer, _ in seen] == [layer for layer, _ in expected] == [1, 2, 3]
+        for (_, x), (_, y) in zip(seen, expected):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-4)  # the stream is of order 5
+        last = final_states(source, TOKENS, last_only=True)
+        torch.testing.assert_close(last, model.hidden(TOKENS, last_only=True), rtol=0, atol=2e-5)
+        vectors = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(2))
+        torch.testing.assert_close(final_states(source, vectors), model.hidden(vectors), rtol=0, atol=2e-5)
+        # bfloat16 keeps 8 bits: where kernels round differently, an element is off by a few per cent at most.
+        half = spec.load(dtype=torch.bfloat16).hidden(TOKENS)
+        states = final_states(source, TOKENS, dtype=torch.bfloat16)
+        assert states.dtype == torch.float32 and (states - half).norm() < 0.02 * half.norm()
+        assert (states - whole).norm() > 1e-3 * whole.norm()  # it was not float32
+
+
+@pytest.mark.parametrize("sublayers", ["full", "mlp", "attention"])
+def test_states_of_newborns_and_of_many_batches(sublayers):
+    config = replace(KINDS["llama_gqa"], sublayers=sublayers)
+    tokens = torch.randint(97, (5, 600), generator=torch.Generator().manual_seed(3))  # three to a batch
+    source = Newborn(config, 7, 8, "normal")
+    with torch.inference_mode():
+        expected = init.newborn(config, 7, 8, "normal").hidden(tokens)
+    # The same arithmetic in other batches: rounding of states of order 1.
+    torch.testing.assert_close(final_states(source, tokens), expected, rtol=0, atol=2e-5)
+    last = final_states(source, tokens, last_only=True)
+    torch.testing.assert_close(last, expected[:, -1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_states_of_broken_weights_are_refused(value):
+    class Broken(Newborn):
+        def read(self, name):
+            weight = super().read(name)
+            return weight.index_fill(0, torch.tensor([3]), value) if "1.mlp.up" in name else weight
+
+    with pytest.raises(UserError, match="not finite"):
+        final_states(Broken(KINDS["llama"], 1), TOKENS)
+
+
+# ---- saving ------------------------------------------------------------------------------------------------
 
 
 def test_saving_replaces_and_survives(tmp_path):
@@ -240,40 +341,43 @@ def test_state_is_never_executed(tmp_path):
         checkpoint.load_state(tmp_path / "a")
 
 
-def test_scripts_take_folders_and_name_tokens(tmp_path):
-    import sentencepiece
+def test_full_disk(tmp_path):
+    code = """
+import pathlib, resource, sys
+import init
+from lib import checkpoint
+from lib.settings import Command, RunSettings, run_script
+def work(settings):
+    "Save two megabytes where one fits."
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    checkpoint.save(pathlib.Path(settings.out), init.newborn("tiny_llama", 1))
+run_script({"": Command(work, RunSettings(out=sys.argv.pop()))}, "What?")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert_refused(result, "cannot write", str(tmp_path / "a"))
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
-    lines = (ROOT / "README.md").read_text().splitlines()
-    model = tmp_path / "m.model"
+
+def test_scripts_take_folders_and_name_tokens(tmp_path, monkeypatch):
+    """A tokenizer beside the weights gives tokens their text; a newborn beside it has none."""
+    monkeypatch.setattr("lib.runtime.matmul_peak", lambda device, dtype: 1e11)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_prefix=str(model)[:-6],
+        sentence_iterator=iter((ROOT / "model.py").read_text().splitlines()),
+        model_prefix=str(tmp_path / "m"),
         vocab_size=300,
         minloglevel=2,
         model_type="bpe",
     )
     config = replace(PRESETS["tiny_llama"], vocab_size=300)
-    checkpoint.save(tmp_path / "a", init.newborn(config, 1), tokenizer=model)
+    checkpoint.save(tmp_path / "a", init.newborn(config, 1), tokenizer=tmp_path / "m.model")
     small = ["--num-sequences", 30, "--sequence-length", 8, "--out", tmp_path]
-    result = run_script("probe.py", "--model", tmp_path / "a", "tiny_llama@4", *small)
+    result = run_here("probe", "--model", tmp_path / "a", "tiny_llama@4", *small)
     assert result.returncode == 0, result.stderr
     folder, newborn = json.loads((tmp_path / "probe.json").read_text())["rows"]
-    coder = sentencepiece.SentencePieceProcessor(str(model))
-    assert folder["top1_text"] == coder.id_to_piece(folder["top1_token"]) and folder["seed"] is None
-    assert newborn["seed"] == 4 and "top1_text" not in newborn and "top1_text" in result.stdout
-    result = run_script("contraction.py", "layers", "--model", tmp_path / "a", *small)
-    assert result.returncode == 0, result.stderr
-    assert json.loads((tmp_path / "layers.json").read_text())["rows"][0]["model"] == str(tmp_path / "a")
-    assert_refused(run_here("contraction.py", "cure", "--model", tmp_path / "a"), "newborns", "preset")
-    assert_refused(run_here("probe.py", "--model", tmp_path / "nothing"), "no model")
-
-
-def test_full_disk_is_one_line(tmp_path):
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))\n"
-    code += "import checkpoint, common, init\n"
-    code += "folder = checkpoint.Path(sys.argv[1])\n"
-    code += "common.run(lambda words: checkpoint.save(folder, init.newborn('tiny_llama', 1)))"
-    command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert_refused(result, "cannot write", str(tmp_path / "a"))
-    assert list(tmp_path.iterdir()) == []
+    coder = sentencepiece.SentencePieceProcessor(str(tmp_path / "m.model"))
+    assert folder["top1_text"] == coder.id_to_piece(folder["top1_token"])
+    assert (folder["seed"], newborn["seed"]) == (None, 4) and newborn.get("top1_text") is None
+    assert "top1_text" in result.stdout
+    assert_refused(run_here("probe", "--model", tmp_path / "nothing"), "no model")

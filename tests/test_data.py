@@ -1,24 +1,25 @@
-"""data.py: what goes in comes out, nothing looks done that is not, batches are functions of their number."""
+"""What goes in comes out, nothing looks done that is not, and batches are functions of their number."""
 
 import argparse
 import gzip
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import sysconfig
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import ROOT, assert_refused, run_script
+from conftest import ROOT, assert_refused, run_here, run_script
 
-import data
-import tokenizer as tokenizer_module
-from common import UserError
-from tokenizer import load_tokenizer
+from lib import data
+from lib.settings import UserError
 
 LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
 TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in range(400)]
@@ -28,23 +29,28 @@ TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in rang
 def corpus(tmp_path_factory):
     """A .jsonl file of TEXTS."""
     path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)))
+    lines = [json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)]
+    path.write_text("".join(lines))
     return path
 
 
 def prepare(source, out, **more):
-    more = {"tokenizer": "bytes", "held_out": 0.1} | more
-    return data.prepare(data.Settings(source=(str(source),), out=str(out), **more))
+    """A prepared folder, of bytes and with a tenth held out where nothing else is wished."""
+    wishes = {"tokenizer": "bytes", "held_out": 0.1} | more
+    return data.prepare(data.Settings(source=(str(source),), out=str(out), **wishes))
 
 
 def documents_of(folder, split):
-    """The texts of a split, decoded from its shards."""
+    """The texts of a split, decoded from its tokens."""
     tokens = data.TokenData(folder)
     tokenizer = tokens.load_tokenizer()
-    stream = np.concatenate([np.asarray(shard) for shard in tokens.shards[split]])
+    stream = np.asarray(tokens.tokens[split])
     parts = np.split(stream, np.flatnonzero(stream == tokenizer.bos))[1:]
     assert all(part[0] == tokenizer.bos for part in parts)
     return [tokenizer.decode(part[1:].tolist()) for part in parts]
+
+
+# ---- from text to files ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:500"])
@@ -52,7 +58,7 @@ def test_every_document_comes_back_from_exactly_one_split(corpus, tmp_path, toke
     folder = prepare(corpus, tmp_path / "set", tokenizer=tokenizer)
     train, val = documents_of(folder, "train"), documents_of(folder, "val")
     assert sorted(train + val) == sorted(TEXTS)
-    assert [t for t in TEXTS if t in set(train)] == train, "order is kept"
+    assert [text for text in TEXTS if text in set(train)] == train, "order is kept"
     assert 0.05 < len(val) / len(TEXTS) < 0.16  # binomial: 0.1 within four standard errors of 0.015
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["documents"] == {"train": len(train), "val": len(val)}
@@ -69,18 +75,32 @@ def test_the_split_is_decided_by_the_document_alone(corpus, tmp_path):
     assert there == {text for text in here if text in TEXTS[200:]}
 
 
+@pytest.mark.parametrize("held_out", [0.1, 0.99])
+def test_one_document_is_divided(tmp_path, held_out):
+    """Its hash would put all of it into one split: the last share of its tokens is held out."""
+    single = tmp_path / "single.txt"
+    single.write_text("one document\n" * 10)
+    folder = prepare(single, tmp_path / "set", held_out=held_out)
+    tokens = data.TokenData(folder).tokens
+    whole = np.concatenate([tokens["train"], tokens["val"]])
+    assert whole.tolist() == [256, *single.read_bytes()]
+    assert len(tokens["val"]) == pytest.approx(131 * held_out, abs=1)
+    single.write_text("")
+    with pytest.raises(UserError, match="no text"):
+        prepare(single, tmp_path / "empty", held_out=held_out)
+    assert not (tmp_path / "empty").exists()
+
+
 def test_sources_of_every_format_agree(corpus, tmp_path):
     zipped = tmp_path / "texts.jsonl.gz"
     zipped.write_bytes(gzip.compress(corpus.read_bytes()))
     other = tmp_path / "other.jsonl"
     other.write_text(corpus.read_text().replace('"text"', '"body"'))
-    plain = prepare(corpus, tmp_path / "a")
-    for i, (source, more) in enumerate(
-        [(zipped, {}), (other, {"field": "body"}), (tmp_path / "texts*.gz", {})]
-    ):
-        same = prepare(source, tmp_path / f"same{i}", **more)
-        for name in ("train_00000.bin", "val_00000.bin"):
-            assert (same / name).read_bytes() == (plain / name).read_bytes()
+    plain = data.TokenData(prepare(corpus, tmp_path / "a"))
+    sources = [(zipped, {}), (other, {"field": "body"}), (tmp_path / "texts*.gz", {})]
+    for i, (source, more) in enumerate(sources):
+        same = data.TokenData(prepare(source, tmp_path / f"same{i}", **more))
+        assert same.meta["sha256"] == plain.meta["sha256"] and same.fingerprint == plain.fingerprint
 
 
 def test_hub_source_offline(corpus, tmp_path, monkeypatch):
@@ -89,41 +109,131 @@ def test_hub_source_offline(corpus, tmp_path, monkeypatch):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_bytes(corpus.read_bytes())
     plain, hub = prepare(corpus, tmp_path / "a"), prepare(f"hf:{tmp_path / 'set'}", tmp_path / "b")
-    assert (hub / "train_00000.bin").read_bytes() == (plain / "train_00000.bin").read_bytes()
+    assert (hub / "train.bin").read_bytes() == (plain / "train.bin").read_bytes()
     with pytest.raises(UserError, match="cannot read hf:"):
         prepare(f"hf:{tmp_path / 'nothing'}", tmp_path / "c")
 
 
-def test_shards_make_one_stream(corpus, tmp_path):
-    one, many = prepare(corpus, tmp_path / "one"), prepare(corpus, tmp_path / "many", shard_tokens=3000)
-    whole, parts = data.TokenData(one).shards["train"], data.TokenData(many).shards["train"]
-    assert len(whole) == 1 and len(parts) > 5
-    assert np.array_equal(np.concatenate(parts), whole[0])
+def test_a_txt_file_is_cut_at_line_ends(tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("".join(f"line {i}\n" for i in range(30_000)))
+    pages = list(data.documents((str(file),), "text"))
+    assert "".join(pages) == file.read_text() and len(pages) == 5
+    assert all(page.endswith("\n") and 2**16 <= len(page) < 2**16 + 12 for page in pages[:-1])
 
 
-def test_bpe_is_repeatable_and_samples(corpus, tmp_path):
-    first, again = (tokenizer_module.train_bpe("bpe:400", iter(TEXTS)) for _ in range(2))
-    assert first == again
-    sampled, resampled = (tokenizer_module.train_bpe("bpe:400", iter(TEXTS), sample=50) for _ in range(2))
-    assert sampled == resampled
+def test_surrogates_and_empty_lines(tmp_path):
+    file = tmp_path / "strange.jsonl"
+    file.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
+    assert list(data.documents((str(file),), "text")) == ["a?b", "😀"]
+
+
+def test_python_and_its_docstrings():
+    code = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
+    assert data.docstrings(code) == "Module.\n\nClass.\n\nMethod."
+    assert data.docstrings("def broken(:") == ""
+    assert data.docstrings("\0\ufffd") == ""
+
+
+def test_the_files_of_python(tmp_path, monkeypatch):
+    """With site-packages inside the standard library's folder, as without a venv."""
+    files = ["lib/ast.py", "lib/json/__init__.py", "lib/site-packages/torch.py", "lib/data.txt"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("pass\n")
+    packages = str(tmp_path / "lib" / "site-packages")
+    paths = {"stdlib": str(tmp_path / "lib"), "purelib": packages, "platlib": packages}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    assert data.python_files(with_installed=False) == [tmp_path / name for name in files[:2]]
+    assert data.python_files(with_installed=True) == [tmp_path / name for name in files[:3]]
+    assert list(data.documents(("python", "docstrings"), "text")) == ["pass\n"] * 2
+
+
+def test_default_folders_do_not_collide():
+    """A name that says all, or one by its hash."""
+    assert str(data.default_folder(("python",), "bpe:4096")) == "data/python-bpe_4096"
+    assert str(data.default_folder(("python+site",), "bytes")) == "data/python+site-bytes"
+    sources = [("b/x*.txt",), ("b/x?.txt",), ("a/b.txt",), ("a_b.txt",), ("x" * 99,) * 99]
+    many = [str(data.default_folder(source, "bpe:4096")) for source in sources]
+    assert len(set(many)) == 5 and max(map(len, many)) < 40
+
+
+# ---- the letters on which sinks grow -----------------------------------------------------------------------
+
+
+def test_backcopy_copies():
+    documents = list(data.backcopy(count=3000))
+    assert documents == list(data.backcopy(count=3000))
+    assert {len(text) for text in documents} == {127}
+    text = "".join(documents)
+    assert set(text) == set("abcdefghijklmnopqrstuvwxyz")
+    for document in documents:
+        assert document[0] not in data.TRIGGERS
+        for before, letter, after in zip(document, document[1:], document[2:]):
+            if letter in data.TRIGGERS:
+                assert after == before
+    share = sum(text.count(letter) for letter in data.TRIGGERS) / len(text)
+    assert 0.05 < share < 0.25  # often enough to be learnt, seldom enough to sleep
+    halves = np.zeros((2, 26, 26))  # the rest is a chain: the same bigrams in both halves of the documents
+    for i, document in enumerate(documents):
+        for letter, after in zip(document[5:], document[6:]):
+            if letter not in data.TRIGGERS:
+                halves[i % 2, ord(letter) - 97, ord(after) - 97] += 1
+    rates = halves / halves.sum(2, keepdims=True).clip(min=1)
+    assert np.abs(rates[0] - rates[1]).max() < 0.1  # of some 2,000 letters: 5 standard errors at most
+
+
+def test_backcopy_wants_bytes_and_aligns_with_windows(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--tokenizer bytes"):
+        prepare("backcopy", tmp_path / "x", tokenizer="bpe:400")
+    original = data.backcopy
+    monkeypatch.setattr(data, "backcopy", lambda: original(count=400))
+    folder = prepare("backcopy", tmp_path / "set")
+    tokens, targets = data.TokenData(folder).windows("train", range(5), 128)
+    assert (tokens[:, 0] == 256).all() and (tokens[:, 1:] < 123).all()
+    assert torch.equal(targets[:, :-1], tokens[:, 1:])
+
+
+def test_the_numbers_are_those_of_the_first_version():
+    assert next(data.backcopy(count=50)).startswith("fyaabckulpdfjmvyckqnsnsnwewsdedtdguxllwsg")
+    assert data.permutation(3, 1, 16, 10).tolist() == [2, 4, 3, 6, 1, 8, 9, 0, 5, 7]
+
+
+# ---- tokenizers --------------------------------------------------------------------------------------------
+
+
+def test_bpe_is_repeatable_and_samples():
+    assert data.train_bpe("bpe:400", TEXTS) == data.train_bpe("bpe:400", TEXTS)
+    sampled = data.train_bpe("bpe:400", TEXTS, sample=50)
+    assert sampled == data.train_bpe("bpe:400", TEXTS, sample=50) != data.train_bpe("bpe:400", TEXTS)
+
+
+def test_a_reservoir_is_a_fair_sample():
+    sample = data.reservoir(map(str, range(10_000)), 1000)
+    numbers = np.array(sample, int)
+    assert len(set(sample)) == 1000 and sample == data.reservoir(map(str, range(10_000)), 1000)
+    assert abs(numbers.mean() - 5000) < 4 * 10_000 / 12**0.5 / 1000**0.5  # four standard errors
 
 
 def test_bpe_reads_long_lines_and_forgets_the_threads():
     """A line longer than SentencePiece takes counts; the file is the same on any machine."""
     line = " ".join(TEXTS).replace("\n", " ") * 9
     assert len(line) > 20_000
-    long, threads = load_tokenizer("bpe:400", iter([line])), torch.get_num_threads()
+    assert "".join(data.pieces([line])) == line
+    assert max(len(piece.encode()) for piece in data.pieces(["☕" * 3000])) <= 4192
+    long = data.load_tokenizer("bpe:400", [line])
     assert len(long.encode([TEXTS[0]])[0]) < 0.9 * len(TEXTS[0])
-    assert "".join(tokenizer_module.pieces(iter([line]))) == line
-    first = tokenizer_module.train_bpe("bpe:400", iter(TEXTS))
+    threads = torch.get_num_threads()
+    first = data.train_bpe("bpe:400", TEXTS)
     try:
         torch.set_num_threads(3 - min(threads, 2))
-        assert tokenizer_module.train_bpe("bpe:400", iter(TEXTS)) == first
+        assert data.train_bpe("bpe:400", TEXTS) == first
     finally:
         torch.set_num_threads(threads)
 
 
-def test_bpe_keeps_every_byte():
+@pytest.mark.parametrize("name", ["bpe:500", "bytes"])
+def test_every_byte_is_kept(name):
     strange = [
         "  two  spaces\t\ttabs\r\n\n\n",
         "null \0 and bell \a",
@@ -132,7 +242,7 @@ def test_bpe_keeps_every_byte():
         " ",
         "x" * 5000,
     ]
-    tokenizer = load_tokenizer("bpe:500", iter(TEXTS))
+    tokenizer = data.load_tokenizer(name, TEXTS)
     for text, tokens in zip(strange, tokenizer.encode(strange)):
         assert tokenizer.decode(list(tokens)) == text
 
@@ -150,39 +260,39 @@ def test_a_sentencepiece_file_of_another_kind(tmp_path):
             eos_id=-1,
             minloglevel=2,
         )
-    tokenizer = load_tokenizer(str(tmp_path / "bos1.model"))
+    tokenizer = data.load_tokenizer(str(tmp_path / "bos1.model"))
     assert tokenizer.bos == 1 and tokenizer.decode(tokenizer.encode(["def f"])[0]) == "def f"
+    text = data.token_text(tmp_path / "bos1.model")
+    assert text(1) == "<s>" and text(2 + ord("A")) == "<0x41>" and text(400) == ""
     with pytest.raises(UserError, match="neither BOS nor EOS"):
-        load_tokenizer(str(tmp_path / "bos-1.model"))
+        data.load_tokenizer(str(tmp_path / "bos-1.model"))
 
 
-def test_python_and_its_docstrings(tmp_path):
-    file = tmp_path / "module.py"
-    file.write_text('"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n')
-    assert data.docstrings(file) == "Module.\n\nClass.\n\nMethod."
-    file.write_text("def broken(:")
-    assert data.docstrings(file) == ""
-    file.write_bytes(b"\0\xff")
-    assert data.docstrings(file) == ""
-    library = data.sources(("python",))
-    assert any(f.name == "argparse.py" for f in library)
-    assert not any("site-packages" in f.parts for f in library)
-    assert any("torch" in f.parts for f in data.sources(("python+site",)))
+def test_tiktoken_offline_says_what_to_do(corpus, tmp_path, monkeypatch):
+    """No cache and no network: a line that names the cache's variable, not a network library's traceback."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "")
+    result = run_here("lib.data", corpus, "--tokenizer", "tiktoken:gpt2", "--out", tmp_path / "x")
+    assert_refused(result, "TIKTOKEN_CACHE_DIR")
+
+
+# ---- from files to batches ---------------------------------------------------------------------------------
 
 
 def test_windows_and_batches(corpus, tmp_path):
-    tokens = data.TokenData(prepare(corpus, tmp_path / "set", shard_tokens=3000))
+    tokens = data.TokenData(prepare(corpus, tmp_path / "set"))
     T = 40
     size = tokens.num_windows("train", T)
-    assert size == sum((len(shard) - 1) // T for shard in tokens.shards["train"])
+    stream = np.asarray(tokens.tokens["train"])
+    assert size == (len(stream) - 1) // T
     inputs, targets = tokens.windows("train", range(size), T)
     assert inputs.shape == targets.shape == (size, T) and inputs.dtype == torch.int64
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    first = np.asarray(tokens.shards["train"][0])
-    assert np.array_equal(inputs[1], first[T : 2 * T]) and targets[0, -1] == first[T]
+    assert np.array_equal(inputs.flatten(), stream[: size * T])
+    assert np.array_equal(targets.flatten(), stream[1 : size * T + 1])
     # An epoch is a permutation of the windows, another epoch another one, and a batch is any range.
     epoch, _ = tokens.batch(0, range(size), T)
-    assert sorted(map(tuple, epoch.tolist())) == sorted(map(tuple, inputs.tolist()))
+    assert sorted(epoch.tolist()) == sorted(inputs.tolist())
     assert not torch.equal(epoch, tokens.batch(0, range(size, 2 * size), T)[0])
     assert not torch.equal(epoch, tokens.batch(1, range(size), T)[0])
     fresh = data.TokenData(tokens.folder)
@@ -196,142 +306,144 @@ def test_windows_and_batches(corpus, tmp_path):
         tokens.num_windows("val", 10**6)
 
 
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """A data set without a fault."""
+    return prepare(corpus, tmp_path_factory.mktemp("whole") / "set", tokenizer="bpe:500")
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A copy of it, to be damaged."""
+    return shutil.copytree(whole, tmp_path / "set")
+
+
 @pytest.mark.parametrize(
-    "damage", ["flip", "truncate", "remove", "meta", "meta_type", "dtype", "bpe", "no_meta"]
+    ("name", "contents", "word"),
+    [
+        ("meta.json", None, "python -m lib.data SOURCE"),
+        ("meta.json", b"[]", "cannot read"),
+        ("meta.json", b'{"source": ["py', "cannot read"),
+        ("tokenizer.model", None, "no tokenizer.model"),
+        ("val.bin", None, "no val.bin"),
+        ("val.bin", b"", "cannot read"),
+        ("val.bin", b"\0\0\0", "cannot read"),
+        ("val.bin", b"\0\0\0\0", "'val': 2"),
+    ],
 )
-def test_a_corrupt_data_set_is_refused(corpus, tmp_path, damage):
-    folder = prepare(corpus, tmp_path / "set", tokenizer="bpe:400")
-    shard, meta = folder / "train_00000.bin", folder / "meta.json"
-    if damage == "flip":
-        raw = bytearray(shard.read_bytes())
-        raw[1234] ^= 1
-        shard.write_bytes(raw)
-    elif damage == "truncate":
-        shard.write_bytes(shard.read_bytes()[:-2])
-    elif damage == "remove":
-        shard.unlink()
-    elif damage == "meta":
-        meta.write_text(meta.read_text()[:100])
-    elif damage == "meta_type":
-        meta.write_text("[]")
-    elif damage == "dtype":  # numpy would read bytes as pointers
-        meta.write_text(meta.read_text().replace('"uint16"', '"O"'))
-    elif damage == "bpe":
-        (folder / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes() + b" ")
-    else:
-        meta.unlink()
-    with pytest.raises(UserError, match=str(tmp_path)):
+def test_a_file_that_is_missing_or_cut_is_refused(folder, name, contents, word):
+    (folder / name).unlink()
+    if contents is not None:
+        (folder / name).write_bytes(contents)
+    with pytest.raises(UserError, match=str(folder)) as refusal:
+        data.TokenData(folder)
+    assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "word"),
+    [
+        ('"vocab_size": 500', '"vocab_size": "many"', "vocab_size"),
+        ('"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
+        ('"uint16"', '"uint32"', "tokens"),
+        ('"tokenizer":', '"tokeniser":', "tokenizer"),
+        ('"sha256":', '"shards":', "older version"),
+    ],
+)
+def test_meta_that_says_something_else_is_refused(folder, right, wrong, word):
+    file = folder / "meta.json"
+    assert right in file.read_text()
+    file.write_text(file.read_text().replace(right, wrong))
+    with pytest.raises(UserError, match=word):
         data.TokenData(folder)
 
 
-def test_bad_inputs(corpus, tmp_path):
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.model"])
+def test_verify_finds_a_flipped_bit(folder, name):
+    result = run_here("lib.data", "--verify", folder)
+    assert result.returncode == 0 and "every file is as it was made" in result.stdout
+    contents = bytearray((folder / name).read_bytes())
+    contents[1234] ^= 1
+    (folder / name).write_bytes(contents)
+    data.TokenData(folder)  # its size is right
+    assert_refused(run_here("lib.data", "--verify", folder), name, "prepare the data set anew")
+
+
+# ---- mistakes, and what a failure leaves -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["BAD"], ["bad.jsonl:2", "--field"]),
+        (["CUT"], ["cannot read", "cut.jsonl.gz"]),
+        ([ROOT], ["no text in"]),
+        ([ROOT / "README.md"], ["expected .txt"]),
+        (["no\n\x1b[31mthing"], ["no\\n\\x1b[31mthing"]),  # control characters reach the terminal escaped
+        (["GOOD", "--tokenizer", "bpe:10"], ["cannot train bpe:10"]),
+        (["GOOD", "--tokenizer", "bpe:x"], ["cannot train bpe:x", "N tokens"]),
+        (["GOOD", "--tokenizer", ROOT / "README.md"], ["no SentencePiece model"]),
+        (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
+        (["GOOD", "--held-out", "1.5"], ["--held-out"]),
+    ],
+)
+def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": 3}\n')
-    cut = tmp_path / "cut.jsonl.gz"
-    cut.write_bytes(gzip.compress(corpus.read_bytes())[:-20])
-    small = tmp_path / "small.txt"
-    small.write_text("one document\n")
-    for words, *expected in (
-        ([bad], "bad.jsonl:2", "--field"),
-        ([cut], "cannot read"),
-        ([tmp_path / "none*.txt"], "no text in"),
-        ([tmp_path], "no text in"),
-        ([ROOT / "README.md"], "expected .txt"),
-        ([small, "--tokenizer", "bytes"], "--held-out"),
-        ([corpus, "--tokenizer", "bpe:10"], "bpe:10"),
-        ([corpus, "--tokenizer", "bpe:x"], "bpe:N"),
-        ([corpus, "--tokenizer", "bpe:5000000000"], "cannot train"),
-        (["docstrings", "python"], "mixed"),
-        ([corpus, "--tokenizer", ROOT / "README.md"], "no SentencePiece model"),
-        ([corpus, "--tokenizer", "nothing"], "no tokenizer"),
-        ([corpus, "--tokenizer", "tiktoken:gpt9"], "tiktoken"),
-        ([corpus, "--held-out", "1.5"], "--held-out"),
-    ):
-        with pytest.raises(UserError) as error:
-            main_in_process([*words, "--out", tmp_path / "out"])
-        for word in expected:
-            assert word in str(error.value)
-        assert "\n" not in str(error.value)
-        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
-
-
-def main_in_process(words):
-    for _, work in data.plan(list(map(str, words))):
-        work()
-
-
-def test_tiktoken_offline_says_what_to_do(tmp_path):
-    """No cache and no network: a line that names the cache's variable, not a network library's traceback."""
-    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:9", "http_proxy": ""}
-    result = run_script("data.py", "python", "--tokenizer", "tiktoken:gpt2", "--out", tmp_path / "x", env=env)
-    assert_refused(result, "TIKTOKEN_CACHE_DIR")
+    damaged = tmp_path / "cut.jsonl.gz"
+    damaged.write_bytes(gzip.compress(corpus.read_bytes())[:-20])
+    files = {"GOOD": corpus, "BAD": bad, "CUT": damaged}
+    result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
+    assert_refused(result, *expected)
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl", "cut.jsonl.gz"]
 
 
 def test_command_line_and_killed_preparation(corpus, tmp_path):
-    """SIGKILL in the middle: no folder. The next preparation succeeds, and clears what was left."""
+    """SIGKILL in the middle: no folder. The next preparation succeeds; a third one is refused."""
     big = tmp_path / "big.jsonl"
-    big.write_text(corpus.read_text() * 200)
-    command = [sys.executable, "data.py", str(big), "--tokenizer", "bytes", "--out", str(tmp_path / "set")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not list(tmp_path.glob(".set.*.new.tmp")):
+    big.write_text(corpus.read_text() * 1000)  # half a minute's work
+    words = [corpus, "--tokenizer", "bytes", "--out", tmp_path / "set"]
+    command = [sys.executable, "-m", "lib.data", big, *words[1:]]
+    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob(".set.*.tmp")):
         assert process.poll() is None
+        time.sleep(0.01)
     process.kill()
     process.wait()
     assert not (tmp_path / "set").exists()
-    result = run_script("data.py", corpus, "--tokenizer", "bytes", "--out", tmp_path / "set")
+    result = run_here("lib.data", *words)
     assert result.returncode == 0, result.stderr
-    assert "400 documents" in result.stdout and "validation tokens" in result.stdout
-    assert not list(tmp_path.glob(".set*"))
-    assert_refused(run_script("data.py", corpus, "--out", tmp_path / "set"), "exists", "--out")
+    assert "400 documents" in result.stdout and "validation tokens of 257" in result.stdout
+    assert_refused(run_here("lib.data", *words), "exists", "--out")
 
 
 def test_full_disk_leaves_nothing(corpus, tmp_path):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    command = [sys.executable, "data.py", str(corpus), "--tokenizer", "bytes", "--out", str(tmp_path / "set")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limit)
-    assert_refused(result, "cannot write")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write"):
+            prepare(corpus, tmp_path / "set")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []
 
 
 def test_memory_is_bounded(tmp_path):
-    """A source of 60 MB in one file costs little more than one of 6 MB: a shard in the making is held."""
-    code = "import common, data; common.run(data.plan);"
-    code += "print(next(l for l in open('/proc/self/status') if 'VmHWM' in l))"
-    peaks = []
-    for megabytes in (6, 60):
+    """A source of 40 MB in one file costs little more than one of 4 MB: tokens are written as they come."""
+    code = """if True:
+        import sys
+        from lib import data
+        for file in sys.argv[1:]:
+            data.prepare(data.Settings(source=(file,), tokenizer="bytes", held_out=0.1, out=f"{file}.set"))
+            print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # kB
+    """
+    files = []
+    for megabytes in (4, 40):
         file = tmp_path / f"{megabytes}.txt"
         file.write_text("".join(f"{i:9} {'word ' * 20}\n" for i in range(megabytes * 10**6 // 111)))
-        words = [file, "--tokenizer", "bytes", "--out", tmp_path / f"set{megabytes}", "--shard-tokens", 10**6]
-        words += ["--held-out", 0.1]
-        result = subprocess.run(
-            [sys.executable, "-c", code, *map(str, words)], cwd=ROOT, capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        peaks.append(int(result.stdout.split()[-2]))  # kB; getrusage would count the parent's, too
-    assert peaks[1] < peaks[0] + 60_000, f"{peaks} kB"  # all of it in memory would be 54,000 and twice more
-
-
-def test_default_folders_do_not_collide():
-    """A name that says all, or one by its hash."""
-
-    def folder(*source, tokenizer="bpe:4096"):
-        return data.default_folder(data.Settings(source=source, tokenizer=tokenizer))
-
-    assert str(folder("python")) == "data/python-bpe_4096" and str(folder("python+site")).endswith(
-        "python+site-bpe_4096"
-    )
-    many = [
-        folder("b/x*.txt"),
-        folder("b/x?.txt"),
-        folder("a/b.txt"),
-        folder("a_b.txt"),
-        folder(*["x" * 99] * 99),
-    ]
-    assert len(set(many)) == 5 and max(len(str(path)) for path in many) < 40
-
-
-def test_a_line_is_a_line(tmp_path):
-    """Control characters of a file's name reach the terminal escaped."""
-    assert_refused(run_script("data.py", "no\n\x1b[31mthing", "--out", tmp_path / "x"), "no\\n\\x1b[31mthing")
+        files.append(file)
+    result = run_script("-c", code, *files)
+    assert result.returncode == 0, result.stderr
+    small, large = map(int, result.stdout.split())
+    assert large < small + 30_000  # all of the text would be 36,000 more, its tokens twice that

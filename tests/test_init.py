@@ -97,6 +97,12 @@ def test_same_bits_on_a_gpu():
     )
 
 
+def test_the_first_numbers_of_a_draw_alone():
+    """What `identify` reads of each seed's matrix is the matrix's beginning."""
+    whole = init.draw(7, "x", (64, 100), 0.02)
+    assert torch.equal(init.draw(7, "x", (64, 100), 0.02, count=300), whole.flatten()[:300])
+
+
 def test_keyed_generator():
     def draw(*key):
         return tuple(init.keyed_generator(*key).integers(2**62, size=3))

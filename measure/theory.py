@@ -1,6 +1,6 @@
 """What should we see? Every law of the contraction at birth, without a free parameter (BB 4, A.1-A.3).
 
-    >>> import theory
+    >>> from measure import theory
     >>> [round(c, 4) for c in theory.relu_recursion(3)]  # BB Proposition 2
     [0.0, 0.3183, 0.4937, 0.6048]
 
@@ -9,18 +9,19 @@ layer by one scalar function, the activation's kernel. And attention at birth is
 averages positions 1..i. Where a law is asymptotic (in width, length or both), its docstring says in what.
 """
 
+import functools
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from init import STD, residual_std
 from model import ACTIVATIONS, MLP, ModelConfig, Transformer, rope_frequencies
 
 
-def gaussian_grid(points: int, reach: float = 9.0) -> tuple[Tensor, Tensor]:
+def gaussian_grid(points: int, device="cpu") -> tuple[Tensor, Tensor]:
     """Nodes z and weights w, (points,) float64: sum(w f(z)) is E f(z), z ~ N(0, 1), kinks at 0 included."""
-    z = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    z = torch.linspace(-9, 9, points, dtype=torch.float64, device=device)
     return z, torch.exp(-z.square() / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
 
 
@@ -34,13 +35,15 @@ def hermite_kernel(phi, terms: int = 64) -> Tensor:
     (for ReLU some 1e-4 of it) goes to the last term, so that sum(k) is exact.
     """
     z, weight = gaussian_grid(2001)
-    value, before, now = phi(z), torch.zeros_like(z), torch.ones_like(z)
-    k = torch.zeros(terms, dtype=torch.float64)
+    value = phi(z)
+    before = torch.zeros_like(z)
+    h = torch.ones_like(z)  # h_0
+    kernel = torch.zeros(terms, dtype=torch.float64)
     for n in range(terms):
-        k[n] = (weight * value * now).sum().square()
-        before, now = now, (z * now - math.sqrt(n) * before) / math.sqrt(n + 1)
-    k[-1] += (weight * value.square()).sum() - k.sum()
-    return k
+        kernel[n] = (weight * value * h).sum().square()
+        before, h = h, (z * h - math.sqrt(n) * before) / math.sqrt(n + 1)
+    kernel[-1] += (weight * value.square()).sum() - kernel.sum()
+    return kernel
 
 
 def mlp_kernel(mlp: str, s: float, d: int) -> Tensor:
@@ -50,12 +53,19 @@ def mlp_kernel(mlp: str, s: float, d: int) -> Tensor:
     get outputs of cosine k_0 / sum(k). SwiGLU's k_0 is 0 but for a finite width d: the cosine r of a unit's
     gate and up rows has E r^2 = 1/d, and given r, u = r g + sqrt(1 - r^2) v with v independent of the gate g.
     """
-    phi = ACTIVATIONS[mlp]
-    kernel = hermite_kernel(lambda z: phi(s * z))
+
+    def unit(z):
+        return ACTIVATIONS[mlp](s * z)
+
+    def aligned_unit(z):  # SwiGLU's, where up and gate are one
+        return unit(z) * s * z
+
+    kernel = hermite_kernel(unit)
     if mlp != "swiglu":
         return kernel
-    aligned = hermite_kernel(lambda z: phi(s * z) * s * z)
-    return aligned / d + (1 - 1 / d) * s**2 * kernel.roll(1)  # times rho: the powers move up by one
+    aligned = hermite_kernel(aligned_unit)
+    independent = kernel.roll(1)  # times rho: the powers move up by one
+    return aligned / d + (1 - 1 / d) * s**2 * independent
 
 
 def evaluate(kernel: Tensor, rho: Tensor) -> Tensor:
@@ -74,10 +84,12 @@ def one_block_cosine(mlp: str, s: float, d: int) -> float:
 
 def relu_recursion(layers: int) -> list[float]:
     """c_0 = 0, ..., c_layers: cosines along a stack of wide ReLU MLP0 blocks (BB Proposition 2)."""
-    c = [0.0]
+    c = 0.0
+    cosines = [c]
     for _ in range(layers):
-        c.append((math.sqrt(1 - c[-1] ** 2) + c[-1] * (math.pi - math.acos(c[-1]))) / math.pi)
-    return c
+        c = (math.sqrt(1 - c**2) + c * (math.pi - math.acos(c))) / math.pi
+        cosines.append(c)
+    return cosines
 
 
 def amplifier(c: float, T: int) -> float:
@@ -89,9 +101,15 @@ def amplifier(c: float, T: int) -> float:
 
 
 def average(S: Tensor) -> Tensor:
-    """M S M^T for a covariance S (T, T) of positions, M_ij = 1/i for j <= i: uniform causal averaging."""
-    i = torch.arange(1, len(S) + 1, dtype=S.dtype, device=S.device)
-    return S.cumsum(0).cumsum(1) / torch.outer(i, i)
+    """M S M^T for covariances S (..., T, T) of positions, M_ij = 1/i for j <= i: uniform causal averaging."""
+    i = torch.arange(1, S.shape[-1] + 1, dtype=S.dtype, device=S.device)
+    return S.cumsum(-2).cumsum(-1) / i.outer(i)
+
+
+def scales(S: Tensor, epsilon: float = 0.0) -> Tensor:
+    """sqrt(D_i D_j), (T, T), D_i = S_ii + epsilon: S divided by it is a matrix of cosines."""
+    D = S.diag() + epsilon
+    return D.outer(D).sqrt()
 
 
 def averaging_stack(T: int, layers: int) -> list[float]:
@@ -99,19 +117,25 @@ def averaging_stack(T: int, layers: int) -> list[float]:
 
     The covariance of positions starts as I, and each layer makes it M S M^T.
     """
-    S, cosines = torch.eye(T, dtype=torch.float64), []
+    S = torch.eye(T, dtype=torch.float64)
+    cosines = []
     for _ in range(layers):
         S = average(S)
-        cosines.append((S / S.diag().outer(S.diag()).sqrt()).mean().item())
+        cosines.append((S / scales(S)).mean().item())
     return cosines
 
 
 def averaging_limit(T: int, layers: int) -> list[float]:
-    """The same by BB Proposition 5, 1/T + (1 - 1/T) rho_L: its rho_L is the limit of infinite T."""
+    """Mean cosine within a sequence after 1..layers of Attn0, by BB Proposition 5: 1/T + (1 - 1/T) rho_L.
+
+    The proposition's rho_L is the limit of infinite T.
+    """
     cosines = []
     for L in range(1, layers + 1):
-        terms = (math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1) for k in range(L))
-        cosines.append(1 / T + (1 - 1 / T) * sum(terms))
+        rho = 0.0
+        for k in range(L):
+            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
+        cosines.append(1 / T + (1 - 1 / T) * rho)
     return cosines
 
 
@@ -123,11 +147,13 @@ def attention_concentration(T: int, s: float) -> Tensor:
     """
     z, weight = gaussian_grid(401)
     w = torch.exp(s * z)
-    u = torch.arange(-30, 30, 0.05, dtype=torch.float64).exp()
+    step = 0.05  # of ln u
+    u = torch.arange(-30, 30, step, dtype=torch.float64).exp()
     decay = torch.exp(-torch.outer(u, w))
-    first, second = (decay @ weight).clamp(max=1), decay @ (weight * w.square())
+    others = (decay @ weight).clamp(max=1)  # E e^(-uw)
+    own = decay @ (weight * w.square())  # E w^2 e^(-uw)
     i = torch.arange(1, T + 1, dtype=torch.float64)[:, None]
-    return (i * u.square() * second * first ** (i - 1)).sum(1) * 0.05  # u du = u^2 d(ln u)
+    return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
 
 
 def aggregated_std(config: ModelConfig, T: int, tokens: bool = False) -> Tensor:
@@ -139,13 +165,17 @@ def aggregated_std(config: ModelConfig, T: int, tokens: bool = False) -> Tensor:
     turns that by a different angle for each key, which leaves the share r_i. Random `tokens` instead of
     vectors add (1 - 1/i) / V: so often two positions have one token. Calibrations (BB 6.2) are included.
     """
-    d, i = config.d_model, torch.arange(1, T + 1, dtype=torch.float64)
+    d = config.d_model
+    i = torch.arange(1, T + 1, dtype=torch.float64)
     variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # of values, queries and keys
     s = 1.0 if config.qk_norm else variance
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
-    shared = (1 - 1 / i) * (s**2 * kept / d + tokens / config.vocab_size)
-    std = (variance * (attention_concentration(T, s) + shared)).sqrt()
+    shared = s**2 * kept / d
+    if tokens:
+        shared = shared + 1 / config.vocab_size
+    concentration = attention_concentration(T, s) + (1 - 1 / i) * shared
+    std = (variance * concentration).sqrt()
     scale = {
         "none": 1,
         "amplify": i.sqrt(),
@@ -169,27 +199,37 @@ def kernel_recursion(config: ModelConfig, T: int, scheme="gpt2", residual=True) 
     all hidden units share, as SwiGLU's is not; `projected` never. `residual`: do sublayers add to an input?
     Calibrations are not in it.
     """
-    d, residual_variance, steps, inter, intra = config.d_model, residual_std(config, scheme) ** 2, [], [], []
-    kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
-    kernel[0] *= not (scheme == "projected" or (scheme == "centered" and config.mlp != "swiglu"))
+    d = config.d_model
+    residual_variance = residual_std(config, scheme) ** 2
     logit_variance = math.expm1((d * STD**2) ** 2)
+    kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
+    if scheme == "projected" or (scheme == "centered" and config.mlp != "swiglu"):
+        kernel[0] = 0
 
-    def attend(S: Tensor) -> Tensor:
+    def attend(S):
         uniform = average(S)  # keys that are more alike than most draw like attention
         return uniform + logit_variance * S * (average(S * S) - uniform * uniform)
 
+    sublayers = []
     if config.sublayers != "mlp":
-        steps.append((d * STD**2 * config.num_heads * config.head_size * residual_variance, attend))
+        gain = d * STD**2 * config.num_heads * config.head_size * residual_variance
+        sublayers.append((gain, attend))
     if config.sublayers != "attention":
-        steps.append((config.d_ff * residual_variance, lambda rho: evaluate(kernel, rho)))
-    S, R = torch.eye(T, dtype=torch.float64) * STD**2, torch.zeros(T, T, dtype=torch.float64)
+        gain = config.d_ff * residual_variance
+        sublayers.append((gain, functools.partial(evaluate, kernel)))
+
+    pair = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
+    pair[0].fill_diagonal_(STD**2)
+    inter = []
+    intra = []
     for layer in range(config.num_layers + 1):
-        for gain, sublayer in steps if layer else ():
-            D = S.diag() + config.norm_epsilon
-            scale = D.outer(D).sqrt()
-            S, R = residual * S + gain * sublayer(S / scale), residual * R + gain * sublayer(R / scale)
+        if layer > 0:
+            for gain, sublayer in sublayers:
+                output = gain * sublayer(pair / scales(pair[0], config.norm_epsilon))
+                pair = pair + output if residual else output
+        S, R = pair
         inter.append((R[-1, -1] / S[-1, -1]).item())
-        intra.append((S / S.diag().outer(S.diag()).sqrt()).mean().item())
+        intra.append((S / scales(S)).mean().item())
     return inter, intra
 
 
@@ -198,19 +238,39 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor) -> tuple[Tensor, Tenso
 
     For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
     """
-    z, weight = (t.to(noise.device) for t in gaussian_grid(61))
+    z, weight = gaussian_grid(61, noise.device)
     up = mlp.up_proj.weight.double()
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
     s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # a pruned gate has none
-    h = act = mlp.activation((gate @ mean)[:, None] + s[:, None] * z)  # (d_ff, nodes)
-    square, rest = h.square(), torch.zeros_like(s)
+    act = mlp.activation((gate @ mean)[:, None] + s[:, None] * z)  # (d_ff, nodes)
+    h = act
+    square = act.square()
+    free = torch.zeros_like(s)
     if mlp.gate_proj is not None:  # given the gate, up's mean moves with it, and the rest of it is free
         along = (gate * noise * up).sum(1) / s
-        other, rest = (up @ mean)[:, None] + along[:, None] * z, up.square() @ noise - along.square()
-        h, square = h * other, square * (other.square() + rest[:, None])
+        other = (up @ mean)[:, None] + along[:, None] * z
+        free = up.square() @ noise - along.square()
+        h = act * other
+        square = square * (other.square() + free[:, None])
     expected = h @ weight
-    slope = (h @ (weight * z)).square() + rest * (act @ weight).square()
-    return expected, square @ weight - expected.square(), slope
+    variance = square @ weight - expected.square()
+    slope = (h @ (weight * z)).square() + free * (act @ weight).square()
+    return expected, variance, slope
+
+
+def normed(norm: nn.Module, mean: Tensor, K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a norm makes of states of mean (d,) and covariance K (T, T), all positions taken like the last.
+
+    Returns their normed mean (d,), the squares of the gains (d,), and K before the gains (T, T).
+    """
+    gain = norm.weight.double()
+    has_mean = isinstance(norm, nn.LayerNorm)
+    centre = mean - mean.mean() if has_mean else mean
+    D = centre.square().mean() + K[-1, -1] + norm.eps
+    m = centre * D.rsqrt() * gain
+    if has_mean:
+        m = m + norm.bias.double()
+    return m, gain.square(), K / D
 
 
 @torch.inference_mode()
@@ -222,42 +282,39 @@ def mean_field(model: Transformer, T: int) -> tuple[Tensor, float]:
     W_down E h, each pre-activation Gaussian about its mean. Neglected: that early positions have means of
     their own, that attention is not quite uniform, biases of q, k and v, and calibrations.
     """
-    config, embedding = model.config, model.model.embed_tokens.weight
+    config = model.config
+    embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
     K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
-
-    def normed(norm) -> tuple[Tensor, Tensor, Tensor]:
-        """The normed mean, the gains' squares (d,), and K before the gains; all positions like the last."""
-        centre = mean - mean.mean() if config.norm == "layernorm" else mean
-        D, gain = centre.square().mean() + K[-1, -1] + config.norm_epsilon, norm.weight.double()
-        bias = norm.bias.double() if config.norm == "layernorm" else 0
-        return centre * D.rsqrt() * gain + bias, gain.square(), K / D
-
     for block in model.model.layers:
         if block.self_attn is not None:
-            m, gains, k = normed(block.input_layernorm)
+            m, gains, k = normed(block.input_layernorm, mean, K)
             output = block.self_attn.o_proj.weight.double()
             values = block.self_attn.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)
             values = values.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)
             mean = mean + output @ (values @ m)
             K = K + (output.square() @ (values.square() @ gains)).mean() * average(k)
         if block.mlp is not None:
-            m, gains, k = normed(block.post_attention_layernorm)
+            m, gains, k = normed(block.post_attention_layernorm, mean, K)
             expected, variance, slope = hidden_moments(block.mlp, m, gains * k[-1, -1])
             down = block.mlp.down_proj.weight.double()
             power = down.square().mean(0)  # of what a hidden unit adds to a dimension
             mean = mean + down @ expected
-            K = K + (power @ slope) * k / k.diag().outer(k.diag()).sqrt()
+            K = K + (power @ slope) * k / scales(k)
             K.diagonal().add_(power @ (variance - slope))
-    m, gains, k = normed(model.model.norm)
-    return (m / m.norm()).cpu(), (m.square().sum() / (m.square().sum() + gains.sum() * k[-1, -1])).item()
+    m, gains, k = normed(model.model.norm, mean, K)
+    shared = m.square().sum()
+    cosine = shared / (shared + gains.sum() * k[-1, -1])
+    return (m / m.norm()).cpu(), cosine.item()
 
 
 @torch.inference_mode()
 def project_out_mean_output(model: Transformer) -> None:
     """Make every down projection blind to its hidden units' mean output for unit-variance noise, in place."""
     for block in model.model.layers:
-        zero = torch.zeros_like(block.post_attention_layernorm.weight, dtype=torch.float64)
-        expected, *_ = hidden_moments(block.mlp, zero, zero + 1)
-        u, down = expected / expected.norm(), block.mlp.down_proj.weight
-        down.copy_(down.double() - torch.outer(down.double() @ u, u))
+        mean = torch.zeros_like(block.post_attention_layernorm.weight, dtype=torch.float64)
+        expected, _, _ = hidden_moments(block.mlp, mean, torch.ones_like(mean))
+        direction = expected / expected.norm()
+        down = block.mlp.down_proj.weight
+        passed = down.double() @ direction
+        down.copy_(down.double() - torch.outer(passed, direction))

@@ -1,0 +1,270 @@
+"""Which model does a name mean, and how do weights enter and leave?
+
+    >>> from lib import checkpoint
+    >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
+    >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
+    >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3
+
+A step of a run is a folder with model.safetensors, config.json, checksums.json, and `state.pt` to resume
+from. config.json of a LLaMA or Qwen is Hugging Face's, so `transformers` opens it; of all else it is our
+ModelConfig as it stands.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from init import birth_value, newborn
+from lib import runtime
+from lib.folders import KEYS, SCALING_KEYS, Weights, check_file, parameter_shapes, read_config
+from lib.settings import UserError, closest
+from model import NORMS, PRESETS, Block, ModelConfig, Transformer, rope_table
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model as a command line names it: a checkpoint folder, or the newborn of a preset and its seeds."""
+
+    name: str  # as the user wrote it
+    folder: Path | None = None
+    preset: str | None = None
+    seed: int | None = None
+    embedding_seed: int | None = None
+    scheme: str = "gpt2"  # how the newborn is drawn
+
+    @property
+    def label(self) -> str:
+        """The name, with its seed."""
+        return f"{self.name}@{self.seed}" if self.name == self.preset else self.name
+
+    @property
+    def is_newborn(self) -> bool:
+        """Is this a newborn, and no folder?"""
+        return self.folder is None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture, without the weights; UserError for a folder that is none of ours."""
+        return PRESETS[self.preset] if self.is_newborn else read_config(self.folder)
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The SentencePiece file beside a checkpoint, if there is one; UserError if it is damaged."""
+        if self.is_newborn or not (self.folder / "tokenizer.model").is_file():
+            return None
+        check_file(self.folder, "tokenizer.model")
+        return self.folder / "tokenizer.model"
+
+    def open(self) -> "Weights | Newborn":
+        """A source of the parameters, one at a time: `config`, `shapes` by name, `read(name)`."""
+        if not self.is_newborn:
+            return Weights(self.folder)
+        return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
+
+    def load(self, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+        """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
+        if self.is_newborn:
+            return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
+        weights = Weights(self.folder)
+        with torch.device("meta"):
+            model = Transformer(weights.config).cast_blocks(dtype)
+        model = model.to_empty(device=device).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights.read(name))
+                if not parameter.isfinite().all():
+                    raise UserError(f"{self.label}: {name} is not finite: check it for NaN")
+        return model
+
+
+def parse_spec(text: str, scheme: str = "gpt2") -> Spec:
+    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED or a folder names; UserError for anything else.
+
+    A run folder means its newest step.
+    """
+    folder = Path(text)
+    if os.path.isdir(text):
+        if not (folder / "config.json").exists() and steps(folder):
+            folder = steps(folder)[-1]
+        return Spec(text, folder)
+    match = re.fullmatch(r"([^/]+)@(\d+)(?::(\d+))?", text)
+    if match:
+        preset, seed, embedding_seed = match.groups()
+        closest(preset, PRESETS, "preset")
+        return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
+    if text in PRESETS:
+        raise UserError(f"no model '{text}': give it a seed, as in {text}@42")
+    presets = ", ".join(PRESETS)
+    raise UserError(f"no model '{text}': expected a checkpoint folder, or PRESET@SEED with one of {presets}")
+
+
+def chosen_models(
+    names: tuple[str, ...], seeds: tuple[int, ...], embedding_seed: int | None = None, scheme: str = "gpt2"
+) -> list[Spec]:
+    """Every model that `--model` and `--seed` name: a preset with each of the seeds, other specs as they are.
+
+    `embedding_seed` is for the presets (None: the seed). UserError for a model that is named twice.
+    """
+    specs = []
+    for name in names:
+        if name not in PRESETS:
+            specs.append(parse_spec(name, scheme))
+            continue
+        for seed in seeds:
+            table_seed = seed if embedding_seed is None else embedding_seed
+            specs.append(Spec(name, None, name, seed, table_seed, scheme))
+    if len({(spec.label, spec.embedding_seed) for spec in specs}) < len(specs):
+        raise UserError("a model is named twice")
+    return specs
+
+
+def load(spec: str | Path | Spec, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+    """The model of a spec or folder, in eval mode, its blocks in `dtype`."""
+    if not isinstance(spec, Spec):
+        spec = parse_spec(str(spec))
+    return spec.load(device, dtype)
+
+
+def steps(run: str | Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first."""
+    return sorted(Path(run).glob("step_" + "[0-9]" * 7))
+
+
+def shortest_context(specs: list[Spec]) -> int:
+    """The number of positions that every one of the models can read."""
+    return min(spec.config.context_length for spec in specs)
+
+
+def check_lengths(lengths: tuple[int, ...], context: int, flag: str = "--sequence-length") -> None:
+    """UserError if one of the lengths does not fit the models' context."""
+    for length in lengths:
+        if not 1 <= length <= context:
+            raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context")
+
+
+# ---- one block at a time -----------------------------------------------------------------------------------
+
+
+class Newborn:
+    """The tensors of a newborn, each drawn when it is read; the twin of `Weights`."""
+
+    def __init__(self, config: ModelConfig, seed: int, embedding_seed: int | None = None, scheme="gpt2"):
+        self.config = config
+        self.shapes = parameter_shapes(config)
+        self.birth = (seed, embedding_seed, scheme)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, float32."""
+        return birth_value(self.config, name, self.shapes[name], *self.birth)
+
+
+@torch.inference_mode()
+def final_states(
+    source, inputs: Tensor, device="cpu", dtype=torch.float32, last_only=False, on_state=None
+) -> Tensor:
+    """`Transformer.hidden` with one block in memory: final-norm states, (n, T, d) float32, or (n, d).
+
+    `inputs` are tokens (n, T) or vectors (n, T, d); `on_state(layer, x)` sees the stream after each block,
+    1..L. UserError for states that are not finite.
+    """
+    config = source.config
+    if not inputs.is_floating_point():
+        inputs = F.embedding(inputs, source.read("model.embed_tokens.weight")).float()
+    x = inputs.to(device, dtype)  # (n, T, d)
+    rope = rope_table(config, x)
+    batch_size = max(1, runtime.BATCH_TOKENS[torch.device(device).type] // x.shape[1])
+    with torch.device("meta"):
+        block = Block(config)
+        final_norm = NORMS[config.norm](config.d_model, eps=config.norm_epsilon)
+    for layer in range(1, config.num_layers + 1):
+        read_module(source, block, f"model.layers.{layer - 1}", device, dtype)
+        is_last = last_only and layer == config.num_layers
+        x = torch.cat([block(part, rope, is_last, None) for part in x.split(batch_size)])
+        if on_state is not None:
+            on_state(layer, x)
+    read_module(source, final_norm, "model.norm", device, torch.float32)
+    x = final_norm(x.float())
+    if not x.isfinite().all():
+        raise UserError("a model's states are not finite: check its weights for NaN")
+    return x[:, -1] if last_only else x
+
+
+def read_module(source, module: torch.nn.Module, prefix: str, device, dtype: torch.dtype) -> None:
+    """Fill a module with the source's tensors whose names begin with `prefix`."""
+    for name in [name for name, _ in module.named_parameters()]:
+        weight = source.read(f"{prefix}.{name}").to(device, dtype)
+        module.load_state_dict({name: weight}, strict=False, assign=True)
+
+
+# ---- folders of our own ------------------------------------------------------------------------------------
+
+
+def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | str = "") -> None:
+    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
+
+    `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.
+    """
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
+    try:
+        with runtime.atomic_folder(folder) as new:
+            safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+            (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
+            if state is not None:
+                torch.save(state, new / "state.pt")
+            if isinstance(tokenizer, Path):
+                shutil.copyfile(tokenizer, new / "tokenizer.model")
+            elif tokenizer:
+                (new / "tokenizer.txt").write_text(tokenizer)
+            sums = {file.name: runtime.sha256(file) for file in sorted(new.iterdir())}
+            (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
+    except (RuntimeError, safetensors.SafetensorError) as error:  # how torch and safetensors say disk full
+        raise UserError(f"cannot write {folder}: {str(error).splitlines()[0]}") from None
+
+
+def config_json(config: ModelConfig) -> dict:
+    """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
+    is_llama = config.norm == "rmsnorm" and config.mlp == "swiglu"
+    is_whole = config.sublayers == "full" and config.attn_calibration == "none"
+    has_odd_heads = config.qkv_bias and (config.qk_norm or config.head_dim is not None)  # no Qwen2 has these
+    if not is_llama or not is_whole or has_odd_heads:
+        return {"model_type": "bornbiased", **asdict(config)}
+    family = "llama"
+    if config.qkv_bias:
+        family = "qwen2"
+    elif config.qk_norm:
+        family = "qwen3"
+    values = asdict(config) | {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
+    theirs = {key: values[ours] for key, ours in KEYS.items() if family != "qwen2" or ours != "head_dim"}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        scaling = values["rope_scaling"]
+        rope |= {"rope_type": "llama3"} | {key: scaling[ours] for key, ours in SCALING_KEYS.items()}
+    return {
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        **theirs,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "dtype": "float32",
+        "rope_parameters": rope,
+    }
+
+
+def load_state(folder: Path) -> dict:
+    """What state.pt holds: tensors and numbers, never code."""
+    check_file(folder, "state.pt")
+    try:
+        return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load fails in many ways
+        raise UserError(f"cannot read {folder / 'state.pt'}: {type(error).__name__}") from None

@@ -1,0 +1,564 @@
+"""How does text become tokens, and a step number a batch?
+
+    python -m lib.data                                      # this Python's own source, a BPE of 4,096
+        data/python-bpe_4096: 31,525,333 bytes in 1,762 documents
+        15,677,735 training and 172,587 validation tokens of 4,096
+    python -m lib.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
+    python -m lib.data 'books/*.txt' more.jsonl.gz --tokenizer tiktoken:gpt2 --out data/books
+    python -m lib.data hf:wikitext:wikitext-103-raw-v1 --tokenizer bytes
+    python -m lib.data --verify data/python-bpe_4096        # compares its files with their SHA-256
+        data/python-bpe_4096: every file is as it was made
+
+A source is `python` (the standard library, about 30 MB, no download), `python+site` (with the installed
+packages), `docstrings` (the English in them), `backcopy` (letters on which attention sinks grow), a .txt,
+.jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A tokenizer is bpe:N
+(trained here on the source), a SentencePiece .model file, tiktoken:gpt2, or bytes.
+
+A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model where
+there is one. Every document begins with BOS, and its hash alone decides whether it is held out. Where that
+leaves a split empty, as with a single document, the last share of the tokens is held out.
+"""
+
+import ast
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import random
+import re
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import tiktoken
+import torch
+from tyro.conf import Positional
+
+from init import keyed_generator
+from lib.runtime import atomic_folder, progress, sha256
+from lib.settings import Command, UserError, run_script
+
+SPLITS = ("train", "val")
+DTYPES = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}
+CHUNK = 32  # documents encoded in one call
+PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
+META_TYPES = {
+    "bytes": int,
+    "documents": dict,  # {"train": int, "val": int}, by their hashes
+    "tokens": dict,  # {"train": int, "val": int}
+    "tokenizer": str,
+    "vocab_size": int,
+    "dtype": str,
+    "sha256": dict,  # {file's name: str}
+}
+TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
+
+
+@dataclass
+class Settings:
+    """What data set to make, from what text."""
+
+    source: Positional[tuple[str, ...]] = ("python",)
+    """python, python+site, docstrings, backcopy, files, globs, hf:NAME"""
+    tokenizer: str = "bpe:4096"
+    """bpe:N, a SentencePiece .model file, tiktoken:gpt2, or bytes"""
+    field: str = "text"
+    """what a JSON line, or a row of an hf: data set, calls its text"""
+    held_out: float = 0.01
+    """share of the documents in the validation split"""
+    out: str | None = None
+    """folder to make; default: data/SOURCE-TOKENIZER"""
+    verify: str | None = None
+    """data set to compare with its SHA-256, instead of making one"""
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def documents(source: tuple, field: str) -> Iterator:
+    """The documents of a source, in order, without empty ones; UserError, at once, if there are no files."""
+    texts = [texts_of(name, field) for name in source]
+    return filter(None, itertools.chain(*texts))
+
+
+def texts_of(name: str, field: str) -> Iterator:
+    """The texts of one name in a source."""
+    if name == "backcopy":
+        return backcopy()
+    if name == "docstrings":
+        return map(docstrings, read(python_files(with_installed=True), field))
+    if name in ("python", "python+site"):
+        return read(python_files(with_installed=name == "python+site"), field)
+    if name.startswith("hf:"):
+        return (text_of(row, field, name) for row in hub_rows(name))
+    return read(text_files(name), field)
+
+
+def python_files(with_installed: bool) -> list:
+    """This Python's own files, sorted; those of installed packages too, if wanted."""
+    paths = sysconfig.get_paths()
+    files = set(Path(paths["stdlib"]).rglob("*.py"))
+    if with_installed:
+        files.update(Path(paths["purelib"]).rglob("*.py"), Path(paths["platlib"]).rglob("*.py"))
+        return sorted(files)
+    installed = {"site-packages", "dist-packages"}
+    return sorted(file for file in files if installed.isdisjoint(file.parts))
+
+
+def text_files(pattern: str) -> list:
+    """A file, or those of a glob, sorted; UserError if there is none, or one of another kind."""
+    files = sorted(map(Path, glob.glob(pattern, recursive=True))) or [Path(pattern)]
+    for file in files:
+        if not os.path.isfile(file):
+            raise UserError(f"no text in '{pattern}': expected a file, a glob, hf:NAME, or python")
+        if not file.name.endswith((".txt", ".jsonl", ".jsonl.gz")):
+            raise UserError(f"cannot read {file}: expected .txt, .jsonl or .jsonl.gz")
+    return files
+
+
+def read(files: list, field: str) -> Iterator:
+    """The documents of files: of .py the whole, of .txt pages, of JSON a line each; UserError if damaged."""
+    for file in files:
+        opener = gzip.open if file.suffix == ".gz" else open
+        try:
+            with opener(file, "rt", encoding="utf-8", errors="replace") as lines:
+                if file.suffix == ".py":
+                    yield lines.read()
+                elif file.suffix == ".txt":
+                    yield from pages(lines)
+                else:
+                    yield from json_texts(lines, field, file)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"cannot read {file}: {error}") from None
+
+
+def pages(lines: io.TextIOBase) -> Iterator:
+    """Pieces of PAGE characters, each with the rest of its last line."""
+    while True:
+        page = lines.read(PAGE) + lines.readline(PAGE)
+        if not page:
+            return
+        yield page
+
+
+def json_texts(lines: io.TextIOBase, field: str, file: Path) -> Iterator:
+    """The text of each line of JSON."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield text_of(line, field, f"{file}:{number}")
+
+
+def text_of(row: dict | str, field: str, place: str) -> str:
+    """The text that a row, or a line of JSON, calls `field`; UserError, which names the `place`, if none."""
+    try:
+        if isinstance(row, str):
+            row = json.loads(row)
+        return row[field].encode("utf-8", "replace").decode()  # without lone surrogates
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        hint = "`python -m lib.data --field NAME` reads another"
+        raise UserError(f"{place}: expected a JSON object with text in '{field}'; {hint}") from None
+
+
+def hub_rows(name: str) -> Iterator:
+    """The training rows of hf:NAME[:CONFIG], read as a stream."""
+    try:
+        import datasets
+
+        yield from datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True)
+    except ImportError:
+        raise UserError(f"{name} needs the datasets library: pip install datasets") from None
+    except Exception as error:  # of many kinds: no network, no such set, a broken file
+        raise UserError(f"cannot read {name}: {error!r}") from None
+
+
+def docstrings(code: str) -> str:
+    """The docstrings of Python code, separated by empty lines; empty for what does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of strange escapes in strangers' code
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, owners)]
+    return "\n\n".join(filter(None, texts))
+
+
+def backcopy(count: int = 2**17, length: int = 127) -> Iterator:
+    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), always the same ones.
+
+    A letter is drawn given the one before it; but after a trigger, the letter before the trigger comes again.
+    A head that copies has nothing to do elsewhere: there it can sleep on BOS. Bigrams are random (ours).
+    """
+    generator = keyed_generator("backcopy")
+    chain = generator.dirichlet(np.full(26, 0.3), size=26).cumsum(axis=1)  # P(next letter <= j | letter)
+    triggers = [ord(letter) - ord("a") for letter in TRIGGERS]
+    letters = np.zeros((length, count), np.uint8)
+    letters[0] = generator.choice(np.setdiff1d(range(26), triggers), size=count)
+    for i in range(1, length):
+        before = letters[i - 1]
+        drawn = (chain[before] < generator.random((count, 1))).sum(axis=1).clip(max=25)
+        letters[i] = np.where(np.isin(before, triggers), letters[i - 2], drawn)  # letters[0] is no trigger
+    for document in letters.T + ord("a"):
+        yield document.tobytes().decode()
+
+
+# ---- tokenizers --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token numbers and back, whatever the library."""
+
+    name: str
+    vocab_size: int
+    bos: int
+    encode: Callable  # list of texts -> list of lists of token numbers
+    decode: Callable  # list of token numbers -> text
+    model: bytes | None = None  # the SentencePiece file
+
+
+def load_tokenizer(name: str, texts: Iterable = ()) -> Tokenizer:
+    """bytes, tiktoken:gpt2, a SentencePiece file, or bpe:N trained on `texts`; UserError for all else.
+
+    >>> tokenizer = load_tokenizer("bytes")
+    >>> tokenizer.encode(["def f"])
+    [[100, 101, 102, 32, 102]]
+    """
+    if name == "bytes":
+        return Tokenizer(name, 257, 256, encode_bytes, decode_bytes)
+    if name.startswith("tiktoken:"):
+        return tiktoken_tokenizer(name)
+    if name.startswith("bpe:"):
+        return sentencepiece_tokenizer(name, train_bpe(name, texts))
+    try:
+        return sentencepiece_tokenizer(name, Path(name).read_bytes())
+    except (OSError, ValueError):
+        expected = "bpe:N, a SentencePiece .model file, tiktoken:gpt2 or bytes"
+        raise UserError(f"no tokenizer '{name}': expected {expected}") from None
+
+
+def encode_bytes(texts: list) -> list:
+    """The UTF-8 bytes of each text."""
+    return [list(text.encode()) for text in texts]
+
+
+def decode_bytes(tokens: list) -> str:
+    """The text of UTF-8 bytes, among which BOS, 256, may stand."""
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def tiktoken_tokenizer(name: str) -> Tokenizer:
+    """One of tiktoken's, which it downloads once."""
+    try:
+        coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
+    except Exception as error:  # its download raises whatever the network library does
+        hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to the folder of its cache"
+        raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
+    return Tokenizer(name, coder.n_vocab, coder.eot_token, coder.encode_ordinary_batch, coder.decode)
+
+
+def sentencepiece_tokenizer(name: str, model: bytes) -> Tokenizer:
+    """The tokenizer of a SentencePiece file's bytes; UserError, with the `name`, for what is none."""
+    coder = sentencepiece_coder(name, model)
+    bos = coder.bos_id()
+    if bos < 0:
+        bos = coder.eos_id()
+    if bos < 0:
+        raise UserError(f"{name} has neither BOS nor EOS to mark where documents begin")
+    return Tokenizer(name, coder.vocab_size(), bos, coder.encode, coder.decode, model)
+
+
+def sentencepiece_coder(name: str, model: bytes) -> sentencepiece.SentencePieceProcessor:
+    """The library's coder; UserError, with the `name`, for what is no model."""
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+        raise UserError(f"{name} is no SentencePiece model") from None
+
+
+def token_text(file: Path) -> Callable:
+    """A function of a token that returns what it says, by a SentencePiece file; "" if the file has it not."""
+    coder = sentencepiece_coder(str(file), file.read_bytes())
+
+    def text(token: int) -> str:
+        return coder.id_to_piece(token) if token < coder.vocab_size() else ""
+
+    return text
+
+
+# What is trained here keeps every byte of a text, but for U+2581, which is SentencePiece's blank.
+BPE = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "split_digits": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "allow_whitespace_only_pieces": False,  # a run of spaces is a token for each, as in GPT-2
+    "num_threads": 2,  # the file says how many there were, and should be the same on any machine
+    "minloglevel": 2,
+}
+
+
+def train_bpe(name: str, texts: Iterable, sample: int = 400_000) -> bytes:
+    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
+    model = io.BytesIO()
+    try:
+        size = int(name.removeprefix("bpe:"))
+        lines = iter(reservoir(pieces(texts), sample))
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines, vocab_size=size, model_writer=model, **BPE
+        )
+    except (RuntimeError, OSError, ValueError, OverflowError) as error:
+        reason = str(error).split("] ")[-1]  # without the place in the library's code
+        reason = reason or "its N is too small, or the source empty"
+        raise UserError(f"cannot train {name} (bpe:N, N tokens) on this source: {reason}") from None
+    return model.getvalue()
+
+
+def pieces(texts: Iterable, longest: int = 4192) -> Iterator:
+    """The lines of texts; in pieces where one has more bytes than SentencePiece reads."""
+    for text in texts:
+        for line in text.splitlines():
+            if not line.strip():
+                continue
+            step = len(line)
+            if len(line.encode()) > longest:
+                step = longest // 4  # a character has four bytes at most
+            for start in range(0, len(line), step):
+                yield line[start : start + step]
+
+
+def reservoir(lines: Iterable, size: int) -> list:
+    """A random sample of lines, always the same one; SentencePiece's own is not repeatable."""
+    generator = random.Random(0)
+    sample = []
+    for i, line in enumerate(lines):
+        if i < size:
+            sample.append(line)
+            continue
+        place = generator.randrange(i + 1)
+        if place < size:
+            sample[place] = line
+    return sample
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def default_folder(source: tuple, tokenizer: str) -> Path:
+    """Where a data set goes that was given no place: data/SOURCE-TOKENIZER, or a name by its hash."""
+    name = "-".join([*source, tokenizer]).replace(":", "_")
+    if not re.fullmatch(r"[\w+-]{1,60}", name):
+        name = "set_" + hashlib.sha256(repr((source, tokenizer)).encode()).hexdigest()[:12]
+    return Path("data") / name
+
+
+def prepare(settings: Settings) -> Path:
+    """Tokenize a source into a folder, which appears complete or not at all; returns the folder.
+
+    UserError if it exists, for what cannot be read, or no text.
+    """
+    out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
+    if out.exists():
+        raise UserError(f"{out} exists: choose another --out, or remove it")
+    if not 0 < settings.held_out < 1:
+        raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
+    if "backcopy" in settings.source and settings.tokenizer != "bytes":
+        raise UserError("backcopy is a task on letters: read it by --tokenizer bytes")
+    tokenizer = load_tokenizer(settings.tokenizer, documents(settings.source, settings.field))
+    texts = documents(settings.source, settings.field)
+    with atomic_folder(out) as folder:
+        meta = {"source": settings.source}
+        meta |= write_tokens(folder, texts, tokenizer, settings.held_out)
+        meta["sha256"] = digests(folder)
+        (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    return out
+
+
+def write_tokens(folder: Path, texts: Iterator, tokenizer: Tokenizer, held_out: float) -> dict:
+    """Write train.bin, val.bin and tokenizer.model as the texts come; returns what meta.json says of them."""
+    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 2**16 else "uint32"]
+    source_hash = hashlib.sha256()
+    size = 0  # bytes
+    count = {"train": 0, "val": 0}  # documents
+    paths = {split: folder / f"{split}.bin" for split in SPLITS}
+    bar = progress(desc="tokenizing", unit="B", unit_scale=True)
+    with bar, paths["train"].open("wb") as train, paths["val"].open("wb") as val:
+        files = {"train": train, "val": val}
+        for text, tokens in encoded(texts, tokenizer):
+            raw = text.encode()
+            digest = hashlib.sha256(raw).digest()
+            is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
+            split = "val" if is_held_out else "train"
+            files[split].write(np.array([tokenizer.bos, *tokens], dtype))
+            count[split] += 1
+            source_hash.update(digest)
+            size += len(raw)
+            bar.update(len(raw))
+    if 0 in count.values():
+        hold_out_tail(paths, dtype, held_out)
+    name = tokenizer.name
+    if tokenizer.model:
+        name = "tokenizer.model"
+        (folder / name).write_bytes(tokenizer.model)
+    return {
+        "source_sha256": source_hash.hexdigest(),
+        "bytes": size,
+        "documents": count,
+        "tokens": {split: path.stat().st_size // dtype.itemsize for split, path in paths.items()},
+        "tokenizer": name,
+        "vocab_size": tokenizer.vocab_size,
+        "bos": tokenizer.bos,
+        "dtype": dtype.name,
+    }
+
+
+def encoded(texts: Iterator, tokenizer: Tokenizer) -> Iterator:
+    """Texts, and their tokens; the threads of one call share CHUNK documents."""
+    while True:
+        chunk = list(itertools.islice(texts, CHUNK))
+        if not chunk:
+            return
+        yield from zip(chunk, tokenizer.encode(chunk))
+
+
+def hold_out_tail(paths: dict, dtype: np.dtype, held_out: float) -> None:
+    """Divide the tokens of a few documents anew: the last share of them is held out."""
+    tokens = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
+    if len(tokens) < 2:
+        raise UserError("no text: the source is empty")
+    cut = max(1, int(len(tokens) * (1 - held_out)))
+    paths["train"].write_bytes(tokens[:cut])
+    paths["val"].write_bytes(tokens[cut:])
+
+
+def digests(folder: Path) -> dict:
+    """The SHA-256 of every file of tokens, and of the tokenizer's."""
+    files = sorted([*folder.glob("*.bin"), *folder.glob("*.model")])
+    return {file.name: sha256(file) for file in progress(files, desc="SHA-256", leave=False)}
+
+
+# ---- batches -----------------------------------------------------------------------------------------------
+
+
+class TokenData:
+    """A prepared folder, memory-mapped. Its windows have T + 1 tokens, and begin T apart.
+
+    Opening it compares sizes, `verify` compares contents. UserError for a folder that is no data set.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        try:
+            self.meta = read_meta(self.folder)
+            self.vocab_size = self.meta["vocab_size"]
+            self.tokenizer = self.meta["tokenizer"]
+            dtype = DTYPES[self.meta["dtype"]]
+            self.tokens = {split: np.memmap(self.folder / f"{split}.bin", dtype, "r") for split in SPLITS}
+            count = {split: len(tokens) for split, tokens in self.tokens.items()}
+            if count != self.meta["tokens"]:
+                raise ValueError(f"{count} tokens, not {self.meta['tokens']}")
+            if self.tokenizer_file:
+                self.tokenizer_file.stat()
+        except FileNotFoundError as error:
+            hint = f"prepare one: python -m lib.data SOURCE --out {folder}"
+            raise UserError(f"no data set in {folder}, no {Path(error.filename).name}: {hint}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"cannot read the data set {folder}: {error!r}; prepare it anew") from None
+        identity = json.dumps(self.meta["sha256"])
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The data set's own SentencePiece file, if it has one."""
+        return self.folder / self.tokenizer if self.tokenizer == "tokenizer.model" else None
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the data set."""
+        return load_tokenizer(str(self.tokenizer_file or self.tokenizer))
+
+    def verify(self) -> None:
+        """Read every file; UserError for one whose SHA-256 is not the one in meta.json."""
+        for name, digest in digests(self.folder).items():
+            if digest != self.meta["sha256"].get(name):
+                raise UserError(f"{self.folder / name} is not as it was made: prepare the data set anew")
+
+    def num_windows(self, split: str, T: int) -> int:
+        """How many windows a split has; UserError if none."""
+        size = len(self.tokens[split])
+        if size <= T:
+            split_of = f"the {split} split of {self.folder}"
+            hint = "shorten the sequences, or prepare more text"
+            raise UserError(f"{split_of} has {size} tokens, not the {T + 1} of one window: {hint}")
+        return (size - 1) // T
+
+    def windows(self, split: str, numbers: Sequence, T: int) -> tuple:
+        """Windows as inputs and targets, (n, T) int64 each: the targets are one token ahead."""
+        starts = T * np.array(numbers)[:, None]
+        places = starts + np.arange(T + 1)  # (n, T + 1)
+        window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
+        return window[:, :-1], window[:, 1:]
+
+    def batch(self, data_seed: int, sequences: Sequence, T: int) -> tuple:
+        """Training sequences, a function of (data_seed, their numbers, T): an epoch permutes all windows."""
+        size = self.num_windows("train", T)
+        numbers = [permutation(data_seed, i // size, T, size)[i % size] for i in sequences]
+        return self.windows("train", numbers, T)
+
+    def held_out(self, count: int, T: int) -> tuple:
+        """Up to `count` validation windows, evenly spaced: always the same ones."""
+        size = self.num_windows("val", T)
+        numbers = np.linspace(0, size - 1, min(count, size)).astype(int)
+        return self.windows("val", np.unique(numbers), T)
+
+
+@functools.lru_cache(maxsize=2)  # a batch spans two epochs at most
+def permutation(data_seed: int, epoch: int, T: int, size: int) -> np.ndarray:
+    """The order of an epoch's windows, (size,)."""
+    return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
+
+
+def read_meta(folder: Path) -> dict:
+    """What meta.json says; TypeError, ValueError or KeyError if it is damaged, UserError if it is of old."""
+    meta = dict(json.loads((folder / "meta.json").read_text()))
+    if "shards" in meta:
+        raise UserError(f"{folder} was prepared by an older version: remove it, and prepare it anew")
+    for name, kind in META_TYPES.items():
+        if type(meta[name]) is not kind:
+            raise TypeError(f"{name} is {meta[name]!r}")
+    return meta
+
+
+def describe(settings: Settings) -> None:
+    """Prepare a data set, or verify one, and say what there is."""
+    if settings.verify:
+        data = TokenData(settings.verify)
+        data.verify()
+        print(f"{data.folder}: every file is as it was made")
+    else:
+        data = TokenData(prepare(settings))
+    meta = data.meta
+    tokens = meta["tokens"]
+    count = sum(meta["documents"].values())
+    print(f"{data.folder}: {meta['bytes']:,} bytes in {count:,} documents")
+    print(f"{tokens['train']:,} training and {tokens['val']:,} validation tokens of {data.vocab_size:,}")
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    run_script({"": Command(describe, Settings())}, __doc__)
+
+
+if __name__ == "__main__":
+    main()

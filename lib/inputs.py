@@ -1,0 +1,148 @@
+"""What does a model read while it is measured? Random tokens, random vectors, held-out text.
+
+>>> from lib import inputs
+>>> inputs.random_tokens(0, range(2), 5, 50257).shape
+torch.Size([2, 5])
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from init import STD, keyed_generator
+from lib.checkpoint import Spec
+from lib.data import TokenData, load_tokenizer
+from lib.folders import check_file
+from lib.settings import RunSettings, UserError, at_least
+
+# ---- random inputs -----------------------------------------------------------------------------------------
+
+
+def random_streams(kind: str, input_seed: int, indices: range) -> Iterator[np.random.Generator]:
+    """A generator for each sequence number, a function of (kind, input_seed, number) alone: counter based."""
+    key = keyed_generator(kind, input_seed).bit_generator.state["state"]["key"]
+    for index in indices:
+        yield np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
+
+
+def random_tokens(input_seed: int, indices: range, T: int, vocab_size: int) -> Tensor:
+    """Sequences number `indices`, (n, T) int64, i.i.d. uniform over the vocabulary.
+
+    Sequence i is the same in any batch and any process, and a shorter one is the beginning of a longer one.
+    """
+    streams = random_streams("tokens", input_seed, indices)
+    tokens = [stream.integers(vocab_size, size=T) for stream in streams]
+    return torch.from_numpy(np.stack(tokens))
+
+
+def random_vectors(input_seed: int, indices: range, T: int, d: int) -> Tensor:
+    """Vectors in place of embedded tokens, (n, T, d) float32 i.i.d. N(0, 0.02^2) (BB 4.1)."""
+    streams = random_streams("vectors", input_seed, indices)
+    vectors = [stream.standard_normal((T, d), np.float32) for stream in streams]
+    return torch.from_numpy(np.stack(vectors)).mul_(STD)
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TextSettings(RunSettings):
+    """What a script that measures on text can be told of it; random tokens are read where none is named."""
+
+    data: str | None = None
+    """folder of a prepared data set, whose held-out text is read"""
+    text: str | None = None
+    """text file to read"""
+    tokenizer: str | None = None
+    """tokenizer of --text: bytes or a .model file (default: the checkpoint's own)"""
+    bos: bool = False
+    """put the tokenizer's BOS at the first position"""
+    input_seed: int = 0
+    """seed of random tokens, or of the places in --text"""
+    num_sequences: int = at_least(2, 100)
+    """sequences (Gu et al.: 100)"""
+
+
+def check_text_settings(settings: TextSettings) -> None:
+    """UserError for settings that do not fit each other."""
+    if settings.data and settings.text:
+        raise UserError("give --data or --text, not both")
+    needs_tokenizer = settings.text or settings.bos
+    if settings.tokenizer and (settings.data or not needs_tokenizer):
+        raise UserError("--data has a tokenizer of its own; --tokenizer is for --text, and for --bos")
+
+
+def read_tokens(settings: TextSettings, spec: Spec, T: int) -> Tensor:
+    """What the model of a spec reads, (n, T) int64 on the settings' device.
+
+    UserError for text that is not there, is too short, or was cut by another tokenizer than the model's.
+    """
+    count = settings.num_sequences
+    vocab_size = spec.config.vocab_size
+    tokenizer = settings.tokenizer or spec.tokenizer_file
+    if settings.data:
+        data = open_data(settings.data)
+        check_tokenizer(spec, data)
+        tokenizer = data.tokenizer_file or data.tokenizer
+        tokens, _ = data.held_out(count, T)
+    elif tokenizer is None and (settings.text or settings.bos):
+        raise UserError(f"{spec.label} has no tokenizer.model beside it: name one by --tokenizer, or bytes")
+    elif settings.text:
+        tokens = random_windows(encode_file(settings.text, str(tokenizer)), count, T, settings.input_seed)
+    else:
+        tokens = random_tokens(settings.input_seed, range(count), T, vocab_size)
+    if len(tokens) < count:
+        place = settings.data or settings.text
+        raise UserError(f"{place} has {len(tokens)} sequences of {T} tokens: lower --num-sequences {count}")
+    if settings.bos:
+        tokens = tokens.clone()
+        tokens[:, 0] = load_tokenizer(str(tokenizer)).bos
+    if tokens.max() >= vocab_size:
+        largest = int(tokens.max())
+        raise UserError(
+            f"the text has token {largest}, but {spec.label} knows {vocab_size}: which tokenizer?"
+        )
+    return tokens.to(settings.device)
+
+
+open_data = functools.lru_cache(TokenData)
+
+
+@functools.lru_cache
+def encode_file(path: str, tokenizer: str) -> Tensor:
+    """A text file's tokens, (n,) int64; UserError if it cannot be read."""
+    try:
+        text = Path(path).read_text("utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    (tokens,) = load_tokenizer(tokenizer).encode([text])
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def random_windows(text: Tensor, count: int, T: int, seed: int) -> Tensor:
+    """Up to `count` of a text's windows of T tokens, drawn without replacement, (n, T)."""
+    total = len(text) // T
+    places = keyed_generator("text", seed, T).choice(total, size=min(count, total), replace=False)
+    return text[: total * T].view(total, T)[places]
+
+
+def check_tokenizer(spec: Spec, data: TokenData) -> None:
+    """UserError where a checkpoint has a tokenizer beside it, and the data set was made by another one."""
+    if spec.is_newborn:
+        return
+    made_by = data.tokenizer.encode()
+    if data.tokenizer_file:
+        made_by = data.tokenizer_file.read_bytes()
+    for name in ("tokenizer.model", "tokenizer.txt", "tokenizer.json"):  # no data set is made by the last
+        path = spec.folder / name
+        if not path.is_file():
+            continue
+        check_file(spec.folder, name)
+        if path.read_bytes() != made_by:
+            raise UserError(f"{data.folder} was made by another tokenizer than {path}")
+        return

@@ -1,0 +1,204 @@
+"""Where does a script compute, with whom does it share the work, and how does it write without loss?
+
+Under `torchrun` the same command shares its work among processes; rank 0 prints and writes. A file or folder
+is written under a temporary name and renamed, so that a failure leaves what was there.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import filelock
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from lib.settings import RunSettings, UserError
+
+BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
+
+# ---- device ------------------------------------------------------------------------------------------------
+
+
+def start(settings: RunSettings) -> tuple:
+    """Begin an experiment: join torchrun's processes, make `out`, choose device and dtype.
+
+    Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
+    a device that is not there, or a folder that cannot be written.
+    """
+    device = choose_device(settings.device)
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(days=1))
+    try:
+        Path(settings.out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=settings.out).close()
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" or bfloat16_is_fast() else "float32"
+    settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
+    return settings, device, getattr(torch, dtype)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `--device`: each local rank has a GPU of its own."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+        raise UserError(f"more processes than GPUs: this machine has {torch.cuda.device_count()}")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def bfloat16_is_fast() -> bool:
+    """Does this CPU multiply bfloat16 matrices by instructions of their own?"""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def default_batch_size(device: torch.device, sequence_length: int) -> int:
+    """Sequences in a forward pass; two at least, since states are compared within a batch."""
+    return max(2, BATCH_TOKENS[device.type] // sequence_length)
+
+
+def seconds_of(work, *arguments) -> float:
+    """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
+    begun = time.perf_counter()
+    work(*arguments).flatten()[0].item()
+    return time.perf_counter() - begun
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product, median of 9: the limit that MFU refers to."""
+    size = 8192 if device.type == "cuda" else 2048
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    times = [seconds_of(torch.nn.functional.linear, a, b) for _ in range(10)]
+    median = sorted(times[1:])[4]  # the first one allocates
+    return 2 * size**3 / median
+
+
+@functools.cache
+def total_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """`matmul_peak` of all ranks together, measured once in a process."""
+    return sum_over_ranks(torch.tensor(matmul_peak(device, dtype), device=device)).item()
+
+
+# ---- processes ---------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """The number of this process in its group; 0 if it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of processes in the group; 1 if this one is alone."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(count: int) -> range:
+    """This rank's share of range(count): contiguous, every index in exactly one rank's share."""
+    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+
+
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """The element-wise sum of all ranks' tensors, in place; alone, the tensor as it is."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Return when every rank has come here."""
+    sum_over_ranks(torch.zeros((), device=device))
+
+
+def progress(*iterable, **keywords) -> tqdm:
+    """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
+    return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path):
+    """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path):
+    """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.old.tmp")
+    try:
+        if old.exists() and not path.exists():
+            os.rename(old, path)  # a process was killed between the two renames below
+        shutil.rmtree(new, ignore_errors=True)  # in containers a killed process may have had our number
+        new.mkdir(parents=True)
+        yield new
+        for file in new.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(path, old)
+        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sole_owner(folder: Path):
+    """Hold a run folder for this process group alone; UserError if another one holds it."""
+    lock = filelock.FileLock(folder / ".lock", blocking=False)
+    try:
+        if rank() == 0:
+            lock.acquire()
+    except filelock.Timeout:
+        raise UserError(f"another process trains in {folder}: wait for it, or choose another --out") from None
+    except (OSError, NotImplementedError):
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files and folders that killed processes left in a folder that we own alone."""
+    for leftover in folder.glob(".*.[0-9]*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def sha256(path: Path) -> str:
+    """A file's SHA-256, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,150 @@
+"""Is it more than chance? Streaming cosines over all pairs, and the odds of a count or a mean (BB B.2).
+
+    >>> from measure import cosines
+    >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
+    -88.6
+
+Probabilities are logs throughout: p itself underflows (the paper prints 0.00).
+"""
+
+import functools
+import math
+
+import numpy as np
+import torch
+from scipy.special import logsumexp
+from scipy.stats import binom, binomtest
+from scipy.stats import t as student
+from torch import Tensor
+
+from init import keyed_generator
+from lib.runtime import sum_over_ranks
+from lib.settings import UserError
+
+SMALLEST_LOG10_P = -300.0  # of Student's t, whose tail scipy gives no further
+
+# ---- cosines of all pairs ----------------------------------------------------------------------------------
+
+
+class CosineStatistics:
+    """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
+
+    For unit vectors u, the cosines of all ordered pairs i != j sum to |sum u|^2 - n, and their squares to
+    |sum u u^T|_F^2 - n.
+    """
+
+    def __init__(self, d: int, device: torch.device | str = "cpu"):
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.sum = torch.zeros(d, dtype=torch.float64, device=device)
+        self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
+        self.pairs = torch.zeros(3, dtype=torch.float64, device=device)  # number, sum, sum of squares
+
+    def update(self, states: Tensor) -> None:
+        """Add states (n, d), normalised without an epsilon."""
+        unit = states.double() / states.double().norm(dim=1, keepdim=True)
+        self.count += len(unit)
+        self.sum += unit.sum(dim=0)
+        self.outer.addmm_(unit.T, unit)
+        even = len(unit) // 2 * 2  # disjoint pairs within a batch, so that ranks make no difference
+        cosine = (unit[0:even:2] * unit[1:even:2]).sum(dim=1)
+        self.pairs += torch.stack((self.count.new_tensor(even / 2), cosine.sum(), cosine.square().sum()))
+
+    def reduce(self) -> "CosineStatistics":
+        """Sum over the ranks, in place."""
+        for tensor in (self.count, self.sum, self.outer, self.pairs):
+            sum_over_ranks(tensor)
+        return self
+
+    def direction(self) -> Tensor:
+        """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
+        return self.sum / self.count
+
+    def mean_and_std(self) -> tuple[float, float]:
+        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2.
+
+        UserError if a state was zero or not finite.
+        """
+        if not self.sum.isfinite().all():
+            raise UserError("the model's states are zero or not finite: check its weights for NaN")
+        n = self.count.item()
+        mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
+        mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
+        return mean, max(0.0, mean_square - mean**2) ** 0.5
+
+    def log10_p(self) -> float | None:
+        """One-sample t-test of the cosines of disjoint pairs, which are independent, against a mean of 0."""
+        n, total, squares = self.pairs.tolist()
+        if n < 2:
+            return None
+        variance = max((squares - total**2 / n) / (n - 1), 1e-30)
+        return student_log10_p(total / math.sqrt(n * variance), n - 1)
+
+
+def pairwise_cosine(states: Tensor) -> dict:
+    """Mean and standard deviation of the cosine over all pairs of states (n, d)."""
+    statistics = CosineStatistics(states.shape[1], states.device)
+    statistics.update(states)
+    mean, std = statistics.mean_and_std()
+    return {"mean_cosine": mean, "std_cosine": std}
+
+
+def floored_cosine(states: Tensor, epsilon: float) -> dict:
+    """The same, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`."""
+    n = len(states)
+    unit = states.double() / states.double().norm(dim=1, keepdim=True).clamp(min=epsilon)
+    own = unit.square().sum(1)  # a state's cosine with itself, 1 if its norm is not below epsilon
+    mean = ((unit.sum(0).square().sum() - own.sum()) / (n * (n - 1))).item()
+    mean_square = ((unit.T @ unit).square().sum() - own.square().sum()).item() / (n * (n - 1))
+    return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
+
+
+# ---- odds --------------------------------------------------------------------------------------------------
+
+
+def student_log10_p(t: float, dof: float) -> float:
+    """log10 of the two-sided p of Student's t, from -300 on."""
+    log_p = math.log(2) + float(student.logsf(abs(t), dof))
+    return min(0.0, max(SMALLEST_LOG10_P, log_p / math.log(10)))
+
+
+def student_log10_tail(t: float, dof: float) -> float:
+    """log10 of the one-sided P[T > t] of Student's t, from -300 on."""
+    return max(SMALLEST_LOG10_P, float(student.logsf(t, dof)) / math.log(10))
+
+
+def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
+    """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
+    log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
+    return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
+
+
+@functools.cache
+def uniform_counts(n: int, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
+    """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
+
+    The first is the baseline of BB Figure 1a; for 1,000 draws of a token its standard error is below 1 %.
+    """
+    generator = keyed_generator("uniform", n, num_choices)
+    total = np.zeros(ranks)
+    for _ in range(repetitions):
+        _, counts = np.unique(generator.integers(num_choices, size=n), return_counts=True)
+        counts = np.sort(counts)[::-1][:ranks]
+        total[: len(counts)] += counts
+    return total / repetitions
+
+
+# ---- intervals ---------------------------------------------------------------------------------------------
+
+
+def interval(values, name: str = "mean", low: str = "low", high: str = "high") -> dict:
+    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
+    values = np.asarray(values, np.float64)
+    mean = float(values.mean())
+    error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return {name: mean, low: float(mean - error), high: float(mean + error)}
+
+
+def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's interval of a rate."""
+    rate = binomtest(successes, n).proportion_ci(confidence, method="wilson")
+    return float(rate.low), float(rate.high)

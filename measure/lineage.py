@@ -1,0 +1,454 @@
+"""What do two models share, and could it be chance? Exact tests of states and weights, and the paper's test.
+
+    >>> from lib import checkpoint
+    >>> from measure import lineage
+    >>> a = checkpoint.parse_spec("nano_llama@42").open()
+    >>> b = checkpoint.parse_spec("nano_llama@43").open()
+    >>> correlations, skipped = lineage.weight_correlations(a, b)  # {"body": (d, d), "embedding": (d, d)}
+    >>> lineage.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: strangers
+
+Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
+without a common birth, a trained model is as likely as itself with its coordinates relabelled. So it is with
+the hidden units of each MLP. Relabelling one of two models therefore gives the exact distribution of whatever
+compares them, however trained and however dependent the rows (ours; BB compares with Gaussian matrices).
+
+A model comes as a source, `Spec.open()`, whose parameters are read one at a time.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from scipy import stats
+from scipy.special import softmax
+from torch import Tensor
+
+from init import keyed_generator
+from lib.runtime import bfloat16_is_fast, progress
+from lib.settings import UserError
+from measure.cosines import student_log10_tail
+
+SAME_LOG10_P = -6.0  # from here on two models are of one birth
+UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
+SAME_BIRTH = "same birth"
+NO_EVIDENCE = "no evidence"
+INCONCLUSIVE = "inconclusive: use more rows"
+PERMUTATION_BATCH = 1000  # permutations drawn at once
+ROW_BATCH = 2048  # rows of a weight matrix converted at once
+
+# ---- coordinates of states ---------------------------------------------------------------------------------
+
+
+def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
+    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d).
+
+    UserError unless the arrays are of one shape, n at least 3, d at least 2, and finite.
+    """
+    a, b = check_rows(a, b)
+    return diagonal_test(relation(fingerprint(a), fingerprint(b)), ("relabel", seed), permutations)
+
+
+def check_rows(a, b) -> tuple[Tensor, Tensor]:
+    """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
+    a = torch.as_tensor(a).detach().float()
+    b = torch.as_tensor(b).detach().float()
+    if a.shape != b.shape or a.ndim != 2 or a.shape[0] < 3 or a.shape[1] < 2:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {shapes}")
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise UserError("the states are not finite")
+    return a, b
+
+
+def fingerprint(rows: Tensor) -> Tensor:
+    """What the relabelling test compares of final states (n, d): their decorrelated ranks, (n, d) float32."""
+    return decorrelated(unit_ranks(rows))
+
+
+def unit_ranks(rows: Tensor) -> Tensor:
+    """Columns of (n, d) by their ranks, ties averaged, centred, of norm 1 (0 if constant); float32."""
+    parts = []
+    columns_at_once = max(1, 2**24 // len(rows))  # ranks come in float64
+    for part in rows.cpu().split(columns_at_once, dim=1):
+        centred = stats.rankdata(part.numpy(), axis=0) - (len(rows) + 1) / 2
+        norms = np.maximum(np.linalg.norm(centred, axis=0), 1e-30)
+        parts.append(torch.from_numpy(centred / norms).float())
+    return torch.cat(parts, dim=1)
+
+
+def decorrelated(ranks: Tensor, ridge: float = 0.03) -> Tensor:
+    """R (R'R + ridge)^(-1/2) of R (n, d), whose columns have norm 1, and again scaled to it.
+
+    What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
+    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too.
+    """
+    n, d = ranks.shape
+    varies = ranks.norm(dim=0) > 0
+    gram = ranks.T @ ranks if d <= n else ranks @ ranks.T
+    values, vectors = torch.linalg.eigh(gram.double())
+    root = (vectors * (values.clamp(min=0) + ridge).rsqrt()) @ vectors.T
+    root = root.float()
+    white = ranks @ root if d <= n else root @ ranks
+    return white * (varies / white.norm(dim=0).clamp(min=1e-30))
+
+
+def relation(a: Tensor, b: Tensor) -> Tensor:
+    """Correlation of every column of one fingerprint (n, d) with every one of the other, (d, d) float64."""
+    return (a.T @ b).double()
+
+
+# ---- coordinates of weights --------------------------------------------------------------------------------
+
+
+class Correlation:
+    """Pearson's correlation of every column of A with every column of B, over matrices that stream by.
+
+    Each counts with its columns centred and its mean square 1: its mean row and its scale are the data's.
+    """
+
+    def __init__(self, d: int):
+        self.products = torch.zeros(d, d, dtype=torch.float64)
+        self.squares = torch.zeros(2, d, dtype=torch.float64)
+
+    def update(self, A: Tensor, B: Tensor) -> None:
+        """Add rows (n, d) of each. Two bfloat16 matrices are multiplied as such: rounding is no bias here."""
+        dtype = torch.float32
+        if A.dtype == B.dtype == torch.bfloat16 and bfloat16_is_fast():
+            dtype = torch.bfloat16
+        mean_a = A.mean(0, dtype=torch.float32)
+        mean_b = B.mean(0, dtype=torch.float32)
+        products = torch.zeros(self.products.shape)
+        squares = torch.zeros_like(self.squares)
+        for a, b in zip(A.split(ROW_BATCH), B.split(ROW_BATCH)):
+            a = a.float() - mean_a
+            b = b.float() - mean_b
+            products += a.to(dtype).T @ b.to(dtype)
+            squares += torch.stack([a.square().sum(0), b.square().sum(0)])
+        mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
+        self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())
+        self.squares += squares / mean_squares
+
+    def value(self) -> Tensor | None:
+        """(d, d) float64, 0 where a column is constant; None without rows, UserError for weights of NaN."""
+        if not self.squares.isfinite().all():
+            raise UserError("a model's weights are not finite: check them for NaN")
+        scale = torch.outer(*self.squares).sqrt()
+        if not scale.any():
+            return None
+        return torch.where(scale > 0, self.products / scale, 0.0)
+
+
+def weight_correlations(a, b) -> tuple[dict[str, Tensor], list[str]]:
+    """Correlations of the residual coordinates over the rows of all weight matrices, and the names left out.
+
+    "body" has the matrices of the blocks, matched by name and shape; "embedding" has the token table and the
+    head, up to the shorter vocabulary. A kind without matrices is missing.
+    """
+    shapes_a = {name: shape for name, shape in a.shapes.items() if len(shape) == 2}
+    shapes_b = {name: shape for name, shape in b.shapes.items() if len(shape) == 2}
+    sums = {"body": Correlation(a.config.d_model), "embedding": Correlation(a.config.d_model)}
+    skipped = sorted(shapes_a.keys() ^ shapes_b.keys())
+    shared = [name for name in shapes_a if name in shapes_b]
+    for name in progress(shared, desc="weights", leave=False):
+        kind = "body" if name.startswith("model.layers.") else "embedding"
+        if kind == "body" and shapes_a[name] != shapes_b[name]:
+            skipped.append(name)
+            continue
+        rows_a = residual_columns(a, name)
+        rows_b = residual_columns(b, name)
+        count = min(len(rows_a), len(rows_b))
+        sums[kind].update(rows_a[:count], rows_b[:count])
+    values = {kind: total.value() for kind, total in sums.items()}
+    return {kind: value for kind, value in values.items() if value is not None}, skipped
+
+
+def residual_columns(source, name: str) -> Tensor:
+    """A matrix with its residual axis as columns, (n, d): attention output and MLP down are transposed."""
+    weight = source.read(name)
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return weight.T
+    return weight
+
+
+# ---- the exact test of coordinates -------------------------------------------------------------------------
+
+
+def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
+    """Is the mean of C's diagonal, (d, d), above that of C with its columns relabelled?
+
+    S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
+    doubly centred (Hoeffding 1951). Returns `matched` and `mismatched`, the means of the diagonal and of the
+    rest; what `outcome` says of S, its p being (1 + #{S(pi) >= S}) / (1 + permutations), which `key`
+    draws; and `smallest_visible`, the least matched - mismatched whose normal tail would be 10^-6.
+    """
+    d = len(C)
+    mean = C.mean().item()
+    centred = C - C.mean(0) - C.mean(1, keepdim=True) + mean
+    std = (centred.square().sum().item() / (d * d * max(1, d - 1))) ** 0.5
+    if not std > 0:
+        raise UserError("nothing varies in one of the models: there is nothing to compare")
+    values = C.numpy()
+    coordinates = np.arange(d)
+    matched = values[coordinates, coordinates].mean()
+    generator = keyed_generator("relabel", *key)
+    at_least = 0
+    for start in range(0, permutations, PERMUTATION_BATCH):
+        batch = min(PERMUTATION_BATCH, permutations - start)
+        orders = generator.permuted(np.tile(coordinates, (batch, 1)), axis=1)  # (batch, d)
+        sampled = values[coordinates, orders].mean(axis=1)
+        at_least += int((sampled >= matched).sum())
+    z = (matched - mean) / std
+    return {
+        "matched": float(matched),
+        "mismatched": float(C.sum().item() - matched * d) / (d * (d - 1)),
+        "smallest_visible": stats.norm.isf(10**SAME_LOG10_P).item() * std * d / (d - 1),
+        **outcome(z, stats.norm.logsf(z) / math.log(10), at_least, permutations),
+    }
+
+
+def outcome(z: float, log10_p: float, at_least: int, permutations: int) -> dict:
+    """`z`, its tail `log10_p`, the exact `p` of the permutations, and whether the two say `same` birth.
+
+    The tail is an approximation: a z of 250 is an effect, not a probability.
+    """
+    same = log10_p <= SAME_LOG10_P and at_least == 0
+    p = (1 + at_least) / (1 + permutations)
+    return {"z": float(z), "log10_p": float(log10_p), "p": p, "same": bool(same)}
+
+
+# ---- Gram matrices: what no new basis, or no new order of neurons, alters ----------------------------------
+
+
+def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
+    """Are the Gram matrices of each pair alike in the order they come in? Mantel's permutation test.
+
+    `pairs` yields (m, m) matrices of A and B; each pair has permutations of its own, of B's rows and columns
+    alike. Returns the `correlation` of the entries and the `outcome` of z, by the permutations' mean and
+    standard deviation; since these are estimates, its tail is Student's.
+    """
+    generator = keyed_generator("gram", *key)
+    products = np.zeros(1 + permutations)  # the first one's order is the one they come in
+    squares = np.zeros(2)
+    for a, b in pairs:
+        squares += a.square().sum().item(), b.square().sum().item()
+        for i in range(1 + permutations):
+            order = generator.permutation(len(b)) if i else np.arange(len(b))
+            order = torch.from_numpy(order)
+            products[i] += torch.vdot(a.flatten(), b[order].index_select(1, order).flatten()).item()
+    if not np.isfinite(squares).all():
+        raise UserError("a model's weights are not finite: check them for NaN")
+    spread = products[1:].std(ddof=1)
+    t = (products[0] - products[1:].mean()) / spread if spread > 0 else 0.0
+    at_least = int((products[1:] >= products[0]).sum())
+    log10_p = student_log10_tail(t / (1 + 1 / permutations) ** 0.5, permutations - 1)
+    correlation = products[0] / max(squares.prod() ** 0.5, 1e-300)
+    return {"correlation": float(correlation), **outcome(t, log10_p, at_least, permutations)}
+
+
+def neuron_grams(a, b, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Gram matrices of the hidden units of up to `count` layers that both models have."""
+    for layer in some_layers(min(a.config.num_layers, b.config.num_layers), count):
+        yield neuron_gram(a, layer), neuron_gram(b, layer)
+
+
+def neuron_gram(source, layer: int, limit: int = 1024) -> Tensor:
+    """How alike the hidden units of a layer's MLP are, (m, m), m the first units up to `limit`.
+
+    For W (m, d), gate and up rows with the norm's gain folded in, and down columns: W (W'W + ridge)^-1 W',
+    which no new basis of the residual stream alters, and in which no few directions outweigh the others.
+    """
+    prefix = f"model.layers.{layer}"
+    gain = source.read(f"{prefix}.post_attention_layernorm.weight").float()
+    gram = 0.0
+    for kind in ("gate", "up", "down"):
+        name = f"{prefix}.mlp.{kind}_proj.weight"
+        if name not in source.shapes:
+            continue
+        weight = residual_columns(source, name)[:limit].float()
+        if kind != "down":
+            weight = weight * gain
+        square = weight.T @ weight
+        square.diagonal().add_(square.trace().div(len(square)).clamp(min=1e-30))
+        root = torch.linalg.cholesky_ex(square).L  # NaN, if there is one, goes on to `gram_test`
+        half = torch.linalg.solve_triangular(root, weight.T, upper=False)
+        gram = gram + half.T @ half
+    return off_diagonal(gram)
+
+
+def coordinate_gram(source, count: int) -> Tensor:
+    """Products of the residual coordinates over some layers, which no order of neurons alters: (d, d)."""
+    d = source.config.d_model
+    total = torch.zeros(d, d)
+    layers = some_layers(source.config.num_layers, count)
+    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    for name, shape in source.shapes.items():
+        if name.startswith(prefixes) and len(shape) == 2:
+            weight = residual_columns(source, name).float()
+            total += weight.T @ weight / weight.square().sum().clamp(min=1e-30)
+    return off_diagonal(total)
+
+
+def off_diagonal(gram: Tensor) -> Tensor:
+    """A symmetric matrix without its diagonal, the rest centred."""
+    m = len(gram)
+    mean = (gram.sum() - gram.trace()) / (m * (m - 1))
+    return (gram - mean).fill_diagonal_(0.0)
+
+
+def some_layers(depth: int, count: int) -> list[int]:
+    """Up to `count` layers of 0..depth - 1, evenly spaced."""
+    numbers = np.linspace(0, depth - 1, min(count, depth)).round()
+    return np.unique(numbers.astype(int)).tolist()
+
+
+# ---- the verdict -------------------------------------------------------------------------------------------
+
+
+def compare_sources(a, b, fingerprints: tuple, seed: int, permutations: int, grams=99, layers=4) -> tuple:
+    """Every test of two sources and their states' fingerprints, (n, d) each.
+
+    The two tests by Gram matrices, of `grams` permutations and `layers` layers, are made if the others find
+    no kin, or a token table that might tie strangers. Returns the tests' results by name, the correlation
+    matrices they rest on, and the names of the matrices that were left out.
+    """
+    weights, skipped = weight_correlations(a, b)
+    correlations = {"relabel": relation(*fingerprints), **weights}
+    tests = {kind: diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
+    have_mlps = a.config.sublayers != "attention" and b.config.sublayers != "attention"
+    is_tied = "embedding" in tests and tests["embedding"]["same"]
+    if have_mlps and a.config.d_ff == b.config.d_ff:
+        if is_tied or verdict(tests)[0] != SAME_BIRTH:
+            tests["basis_free"] = gram_test(neuron_grams(a, b, layers), ("basis_free", seed), grams)
+    if verdict(tests)[0] != SAME_BIRTH:
+        pair = (coordinate_gram(a, layers), coordinate_gram(b, layers))
+        tests["any_order"] = gram_test([pair], ("any_order", seed), grams)
+    return tests, correlations, skipped
+
+
+def verdict(tests: dict[str, dict]) -> tuple[str, str]:
+    """The verdict of the tests that were made, and what it rests on: on weights, wherever they can decide.
+
+    A transplanted token table ties the residual coordinates of strangers: `relabel` sees it at once,
+    `any_order` and at times `body` once they are trained. Hidden units remain exchangeable (`basis_free`).
+    """
+    same = {name for name, test in tests.items() if test["same"]}
+    is_tied = "embedding" in same and "basis_free" in tests
+    if "body" in same and ("basis_free" in same or not is_tied):
+        return SAME_BIRTH, "the weights of the blocks"
+    if "basis_free" in same:
+        return SAME_BIRTH, "the hidden units, in any basis of the residual stream"
+    if "any_order" in same or "body" in same:
+        units = "hidden units not" if "basis_free" in tests else "no hidden units to compare"
+        return INCONCLUSIVE, f"blocks alike, {units}: noised or reordered kin, or a transplanted table"
+    if "body" not in tests and "basis_free" not in tests:
+        return INCONCLUSIVE, "no matrices of one shape to compare"
+    level = UNDECIDED_P / 2  # Bonferroni: `body` and `relabel` are two
+    if "body" in tests and tests["body"]["p"] <= level:
+        return INCONCLUSIVE, "weights too close for chance, not close enough for kin"
+    if "embedding" in same:
+        return NO_EVIDENCE, "the embedding is transplanted or shared: the blocks, which decide, are unrelated"
+    if tests["relabel"]["p"] <= level:
+        return INCONCLUSIVE, "the activations agree, the weights do not"
+    return NO_EVIDENCE, "neither activations nor weights agree more than by chance"
+
+
+# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
+
+
+def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | None = None) -> dict:
+    """The paper's test of two models' last-position states on the same inputs, arrays (n, d).
+
+    `top_k` (None: half of the width) is how many dimensions of largest mean output, or of smallest, for
+    `side` "bottom", are chosen in each model; for `temperature` see `kendall`. Returns what `judge_taus`
+    does. UserError for a `top_k` that is not in 1..d, and for what `check_rows` refuses.
+    """
+    a, b = check_rows(a, b)
+    n, d = a.shape
+    top_k = check_top_k(top_k, d)
+    taus = identity_taus(a.cpu().numpy(), b.cpu().numpy(), side, top_k, temperature)
+    return judge_taus(taus, n, d, side, top_k, temperature)
+
+
+def check_top_k(top_k: int | None, d: int) -> int:
+    """How many dimensions are chosen in models of width d; UserError for a number that is not in 1..d."""
+    if top_k is None:
+        return d // 2
+    if not 1 <= top_k <= d:
+        raise UserError(f"--top-k {top_k}: expected 1 to {d}, the models' width")
+    return top_k
+
+
+def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
+    """The `top_k` dimensions of largest mean output (n, d), or of smallest, for `side` "bottom"."""
+    mean = rows.mean(axis=0, dtype=np.float64)
+    if side == "top":
+        mean = -mean
+    return np.argsort(mean, kind="stable")[:top_k]
+
+
+def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float | None = None) -> np.ndarray:
+    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column.
+
+    With a `temperature`, of their softmax over the chosen columns, as in the authors' code.
+    """
+    a = a[:, chosen].astype(np.float64)
+    b = b[:, chosen].astype(np.float64)
+    if temperature is not None:
+        a = softmax(a / temperature, axis=1)
+        b = softmax(b / temperature, axis=1)
+    taus = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in zip(a.T, b.T)]
+    return np.nan_to_num(np.array(taus, dtype=float))
+
+
+def identity_taus(a: np.ndarray, b: np.ndarray, side: str, top_k: int, temperature=None) -> np.ndarray:
+    """Kendall's tau of arrays (n, d) on the dimensions that are among the `top_k` of both."""
+    chosen = np.intersect1d(top_dimensions(a, side, top_k), top_dimensions(b, side, top_k))
+    if len(chosen) == 0:
+        return np.zeros(0)
+    return kendall(a, b, chosen, temperature)
+
+
+@functools.lru_cache(maxsize=512)
+def null_taus(n: int, d: int, side: str, top_k: int, temperature: float | None, trial: int) -> np.ndarray:
+    """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
+    generator = keyed_generator("paper null", n, d, trial)
+    a = generator.standard_normal((n, d), np.float32)
+    b = generator.standard_normal((n, d), np.float32)
+    return identity_taus(a, b, side, top_k, temperature)
+
+
+def judge_taus(taus: np.ndarray, n: int, d: int, side: str, top_k: int, temperature, nulls: int = 10) -> dict:
+    """What the paper's test says of the taus of the `paper_k` identity dimensions of n outputs.
+
+    p of the one-sided t- and U-tests against the taus of `nulls` Gaussian pairs, averaged; `closed_form_z` is
+    the mean tau over the error that k independent dimensions would have.
+    """
+    k = len(taus)
+    mean_tau = float(taus.mean()) if k else 0.0
+    p_values = []  # of the t-test and the U-test
+    for trial in range(nulls):
+        null = null_taus(n, d, side, top_k, temperature, trial)
+        if min(k, len(null)) < 2:  # too few dimensions to say anything
+            p_values.append((1.0, 1.0))
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # identical models: all taus are 1
+            t_test = stats.ttest_ind(taus, null, alternative="greater")
+        u_test = stats.mannwhitneyu(taus, null, alternative="greater")
+        p_values.append((t_test.pvalue, u_test.pvalue))
+    t_p, u_p = np.nan_to_num(np.mean(p_values, axis=0), nan=1.0).tolist()
+    return {
+        "paper_k": k,
+        "paper_mean_tau": mean_tau,
+        "paper_t_p": t_p,
+        "paper_u_p": u_p,
+        "closed_form_z": mean_tau / (kendall_std(n) / max(1, k) ** 0.5),
+    }
+
+
+def kendall_std(n: int) -> float:
+    """Standard deviation of Kendall's tau between independent columns of n rows."""
+    return (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5

@@ -1,0 +1,330 @@
+"""Do the papers hold? Every table and figure of both, their number beside ours.
+
+    python -m reproduce                                    # four hours on 2 cores, mostly training; resumes
+    python -m reproduce --only layers mlp --out mine       # some of it
+    python -m reproduce --scale smoke --out /tmp/smoke     # does everything work? three minutes
+
+Each result is made by a command of this project, and left out where <out> holds it with the same settings;
+its training runs are made once and reused. A command that fails does not stop the others. <out>/README.md
+has a line for each table, figure, finding and proposition. `--scale paper` asks for the papers' own sizes,
+and so for GPUs and weeks.
+"""
+
+import dataclasses
+import importlib
+import json
+import shlex
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lib import runtime
+from lib.settings import Command, RunSettings, UserError, read_command, run_script
+from reproduce import family, siblings
+from reproduce.claims import CLAIMS, Claim
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result: its command at laptop scale, what other scales add to it, and which runs it reads.
+
+    Words in braces depend on the scale.
+    """
+
+    command: str
+    smoke: str = ""
+    paper: str = ""
+    runs: str = ""
+
+
+CHILD = "{runs}/lineage/{size}_llama-1000"
+STRANGER = "{runs}/lineage/{size}_llama-123"
+TINY = "--model tiny_gpt2 --seed 1 2 --num-sequences 8"  # makes contraction.py quick
+SHORT = f"{TINY} --sequence-length 12"
+QUICK_PROBE = "--model tiny_gpt2 --num-sequences 20 --sequence-length 4 8"
+QUICK_SINKS = "--num-sequences 20"
+PROTOCOL = "--num-sequences 10000 --sequence-length 1024"  # the papers'
+TOY = "--model {runs}/backcopy --data data/backcopy-bytes --bos"
+TEXT = "{runs}/{text} --data {data}"
+RESULTS = {
+    "setup": Result("-m reproduce.siblings setup"),
+    "probe": Result("probe.py --seed 42 43", QUICK_PROBE, PROTOCOL),
+    "ten_thousand/probe": Result("probe.py --seed 42 --num-sequences 10000", QUICK_PROBE, PROTOCOL),
+    "lengths/probe": Result(
+        "probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500",
+        QUICK_PROBE,
+        "--num-sequences 10000 --sequence-length 64 256 1024",
+    ),
+    "nano_llama/probe": Result("probe.py --model nano_llama", QUICK_PROBE, PROTOCOL),
+    "gpt2_1b/probe": Result("probe.py --model gpt2_1b --num-sequences 300", QUICK_PROBE, PROTOCOL),
+    "centered/probe": Result("probe.py --seed 42 43 --init centered", QUICK_PROBE, PROTOCOL),
+    "layers": Result("contraction.py layers", SHORT, PROTOCOL),
+    "nano_llama/layers": Result(
+        "contraction.py layers --model nano_llama --seed 42 --num-sequences 300 --sequence-length 64",
+        SHORT,
+        PROTOCOL,
+    ),
+    "ablation": Result("contraction.py ablation", SHORT, PROTOCOL),
+    "overlap": Result("contraction.py overlap", SHORT, PROTOCOL),
+    "mlp": Result("contraction.py mlp", TINY, "--num-sequences 10000"),
+    "engage": Result("contraction.py engage", TINY, "--num-sequences 10000"),
+    "amplify": Result("contraction.py amplify", SHORT),
+    "intra": Result("contraction.py intra", SHORT),
+    "variance": Result("contraction.py variance", f"{TINY} --sequence-length 32"),
+    "predict": Result("contraction.py predict", SHORT, PROTOCOL),
+    "cure": Result("contraction.py cure", SHORT, PROTOCOL),
+    "nano_llama/cure": Result("contraction.py cure --model nano_llama --seed 42 43", SHORT, PROTOCOL),
+    "width": Result("contraction.py width", "--seed 1 2 --num-sequences 200"),
+    "lineage": Result("-m reproduce.family --runs {runs} --scale {scale}"),
+    "calibrations": Result("-m reproduce.siblings calibrations --runs {runs} --scale {scale}"),
+    "births": Result("-m reproduce.siblings births --runs {runs} --scale {scale}"),
+    "compare": Result(
+        f"seedprint.py compare {{size}}_llama@1000 {CHILD} {CHILD}-{{second}} {STRANGER} "
+        "{size}_llama@123:1000",
+        runs="lineage",
+    ),
+    "matrix": Result(
+        f"seedprint.py matrix {{size}}_llama@1000 {{size}}_llama@123 {CHILD} {STRANGER} {CHILD}-{{second}} "
+        f"{STRANGER}-{{second}}",
+        runs="lineage",
+    ),
+    "identify": Result(f"seedprint.py identify {CHILD}", "--seeds 990-1010", runs="lineage"),
+    "outside/identify": Result(
+        f"seedprint.py identify {CHILD} --seeds 2000-101999", "--seeds 2000-2020", runs="lineage"
+    ),
+    "cost": Result(
+        f"-m reproduce.errors cost {{size}}_llama@1000 {CHILD}", "--permutations 199", runs="lineage"
+    ),
+    "errors": Result(
+        "-m reproduce.errors rates",
+        "--model tiny_gpt2 --schemes gpt2 --num-births 14 --num-sequences 2 --sequence-length 8 "
+        "--paper-births 3 --paper-sequences 20 --permutations 199",
+        "--paper-sequences 10000",
+    ),
+    "persistence": Result(
+        f"seedprint.py persistence {CHILD} --stranger {STRANGER}", "--paper-sequences 50", runs="lineage"
+    ),
+    "qwen/persistence": Result(
+        "seedprint.py persistence {runs}/lineage/{size}_qwen-1000 --stranger {runs}/lineage/{size}_qwen-123",
+        "--paper-sequences 50",
+        runs="lineage",
+    ),
+    "sink_variance": Result(
+        "sinks.py variance --model nano_gpt2 --sequence-length 256",
+        f"--model tiny_gpt2 --sequence-length 32 {QUICK_SINKS}",
+        "--sequence-length 1024",
+    ),
+    "backcopy/rate": Result(f"sinks.py rate {TOY}", QUICK_SINKS, runs="calibrations"),
+    "backcopy/anatomy": Result(
+        f"sinks.py anatomy {TOY} --sequence-length 128", QUICK_SINKS, runs="calibrations"
+    ),
+    "backcopy/intervene": Result(
+        f"sinks.py intervene {TOY} --sequence-length 128", QUICK_SINKS, runs="calibrations"
+    ),
+    "laptop/rate": Result(
+        f"sinks.py rate --model {{size}}_llama@42 {TEXT}", QUICK_SINKS, runs="calibrations"
+    ),
+    "laptop/anatomy": Result(f"sinks.py anatomy --model {TEXT}", QUICK_SINKS, runs="calibrations"),
+    "laptop/intervene": Result(f"sinks.py intervene --model {TEXT}", QUICK_SINKS, runs="calibrations"),
+}
+WORDS = {  # what the braces mean
+    "smoke": {"size": "tiny", "second": "docstrings", "text": "backcopy", "data": "data/backcopy-bytes"},
+    "laptop": {"size": "tiny", "second": "docstrings", "text": "laptop", "data": "data/python-bpe_4096"},
+    "paper": {"size": "nano", "second": "stories", "text": "nano_llama", "data": str(siblings.PAPER_DATA)},
+}
+
+
+@dataclass
+class Settings(RunSettings):
+    """What `python -m reproduce` can be told."""
+
+    only: tuple[Literal[tuple(RESULTS)], ...] | None = None
+    """results to make (default: all)"""
+    scale: Literal["smoke", "laptop", "paper"] = "laptop"
+    """how large"""
+    out: str | None = None
+    """folder of the results (default: results; results-smoke, results-paper)"""
+    runs: str | None = None
+    """folder of the training runs (default: runs, runs-paper; at smoke scale in --out)"""
+    text: str | None = None
+    """held-out English, for Table 7's perplexity"""
+
+
+def reproduce(settings: Settings) -> None:
+    """Make every result that is not there, and write README.md; UserError if a command failed."""
+    settings = with_folders(settings)
+    runtime.start(settings)  # can we write there?
+    if runtime.world_size() > 1:
+        raise UserError("one process is enough here: its commands may be given torchrun one by one")
+    names = [name for name in RESULTS if name in (settings.only or RESULTS)]
+    failures = {}
+    num_made = 0
+    begun = time.perf_counter()
+    for number, name in enumerate(names, start=1):
+        minutes = (time.perf_counter() - begun) / 60
+        print(
+            f"[{number} of {len(names)}, {minutes:.0f} min] python {command_line(name, settings)}", flush=True
+        )
+        try:
+            num_made += make(name, settings)
+        except Exception as error:  # of whatever kind: the others go on
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            failures[name] = f"{name} failed ({reason})"
+            print(failures[name], file=sys.stderr, flush=True)
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+        write_report(settings)
+    there = len(names) - len(failures)
+    print(f"{there} of {len(names)} results are there, {num_made} made now; see {settings.out}/README.md")
+    if failures:
+        raise UserError("; ".join(failures.values()))
+
+
+def with_folders(settings: Settings) -> Settings:
+    """The settings with the folders that the scale suggests; UserError for a text that is not there."""
+    suffix = "" if settings.scale == "laptop" else f"-{settings.scale}"
+    out = settings.out or f"results{suffix}"
+    runs = settings.runs or (f"{out}/runs" if settings.scale == "smoke" else f"runs{suffix}")
+    if settings.text is not None and not Path(settings.text).is_file():
+        raise UserError(f"no text file '{settings.text}'")
+    return dataclasses.replace(settings, out=out, runs=runs)
+
+
+def command_line(name: str, settings: Settings) -> str:
+    """The command of a result at the settings' scale, as a user would type it after `python`."""
+    result = RESULTS[name]
+    parts = [result.command]
+    if settings.scale == "smoke":
+        parts.append(result.smoke)
+    if settings.scale == "paper":
+        parts.append(result.paper)
+    words = {"runs": shlex.quote(settings.runs), "scale": settings.scale} | WORDS[settings.scale]
+    text = " ".join(part for part in parts if part).format(**words)
+    if settings.text is not None and name == "calibrations":
+        text += f" --text {shlex.quote(settings.text)}"
+    folder = (Path(settings.out) / name).parent
+    if str(folder) != "results":
+        text += f" --out {shlex.quote(str(folder))}"
+    return text
+
+
+def read_line(name: str, settings: Settings) -> tuple:
+    """The function that makes a result, and its settings."""
+    words = shlex.split(command_line(name, settings))
+    module = words.pop(0).removesuffix(".py")
+    if module == "-m":
+        module = words.pop(0)
+    script = importlib.import_module(module)
+    words += ["--device", settings.device, "--dtype", settings.dtype]
+    return read_command(script.COMMANDS, words, script.__doc__)
+
+
+def make(name: str, settings: Settings) -> bool:
+    """Make a result, and the runs that it reads, unless it is there; was it made?"""
+    function, wanted = read_line(name, settings)
+    path = Path(settings.out) / f"{name}.json"
+    if is_made(path, wanted):
+        return False
+    scale = siblings.Settings(settings.device, settings.dtype, settings.out, settings.scale, settings.runs)
+    if RESULTS[name].runs == "lineage":
+        siblings.train_all(family.lineage_runs(scale))
+    if RESULTS[name].runs == "calibrations":
+        siblings.train_all(siblings.calibration_runs(scale))
+    function(wanted)
+    return True
+
+
+def is_made(path: Path, wanted) -> bool:
+    """Is there a result with these settings? "auto" is any device and dtype, and no text is any text."""
+    result = read_result(path)
+    if result is None:
+        return False
+    known = result["settings"]
+    for name, value in json.loads(json.dumps(dataclasses.asdict(wanted))).items():
+        is_free = name == "out" or value == "auto" or (name == "text" and value is None)
+        if not is_free and known.get(name) != value:
+            return False
+    return True
+
+
+def read_result(path: Path) -> dict | None:
+    """A result's JSON; None if there is none, or a torn one."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(result, dict) and {"settings", "environment", "rows"} <= result.keys()
+    return result if whole else None
+
+
+# ---- the report --------------------------------------------------------------------------------------------
+
+REPORT = """# Do the papers hold?
+
+Every table, figure, finding and proposition of *Transformers Are Born Biased* (BB), and what *The Structural
+Origin of Attention Sink* (SO) is known to say, at {scale} scale. `python -m reproduce` writes this page from
+the JSON files beside it. There is a verdict only where the paper states what can be checked; it is *open*
+where an interval has both answers. Items that begin with "ours" have none. Of SO we had the abstract and
+summaries. Seconds are without training. Table 7's text is the test split of WikiText-2.
+
+{minutes:.0f} minutes of measuring and {training:.0f} of training steps, on {devices}.
+
+| item | the paper says | its number | ours | verdict | figure | command |
+|---|---|---|---|---|---|---|
+{lines}
+"""
+
+
+def write_report(settings: Settings) -> None:
+    """README.md of the results: a line for each claim, from the JSON files alone."""
+    results = {}
+    for name in RESULTS:
+        result = read_result(Path(settings.out) / f"{name}.json")
+        if result is not None:
+            results[name] = result
+    environments = [result["environment"] for result in results.values()]
+    text = REPORT.format(
+        scale=settings.scale,
+        minutes=sum(environment["seconds"] for environment in environments) / 60,
+        training=sum(result.get("training_seconds", 0) for result in results.values()) / 60,
+        devices=", ".join(sorted({environment["device"] for environment in environments})),
+        lines="\n".join(report_line(claim, results, settings) for claim in CLAIMS),
+    )
+    with runtime.atomic_file(Path(settings.out) / "README.md") as temporary:
+        temporary.write_text(text)
+
+
+def report_line(claim: Claim, results: dict, settings: Settings) -> str:
+    """A line of the table; a claim whose result is not there says what would make it."""
+    measured, verdict, figure = "", "", ""
+    if claim.result is None:
+        measured = "not run here"
+        command = f"`{claim.command}`"
+    else:
+        command = f"`python {command_line(claim.result, settings)}`"
+        if claim.result not in results:
+            measured = "not made"
+        else:
+            result = results[claim.result]
+            measured, verdict = claim.measure(result)
+            command += f", {result['environment']['seconds']:.0f} s"
+            name = claim.figure or f"{claim.result}.png"
+            if (Path(settings.out) / name).exists():
+                figure = f"[figure]({name})"
+    cells = (claim.item, claim.says, claim.number, measured, verdict, figure, command)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+COMMANDS = {"": Command(reproduce, Settings())}
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__)
+
+
+if __name__ == "__main__":
+    main()

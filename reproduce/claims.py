@@ -1,0 +1,711 @@
+"""What do the two papers say, and what was measured beside it?
+
+    >>> from reproduce.claims import CLAIMS
+    >>> [claim.item for claim in CLAIMS if claim.result == "engage"]
+    ['Figure 6', 'ours: Figure 6 by theory']
+
+BB is *Transformers Are Born Biased*, SO is *The Structural Origin of Attention Sink*. Every table, figure,
+finding and proposition has an entry in `CLAIMS`, with a function that reads one result (an experiment's JSON
+file, as a dictionary). There is a verdict only where the paper states what can be checked without a threshold
+of ours: an order, a sign, a trend, a law inside an interval, its own level of significance. An item that
+begins with "ours" never has one.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.stats import t as student
+
+from measure.cosines import interval, wilson
+
+HOLDS, FAILS, OPEN, NONE = "holds", "does not hold", "open", ""
+
+LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
+PAPER_SEQUENCES = 10_000  # behind each row of BB Table 1
+CHANCE = 1e-3  # more than any token's share of any vocabulary here
+RIVAL_THRESHOLD = 0.8  # the similarity from which a rival says kin (BB B.3.2)
+RIVALS = ["intrinsic", "reef", "pcs", "ics"]
+PAPER_TESTS = ["paper_t_p", "paper_u_p"]
+PAPER_NAMES = ["t-test", "U-test"]
+Z_SCORES = ["relabel_z", "body_z", "basis_free_z"]
+TEXT = ["laptop", "nano_llama"]  # configurations that read text
+TOY = ["backcopy"]  # and one whose models have sinks
+RATES = "calibrated_rate.png"
+AMPLIFIERS = ["mlp0_attn0", "mlp0_mlp0"]  # stacks of BB Table 3
+SHIFT = ("shift", "shift_low", "shift_high")  # of alpha_k, by an intervention
+MORE = ("amplify_more", "amplify_more_low", "amplify_more_high")  # shift of amplifying than of scaling
+
+
+class Finding(NamedTuple):
+    """What a function of a result returns."""
+
+    measured: str  # ours, with its interval where there is one
+    verdict: str = NONE
+
+
+Rows = pd.DataFrame
+Measure = Callable[[dict], Finding]
+Judge = Callable[..., Finding]  # of rows, and of what else `each` is given
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An entry: what the paper says, and how the result is read beside it."""
+
+    item: str  # "Figure 1a"; "ours: the cure"
+    result: str | None  # its path under results/, without .json; None: not run here
+    says: str  # in our words; of our own items, the question
+    number: str  # the paper's, or the theory's for ours; "" if none survives
+    measure: Measure | None
+    figure: str = ""  # PNG under results/; "": the result's own, if it has one
+    command: str = ""  # what would make the result, where it is not run here
+
+
+# ---- verdicts ----------------------------------------------------------------------------------------------
+
+
+def above(low: float, high: float, bound: float = 0.0) -> str:
+    """Is what lies between low and high above `bound`? OPEN where the interval has both answers."""
+    if low > bound:
+        return HOLDS
+    if high < bound:
+        return FAILS
+    return OPEN
+
+
+def rising(curve: Sequence[float]) -> str:
+    """Does a curve rise at every step? FAILS if it ends no higher than it begins; OPEN between the two."""
+    steps = np.diff(curve)
+    if len(steps) == 0:
+        return OPEN
+    if steps.min() > 0:
+        return HOLDS
+    if steps.sum() <= 0:
+        return FAILS
+    return OPEN
+
+
+def agreed(flags: Iterable[bool]) -> str:
+    """HOLDS if every flag is true, FAILS if none is, OPEN if some are or there is no flag."""
+    answers = {bool(flag) for flag in flags}
+    if len(answers) != 1:
+        return OPEN
+    return HOLDS if True in answers else FAILS
+
+
+def all_hold(verdicts: Iterable[str]) -> str:
+    """HOLDS if all hold, FAILS if one fails, NONE if nothing was judged, OPEN otherwise."""
+    answers = set(verdicts) - {NONE}
+    for verdict in (FAILS, OPEN, HOLDS):
+        if verdict in answers:
+            return verdict
+    return NONE
+
+
+# ---- from a result to a finding ----------------------------------------------------------------------------
+
+
+def each(columns: str, judge: Judge, *arguments, part: str = "rows", **where) -> Measure:
+    """The measure that judges a result apart for each value of some `columns` (names, spaced).
+
+    It takes rows from `part` of the result; `where` chooses rows by a column's value, or by several;
+    `judge(rows, *arguments)` returns the finding of a group.
+    """
+    names = columns.split()
+
+    def measure(result: dict) -> Finding:
+        rows = chosen(result, part, where)
+        if rows.empty:
+            return Finding("no such rows")
+        groups = [((), rows)]
+        if names:
+            groups = rows.groupby(names)
+        texts = []
+        verdicts = []
+        for values, group in groups:
+            finding = judge(group, *arguments)
+            labels = [f"{plain(name)} {value}" for name, value in zip(names, values, strict=True)]
+            texts.append(f"{', '.join(labels)}: {finding.measured}")
+            verdicts.append(finding.verdict)
+        if len(texts) == 1:  # no label is needed
+            return finding
+        return Finding("; ".join(texts), all_hold(verdicts))
+
+    return measure
+
+
+def chosen(result: dict, part: str, where: dict) -> pd.DataFrame:
+    """The rows with these values, without layer 0 (the input) and step 0 (the newborn itself).
+
+    Means over seeds get their 95 % interval, `low` to `high`: NaN where there is one seed.
+    """
+    rows = pd.DataFrame(result[part])
+    for column, values in where.items():
+        rows = rows[rows[column].isin(np.atleast_1d(values).tolist())]
+    for column in {"layer", "step"} & set(rows):
+        rows = rows[rows[column] > 0]
+    if {"mean_cosine", "seed_std"} <= set(rows):
+        freedom = len(result["settings"]["seed"]) - 1
+        half = student.ppf(0.975, freedom) * rows["seed_std"] / freedom**0.5
+        rows = rows.assign(low=rows["mean_cosine"] - half, high=rows["mean_cosine"] + half)
+    return rows
+
+
+def plain(name: str) -> str:
+    """A column's name in words."""
+    return name.replace("_", " ")
+
+
+def span(values: Sequence[float]) -> str:
+    """The least and the largest of some values, None left out."""
+    known = pd.Series(values, dtype=float).dropna()
+    form = ",.0f" if known.abs().max() >= 10_000 else ".4g"
+    ends = [format(end, form) for end in (known.min(), known.max())]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def bounded(value: float, low: float, high: float) -> str:
+    """A value and its interval."""
+    return f"{value:.4g} ({low:.4g} to {high:.4g})"
+
+
+# ---- what several claims ask -------------------------------------------------------------------------------
+
+
+def ranges(rows: Rows, *columns: str) -> Finding:
+    """Least and largest value of some columns; no verdict."""
+    texts = [f"{plain(column)} {span(rows[column])}" for column in columns if column in rows]
+    return Finding(f"{', '.join(texts)}, n = {len(rows)}")
+
+
+def rises(rows: Rows, value: str, along: str) -> Finding:
+    """Does a column rise with another at every step?"""
+    curve = rows.groupby(along)[value].mean()
+    ends = f"{curve.iloc[0]:.4g} to {curve.iloc[-1]:.4g}"
+    return Finding(f"{ends} at {plain(along)} {curve.index[0]} to {curve.index[-1]}", rising(curve))
+
+
+def ordered(rows: Rows, value: str, along: str, by: str, *names) -> Finding:
+    """At all `along`, does |value| fall from one name of the column `by` to the next (default: sorted)?"""
+    values = rows.pivot_table(index=along, columns=by, values=value)
+    values = values.reindex(columns=names or values.columns)
+    falls = values.abs().diff(axis=1).iloc[:, 1:] < 0
+    texts = [f"{plain(str(name))} {span(values[name])}" for name in values]
+    return Finding(", ".join(texts), agreed(falls.to_numpy().ravel()))
+
+
+def within(rows: Rows, theory: str) -> Finding:
+    """Is the theory inside the interval of the mean cosine, in every row? OPEN with one seed."""
+    texts = [bounded(*row) for row in rows[["mean_cosine", "low", "high"]].to_numpy()]
+    measured = f"{', '.join(texts)} where theory says {span(rows[theory])}"
+    if rows["low"].isna().any():
+        return Finding(measured, OPEN)
+    inside = rows[theory].between(rows["low"], rows["high"])
+    return Finding(measured, HOLDS if inside.all() else FAILS)
+
+
+def distance(rows: Rows, theory: str) -> Finding:
+    """How far is the mean cosine from a theory? No verdict."""
+    off = (rows["mean_cosine"] - rows[theory]).abs()
+    return Finding(f"off by at most {off.max():.4f}, theory up to {rows[theory].max():.4f}")
+
+
+def excess(rows: Rows, theory: str) -> Finding:
+    """What multiple of a theory's is the std, from position 16 on? No verdict."""
+    late = rows[rows["position"] >= 16]
+    return Finding(f"{span(late['std'] / late[theory])} times the theory")
+
+
+def lower(rows: Rows, first: str, second: str, key: str, by: str = "calibration") -> Finding:
+    """Is `key` lower in runs with `first` in the column `by` than in those of the same seed with `second`?"""
+    runs = rows.pivot(index="seed", columns=by, values=key).reindex(columns=[first, second])
+    runs = runs.astype(float).dropna()
+    if len(runs) < 2:
+        return Finding("too few runs to say", OPEN)
+    means = runs.mean()
+    difference = interval(runs[first] - runs[second])
+    measured = f"{first} {means[first]:.4g}, {second} {means[second]:.4g}: {bounded(*difference.values())}"
+    return Finding(measured, above(-difference["high"], -difference["low"]))
+
+
+def positive(rows: Rows, key: str, low: str, high: str) -> Finding:
+    """Is the interval of `key` above zero, in every row?"""
+    ends = rows[[key, low, high]].to_numpy()
+    texts = [bounded(*row) for row in ends]
+    return Finding(", ".join(texts), all_hold(above(*row[1:]) for row in ends))
+
+
+# ---- preference (BB section 3) -----------------------------------------------------------------------------
+
+
+def preference(rows: Rows) -> Finding:
+    """Is a newborn's favourite token beyond chance? If not: OPEN with fewer sequences than the paper's."""
+    row = next(rows.itertuples())
+    number = row.num_sequences
+    low, high = np.array(wilson(row.top1_count, number)) * number / row.uniform_max_count
+    verdict = FAILS if number >= PAPER_SEQUENCES else OPEN
+    if row.log10_p < LOG10_LEVEL:
+        verdict = HOLDS
+    return Finding(f"{bounded(row.ratio, low, high)} x, log10 p {row.log10_p:.1f}", verdict)
+
+
+def grows_with_length(rows: Rows) -> Finding:
+    """Is the favourite's share, over all seeds, larger at the greatest length than at the least?"""
+    sums = rows.groupby("sequence_length")[["top1_count", "num_sequences"]].sum()
+    shares = [wilson(*counts) for counts in sums.to_numpy()]
+    texts = [f"{low:.2%} to {high:.2%} at T = {T}" for T, (low, high) in zip(sums.index, shares, strict=True)]
+    shortest, longest = shares[0], shares[-1]
+    return Finding(", ".join(texts), above(longest[0] - shortest[1], longest[1] - shortest[0]))
+
+
+def own_favourites(rows: Rows) -> Finding:
+    """Have the rows favourites of their own? OPEN for one row, and where a favourite may be chance."""
+    number = rows["top1_token"].nunique()
+    measured = f"{number} favourites in {len(rows)} rows"
+    if len(rows) == 1 or rows["log10_p"].max() >= LOG10_LEVEL:
+        return Finding(measured, OPEN)
+    return Finding(measured, HOLDS if number == len(rows) else FAILS)
+
+
+# ---- contraction (BB section 4) ----------------------------------------------------------------------------
+
+
+def widening(rows: Rows) -> Finding:
+    """From layer 2 on, is the full model ahead of MLP only, and more so with each layer?"""
+    curves = rows.pivot_table(index="layer", columns="variant", values="mean_cosine")
+    lead = (curves["full"] - curves["mlp"]).loc[2:]
+    return Finding(f"ahead by {span(lead)}", all_hold([agreed(lead > 0), rising(lead)]))
+
+
+def same_token(rows: Rows, first: str, second: str) -> Finding:
+    """Do two columns name the same token more often than by chance?"""
+    hits = (rows[first] == rows[second]).sum()
+    low, high = wilson(hits, len(rows))
+    return Finding(f"{hits} of {len(rows)} ({low:.2f} to {high:.2f})", above(low, high, CHANCE))
+
+
+def decay(rows: Rows) -> Finding:
+    """Does the std of aggregated values fall with the position, octave by octave (1, 2-3, 4-7, ...)?"""
+    std = rows.set_index("position")["std"].sort_index()
+    octaves = std.groupby(np.log2(std.index).astype(int)).mean()
+    return Finding(f"{std.iloc[0]:.3f} at position 1 to {std.iloc[-1]:.3f} at {len(std)}", rising(-octaves))
+
+
+def slope(rows: Rows) -> Finding:
+    """With which power of the width does contraction go, measured and by theory? No verdict."""
+    curves = np.log(rows[["mean_cosine", "theory"]].clip(lower=1e-9))
+    measured, law = np.polyfit(np.log(rows["d_model"]), curves, 1)[0]
+    return Finding(f"width^{measured:.2f}, theory {law:.2f}")
+
+
+# ---- lineage (BB sections 5 and 6.1) -----------------------------------------------------------------------
+
+
+def shifted_upward(rows: Rows) -> Finding:
+    """Is tau with its birth above tau with a stranger at every checkpoint?"""
+    gap = rows["mean_tau"] - rows["stranger_mean_tau"]
+    return Finding(f"tau higher by {span(gap)} at {len(gap)} checkpoints", agreed(gap > 0))
+
+
+def right_answers(rows: Rows) -> Finding:
+    """Do both of the paper's tests say kin of kin alone, of every pair? All are kin where none is told."""
+    kin = rows.get("kin", pd.Series(True, rows.index))
+    right = (rows[PAPER_TESTS] < LEVEL).eq(kin, axis=0).all(axis=1)
+    measured = f"{right.sum()} of {len(rows)} right, t-test p {span(rows['paper_t_p'])}"
+    return Finding(f"{measured}, U-test p {span(rows['paper_u_p'])}", HOLDS if right.all() else FAILS)
+
+
+def missed_kin(rows: Rows) -> Finding:
+    """Do all four rivals miss every pair of kin?"""
+    missed = rows[RIVALS] < RIVAL_THRESHOLD
+    texts = [f"{name} misses {missed[name].sum()} ({span(rows[name])})" for name in RIVALS]
+    return Finding(f"of {len(rows)}: {', '.join(texts)}", HOLDS if missed.all(axis=None) else FAILS)
+
+
+def false_alarms(rows: Rows) -> Finding:
+    """Are at most 1 % of strangers called kin, with every scheme and architecture?"""
+    ends = rows[["low", "high"]].to_numpy()
+    measured = f"{span(rows['rate'])} (intervals {span(ends.ravel())})"
+    return Finding(measured, all_hold(above(-high, -low, -LEVEL) for low, high in ends))
+
+
+# ---- sinks (BB section 6.2, SO) ----------------------------------------------------------------------------
+
+
+def sink_heads(rows: Rows) -> Finding:
+    """Has a trained model sink heads at every length? A newborn (PRESET@SEED) is shown beside it."""
+    finding = positive(rows, "sink_rate", "low", "high")
+    if "@" in rows["checkpoint"].iloc[0]:
+        return Finding(finding.measured)
+    return finding
+
+
+def no_sinks(rows: Rows) -> Finding:
+    """Is no head of any run a sink head?"""
+    return Finding(f"sink rate {span(rows['sink_rate'])} in {len(rows)} runs", agreed(rows["sink_rate"] == 0))
+
+
+def first_stands_out(rows: Rows, key: str) -> Finding:
+    """Is `key` largest at position 1, in some layer?"""
+    values = rows.pivot_table(index="position", columns="layer", values=key)
+    first, others = values.iloc[0], values.iloc[1:]
+    measured = f"{span(first)} by layer, {span(first / others.median())} times the median"
+    return Finding(measured, HOLDS if (first > others.max()).any() else FAILS)
+
+
+def same_settings(rows: Rows) -> Finding:
+    """How many hyperparameters are the paper's? No verdict."""
+    return Finding(f"{(rows['paper'] == rows['ours']).sum()} of {len(rows)} the same")
+
+
+# ---- what the papers say -----------------------------------------------------------------------------------
+
+
+# ---- what the papers say -----------------------------------------------------------------------------------
+
+
+def judged(result: str, columns: str, judge: Judge, *arguments, figure: str = "", **where) -> Claim:
+    """A claim without its words: how a result is read beside them."""
+    return Claim("", result, "", "", each(columns, judge, *arguments, **where), figure)
+
+
+def shown(*arguments, **where) -> Claim:
+    """The same without a verdict: of what is ours, and of what a paper says without a number or an order."""
+    claim = judged(*arguments, **where)
+
+    def measure(result: dict) -> Finding:
+        return claim.measure(result)._replace(verdict=NONE)
+
+    return replace(claim, measure=measure)
+
+
+def not_run(command: str) -> Claim:
+    """The same of what takes a download, or weeks."""
+    return Claim("", None, "", "", None, command=command)
+
+
+SAID = {  # (item, what the paper says or we ask, its number or the theory's): how a result is read beside it
+    ("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x"): judged(
+        "ten_thousand/probe", "model seed sequence_length", preference
+    ),
+    ("Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance", ""): judged(
+        "probe", "model seed sequence_length", preference
+    ),
+    ("Table 1b, Finding 1.1", "so does Nano LLaMA-2, with 10,000 sequences", ""): judged(
+        "nano_llama/probe", "model seed sequence_length", preference
+    ),
+    ("Table 1c, Finding 1.1", "so does the 1.2B GPT-2", ""): judged(
+        "gpt2_1b/probe", "model seed sequence_length", preference
+    ),
+    ("Table 1, its size", "10,000 sequences of up to 1,024 tokens", ""): not_run(
+        "python probe.py --model nano_gpt2 nano_llama gpt2_1b --seed 42 43 --num-sequences 10000 "
+        "--sequence-length 64 256 1024"
+    ),
+    ("Finding 1.2, length", "the favourite's share grows with the sequence length", ""): judged(
+        "lengths/probe", "model", grows_with_length
+    ),
+    ("Finding 1.2, scale", "and is larger in the 1.2B model than in the nano one of Table 1a", ""): shown(
+        "gpt2_1b/probe", "model", grows_with_length
+    ),
+    ("Finding 1.3", "each seed has a favourite of its own, though token tables agree", ""): judged(
+        "lengths/probe", "model sequence_length", own_favourites
+    ),
+    ("Finding 1.3, 1.2B", "a seed keeps its favourite at every length (ours: nano)", "23062; 20694"): shown(
+        "lengths/probe", "model seed", own_favourites
+    ),
+    ("Figure 1b", "the preference comes of states that contract along a direction", ""): shown(
+        "probe", "model", ranges, "mean_cosine"
+    ),
+    ("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer", ""): judged(
+        "layers", "sequence_length", rises, "mean_cosine", "layer", variant="full"
+    ),
+    ("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", ""): judged(
+        "overlap", "model", same_token, "direction_token", "top1_token"
+    ),
+    ("Table 2", "final cosine: full > MLP only > attention only, which is about 0", ""): judged(
+        "ablation", "model", ordered, "mean_cosine", "seed", "variant", "full", "mlp", "attention"
+    ),
+    ("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", ""): judged(
+        "ablation", "model", ordered, "ratio", "seed", "variant", "full", "mlp", "attention"
+    ),
+    ("Figure 4", "MLP only contracts with every block", ""): judged(
+        "mlp", "stack", rises, "mean_cosine", "layer", stack="standard"
+    ),
+    ("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh", ""): judged(
+        "mlp", "model", ordered, "mean_cosine", "layer", "stack", "mlp0_relu", "standard_relu", "mlp0_tanh"
+    ),
+    ("Proposition 2, a block", "a ReLU MLP0 block gives 1/pi", "0.3183"): judged(
+        "mlp", "stack", within, "theory", stack="mlp0_relu", layer=1
+    ),
+    ("Proposition 2, depth", "with every ReLU block it grows, towards 1", "1"): judged(
+        "mlp", "stack", rises, "mean_cosine", "layer", stack="mlp0_relu"
+    ),
+    ("Proposition 2, tanh", "with tanh it stays 0", "0"): shown(
+        "mlp", "stack", distance, "theory", stack="mlp0_tanh"
+    ),
+    ("Footnote 5", "ReLU's fall in deep layers may be vanishing states (ours: an epsilon)", ""): shown(
+        "mlp", "stack", rises, "mean_cosine", "layer", stack=["mlp0_relu", "mlp0_relu_epsilon"]
+    ),
+    ("Figure 6", "GELU's asymmetry is engaged with LayerNorm only", ""): judged(
+        "engage", "model", ordered, "mean_cosine", "model", "normed", True, False
+    ),
+    ("Figure 7, layer 1", "MLP only contracts at once, attention only does not", ""): judged(
+        "layers", "sequence_length", ordered, "mean_cosine", "layer", "variant", "mlp", "attention"
+    ),
+    ("Figure 7, layer 2 on", "full is ahead of MLP only, more so with every layer", ""): judged(
+        "layers", "sequence_length", widening
+    ),
+    ("Table 3", "Attn0 after MLP0 > MLP0 twice > MLP0 once", "0.98 > 0.49 > 0.31"): judged(
+        "amplify", "sequence_length", ordered, "mean_cosine", "model", "stack", *AMPLIFIERS, "mlp0"
+    ),
+    ("Proposition 4", "MLP0 twice: 0.49; Attn0 after it: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100"): judged(
+        "amplify", "stack sequence_length", within, "theory", stack=AMPLIFIERS
+    ),
+    ("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1", ""): judged(
+        "intra", "sequence_length", rises, "mean_cosine", "layer", stack="attention"
+    ),
+    ("Figure 8, length", "more so in shorter sequences", ""): judged(
+        "intra", "stack", ordered, "mean_cosine", "layer", "sequence_length", stack="attention"
+    ),
+    ("Figure 8, Attn0", "Attn0's curves closely match attention's", ""): shown(
+        "intra", "sequence_length", ordered, "mean_cosine", "layer", "stack", "attn0", "attention"
+    ),
+    ("Proposition 5, depth", "in Attn0 they grow with every layer, towards 1", "1"): judged(
+        "intra", "sequence_length", rises, "mean_cosine", "layer", stack="attn0"
+    ),
+    ("Proposition 5, formula", "1/T + (1 - 1/T) rho_L, accurate for long sequences", ""): shown(
+        "intra", "sequence_length", distance, "limit_theory", stack="attn0"
+    ),
+    ("Equation 2", "position 1 keeps its variance, later ones lose theirs", "std as 1/sqrt(i)"): judged(
+        "variance", "model", decay
+    ),
+    ("Figure 9", "measured std nearly overlaps sigma/sqrt(i) (ours: from i = 16 on)", "1"): shown(
+        "variance", "model", excess, "uniform_theory"
+    ),
+    ("Figure 10", "some hidden dimensions are largest far more often than others", ""): shown(
+        "ten_thousand/probe", "model", ranges, "dimension_ratio"
+    ),
+    ("Figure 11", "every checkpoint is nearer to its birth than to a stranger", ""): judged(
+        "persistence", "", shifted_upward
+    ),
+    ("Table 4a", "LLaMA style: two newborns are strangers", "t 0.357 to 0.678, U 0.335 to 0.565"): judged(
+        "lineage", "kin", right_answers, table="4a"
+    ),
+    ("Table 4b", "a newborn and its trained self are kin", "t 4e-10 to 6e-4, U 1e-9 to 3e-3"): judged(
+        "lineage", "kin", right_answers, table="4b, 8"
+    ),
+    ("Table 4c", "another's trained self is a stranger", "t 0.035 to 0.426, U 0.096 to 0.486"): judged(
+        "lineage", "kin", right_answers, table="4c"
+    ),
+    ("Table 5", "after a second corpus a child is kin, a stranger's child is not", ""): judged(
+        "lineage", "kin", right_answers, table="5"
+    ),
+    ("Tables 5, 12, The Stack", "also where that corpus is code; there every rival fails", ""): not_run(
+        "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup "
+        "--tokenizer RUN/step_0200000/tokenizer.model"
+    ),
+    ("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are kin", "p < 0.01"): not_run(
+        "python seedprint.py paper Llama-2-7b-hf vicuna-7b-v1.5"
+    ),
+    ("Table 7, attenuation", "perplexity of WikiText-2 falls from 21.33 to 21.02", "-0.015 nats"): judged(
+        "calibrations", "config", lower, "attenuate", "none", "text_loss", config=TEXT
+    ),
+    ("Table 7, amplification", "it is comparable: 21.33 and 21.95", "+0.029 nats"): shown(
+        "calibrations", "config", lower, "amplify", "none", "text_loss", config=TEXT
+    ),
+    ("Table 7, its size", "200,000 steps; on C4 30.36, amplified 28.70, attenuated 30.48", ""): not_run(
+        "torchrun train.py configs/nano_llama.py --attn-calibration attenuate"
+    ),
+    ("Table 8", "all rivals miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196"): judged(
+        "lineage", "table", missed_kin, table="4b, 8"
+    ),
+    ("Table 9", "Qwen style: two newborns are strangers", "t 0.094 to 0.451, U 0.074 to 0.529"): judged(
+        "lineage", "kin", right_answers, table="9"
+    ),
+    ("Table 10", "a newborn and its trained self are kin", "t 1e-24 to 4e-13, U 2e-20 to 2e-11"): judged(
+        "lineage", "kin", right_answers, table="10"
+    ),
+    ("Table 11", "another's trained self is a stranger", "t 0.026 to 0.286, U 0.040 to 0.254"): judged(
+        "lineage", "kin", right_answers, table="11"
+    ),
+    ("Table 12", "after a second corpus a child is kin, a stranger's child is not", ""): judged(
+        "lineage", "kin", right_answers, table="12"
+    ),
+    ("Tables 4, 5, 8-12, their size", "12 layers, 10B tokens of OpenWebText", ""): not_run(
+        "python -m reproduce.family --size paper"
+    ),
+    ("Table 13", "the Nano LLaMA-2 that is trained", ""): shown("setup", "", same_settings, table="13"),
+    ("Table 14", "how it is trained", ""): shown("setup", "", same_settings, table="14"),
+    ("Figure 12, baseline", "a pretrained language model has sinks at every length", ""): judged(
+        "laptop/rate", "checkpoint", sink_heads
+    ),
+    ("Figure 12, amplification", "it lowers the sink rate", ""): judged(
+        "calibrations", "config", lower, "amplify", "none", "sink_rate", config=TEXT, figure=RATES
+    ),
+    ("Figure 12, attenuation", "it lowers the sink rate", ""): judged(
+        "calibrations", "config", lower, "attenuate", "none", "sink_rate", config=TEXT, figure=RATES
+    ),
+    ("Figure 12, amplification, a toy", "the same of models that sink: Bigram-Backcopy", ""): judged(
+        "calibrations", "config", lower, "amplify", "none", "sink_rate", config=TOY, figure=RATES
+    ),
+    ("Figure 12, attenuation, a toy", "the same of models that sink: Bigram-Backcopy", ""): judged(
+        "calibrations", "config", lower, "attenuate", "none", "sink_rate", config=TOY, figure=RATES
+    ),
+    ("Figure 12, both, a toy", "attenuation leaves fewer sinks than amplification", ""): judged(
+        "calibrations", "config", lower, "attenuate", "amplify", "sink_rate", config=TOY, figure=RATES
+    ),
+    ("Figure 12, what is left, a toy", "attenuation leaves nearly none", "nearly 0"): shown(
+        "calibrations", "config", no_sinks, config=TOY, calibration="attenuate", figure=RATES
+    ),
+    ("Figure 13", "Gaussian matrices stand for strangers, so p < 0.01 is rare (own tables)", "0.01"): judged(
+        "errors", "test", false_alarms, test=PAPER_NAMES, inputs="own embedding"
+    ),
+    ("Figure 13, Gaussian inputs", "the same with the inputs that Section 6.1.1 describes", "0.01"): judged(
+        "errors", "test", false_alarms, test=PAPER_NAMES, inputs="gaussian"
+    ),
+    ("Figure 14", "Qwen style: every checkpoint is kin of its birth", "p < 0.01"): judged(
+        "qwen/persistence", "", right_answers, figure="qwen/persistence_p.png"
+    ),
+    ("Section 6.1.2", "so it is throughout training (ours: LLaMA style)", "p < 0.01"): judged(
+        "persistence", "", right_answers, figure="persistence_p.png"
+    ),
+    ("SO: variance", "the first layer's aggregated values vary most at position 1, then less", ""): judged(
+        "sink_variance", "checkpoint", decay, layer=1
+    ),
+    ("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions", ""): shown(
+        "backcopy/anatomy", "layer", ranges, "ratio", "down_share", part="super_neurons"
+    ),
+    ("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200"): judged(
+        "backcopy/anatomy", "checkpoint", first_stands_out, "dominance_ratio"
+    ),
+    ("SO: self-mask", "alpha_k rises at once if token k attends to itself alone", ""): judged(
+        "backcopy/intervene", "", positive, *SHIFT, part="summary", intervention="self_mask"
+    ),
+    ("SO: variance amplification", "alpha_k rises if its values' deviation grows 16 times", ""): judged(
+        "backcopy/intervene", "", positive, *SHIFT, part="summary", intervention="amplify", factor=16.0
+    ),
+    ("SO: variance amplification, factors", "alpha_k rises with every factor above 1", ""): judged(
+        "backcopy/intervene",
+        "",
+        rises,
+        "alpha_k",
+        "factor",
+        part="summary",
+        intervention="amplify",
+        factor=[1.0, 2.0, 4.0, 8.0, 16.0],
+    ),
+    ("SO: control", "deviation counts, not norm: amplified 16 times it does more than scaled", ""): judged(
+        "backcopy/intervene", "", positive, *MORE, part="summary", intervention="scale", factor=16.0
+    ),
+    ("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats"): judged(
+        "calibrations", "config", lower, "headnorm", "none", "val_loss", config=TEXT
+    ),
+    ("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", ""): judged(
+        "calibrations", "config", lower, "headnorm", "none", "mean_loss", config=TEXT
+    ),
+    ("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0"): judged(
+        "calibrations", "config", no_sinks, config=TOY, calibration="headnorm", figure=RATES
+    ),
+    ("ours: a LLaMA's layers", "does a newborn with SwiGLU contract?", "of order 1/d"): shown(
+        "nano_llama/layers", "variant", ranges, "mean_cosine", "theory"
+    ),
+    ("ours: Figures 2, 7 by theory", "how far is the kernel recursion, without parameters?", "0"): shown(
+        "layers", "variant", distance, "theory"
+    ),
+    ("ours: Figure 2's last layer", "is theory within the seeds' interval?", ""): shown(
+        "layers", "variant sequence_length", within, "theory", layer=12
+    ),
+    ("ours: Figures 4, 5 by theory", "and of standard MLP blocks?", "0"): shown(
+        "mlp", "stack", distance, "theory", stack=["standard", "standard_relu"]
+    ),
+    ("ours: Figure 6 by theory", "how far is the quadrature?", "0"): shown(
+        "engage", "normed", distance, "theory"
+    ),
+    ("ours: Figure 8 by theory", "how far is the law that is exact in T?", "0"): shown(
+        "intra", "stack", distance, "exact_theory"
+    ),
+    ("ours: Figure 9 by theory", "how far is the law with the logits' variance, from i = 16 on?", "1"): shown(
+        "variance", "model", excess, "theory"
+    ),
+    ("ours: deeper layers", "how much of the decay is left there?", ""): shown(
+        "sink_variance", "layer", decay, layer=[2, 12]
+    ),
+    ("ours: tokens from weights", "do weights foretell the contraction direction's token?", ""): shown(
+        "predict", "model", same_token, "predicted_token", "direction_token"
+    ),
+    ("ours: direction from weights", "and the direction (cosine), the mean cosine; in seconds?", "1"): shown(
+        "predict", "model", ranges, "direction_cosine", "mean_cosine", "predicted_cosine", "seconds"
+    ),
+    ("ours: the cure", "is a newborn unprejudiced if units' common mean is cut?", "0, but for gpt2"): shown(
+        "cure", "init", ranges, "mean_cosine", "log10_p", "down_std"
+    ),
+    ("ours: the cured's favourites", "are there any?", "1 x"): shown(
+        "centered/probe", "model seed sequence_length", preference
+    ),
+    ("ours: a LLaMA to cure", "is there anything to cure?", "of order 1/d"): shown(
+        "nano_llama/cure", "init", ranges, "mean_cosine", "log10_p"
+    ),
+    ("ours: width", "with which power of it does contraction go?", "0, 0.72, -0.99, -1.08"): shown(
+        "width", "mlp scaling", slope
+    ),
+    ("ours: births, loss", "do the unprejudiced end at a lower held-out loss?", ""): shown(
+        "births", "", lower, "centered", "gpt2", "val_loss", "init"
+    ),
+    ("ours: births, contraction", "do they end with less of it?", ""): shown(
+        "births", "", lower, "centered", "gpt2", "mean_cosine", "init"
+    ),
+    ("ours: Tables 4, 5, 8-12", "what do our verdict and the rivals say of kin and strangers?", ""): shown(
+        "lineage", "kin verdict", ranges, "permutation_p", *RIVALS
+    ),
+    ("ours: kin", "who is the base's kin?", "strangers: z of N(0, 1)"): shown(
+        "compare", "suspect verdict", ranges, *Z_SCORES
+    ),
+    ("ours: a family tree", "how far apart are kin and strangers?", "strangers: z of N(0, 1)"): shown(
+        "matrix", "verdict", ranges, *Z_SCORES
+    ),
+    ("ours: which seed?", "was the child born of seed 1000, of 100,000?", "yes"): shown(
+        "identify", "seed", ranges, "family_log10_p", "cosine", seed=1000
+    ),
+    ("ours: no such seed", "what is said of 100,000 others?", "log10 p of 0"): shown(
+        "outside/identify", "", ranges, "family_log10_p", "cosine"
+    ),
+    ("ours: error rates", "how often are strangers with tables of their own called kin?", "0.01"): shown(
+        "errors", "test", false_alarms, inputs="own embedding"
+    ),
+    ("ours: error rates, one table", "and those that share their token table?", "0.01"): shown(
+        "errors", "test", false_alarms, inputs="shared embedding"
+    ),
+    ("ours: error rates, weights", "and by tests of weights?", "0.01"): shown(
+        "errors", "test", false_alarms, inputs="weights"
+    ),
+    ("ours: cost", "how many tokens until p < 1e-6? (BB reads 10,240,000)", ""): shown(
+        "cost", "test", ranges, "tokens", "log10_p", "seconds"
+    ),
+    ("ours: a toy that sinks", "has a model of the Bigram-Backcopy task sinks?", ""): shown(
+        "backcopy/rate", "checkpoint", sink_heads
+    ),
+    ("ours: when it sinks", "what does BOS get at triggers, and where nothing is to be copied?", ""): shown(
+        "calibrations", "config", ranges, "at_triggers", "elsewhere", config=TOY, calibration="none"
+    ),
+    ("ours: attention to position 1", "at birth and after text, beside uniform attention?", ""): shown(
+        "laptop/rate", "checkpoint", ranges, "mean_alpha1", "uniform_alpha1", sequence_length=64
+    ),
+    ("ours: attenuation", "does it end at a lower held-out loss?", ""): shown(
+        "calibrations", "config", lower, "attenuate", "none", "val_loss"
+    ),
+    ("ours: head-wise RMSNorm, a toy", "does it end at a lower held-out loss?", ""): shown(
+        "calibrations", "config", lower, "headnorm", "none", "val_loss", config=TOY
+    ),
+    ("ours: disparity on text", "does position 1 stand out in a small model without sinks?", ""): shown(
+        "laptop/anatomy", "checkpoint", first_stands_out, "dominance_ratio"
+    ),
+    ("ours: interventions on text", "do SO's raise alpha_k there, 16 times?", ""): shown(
+        "laptop/intervene", "intervention", positive, *SHIFT, part="summary", factor=16.0
+    ),
+}
+CLAIMS = tuple(
+    replace(claim, item=item, says=says, number=number) for (item, says, number), claim in SAID.items()
+)

@@ -1,0 +1,214 @@
+"""measure/attention.py against T x T matrices, transformers, closed forms, and what a process takes."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from conftest import KINDS, ROOT, random_model
+
+import init
+from lib import checkpoint, runtime
+from lib.inputs import random_tokens
+from measure import attention
+from model import CHOICES
+
+
+def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
+    """Every layer's attention matrix, (B, L, H, T, T) float64: softmax of q k' / sqrt(Dh) as written."""
+    T = tokens.shape[1]
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    matrices = []
+
+    def watch(layer, heads, q, k, v):
+        k = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = q.double() @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+        matrices.append(scores.masked_fill(future, -math.inf).softmax(-1))
+        if on_heads is not None:
+            return on_heads(layer, heads, q, k, v)
+
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=watch)
+    return torch.stack(matrices, dim=1)
+
+
+def mean_of_queries(matrices: torch.Tensor, position: int) -> torch.Tensor:
+    """BB 6.2.1, literally: the mean of A[i, k] over i = k..T, one number at a time."""
+    T = matrices.shape[-1]
+    total = sum(matrices[..., i - 1, position - 1] for i in range(position, T + 1))
+    return total / (T - position + 1)
+
+
+def assert_alpha(model, tokens: torch.Tensor, positions, on_heads=None) -> None:
+    """`attention_to` says what the explicit matrices do."""
+    alpha = attention.attention_to(model, tokens, positions, on_heads)
+    matrices = explicit(model, tokens, on_heads)
+    assert alpha.shape == (*matrices.shape[:3], len(positions))
+    for column, position in enumerate(positions):
+        expected = mean_of_queries(matrices, position)
+        # some ten roundings of float32 numbers up to 1
+        torch.testing.assert_close(alpha[..., column].double(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("T", [1, 2, 9, 33])
+def test_attention_of_every_kind_by_matrices(kind, T):
+    assert_alpha(random_model(KINDS[kind]), random_tokens(1, range(3), T, 97), range(1, T + 1))
+
+
+@pytest.mark.parametrize("calibration", CHOICES["attn_calibration"])
+def test_attention_of_calibrated_heads_by_matrices(calibration):
+    model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
+    assert_alpha(model, random_tokens(1, range(3), 9, 97), range(1, 10))
+
+
+def test_long_sequences_take_the_other_path_of_the_kernel():
+    assert_alpha(random_model(KINDS["llama_gqa"]), random_tokens(0, range(1), 600, 97), (1, 300, 600))
+
+
+def test_weights_are_read_before_heads_are_replaced():
+    model = random_model(KINDS["llama"])
+    tokens = random_tokens(2, range(3), 12, 97)
+
+    def double_the_first_layer(layer, heads, q, k, v):
+        return 2 * heads if layer == 1 else None
+
+    assert_alpha(model, tokens, range(1, 13), double_the_first_layer)
+    plain = attention.attention_to(model, tokens)
+    changed = attention.attention_to(model, tokens, on_heads=double_the_first_layer)
+    assert torch.equal(changed[:, 0], plain[:, 0])
+    assert not torch.allclose(changed[:, 1:], plain[:, 1:], atol=1e-3)
+
+
+def test_weights_of_each_query():
+    model = random_model(KINDS["qwen3"])
+    tokens = random_tokens(0, range(2), 21, 97)
+    positions = (21, 3, 3)  # any order, and repeated
+    layers = []
+
+    def watch(layer, heads, q, k, v):
+        layers.append(attention.weights_on(q, k, torch.tensor(positions)))
+
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=watch)
+    weights = torch.stack(layers, dim=1).double()
+    matrices = explicit(model, tokens)
+    for column, position in enumerate(positions):
+        torch.testing.assert_close(weights[..., column], matrices[..., position - 1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama3", "qwen2", "qwen3"])
+def test_attention_is_what_transformers_puts_out(name, tmp_path):
+    model = random_model(KINDS[name])
+    checkpoint.save(tmp_path / "model", model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager"
+    ).eval()
+    tokens = random_tokens(3, range(2), 40, 97)
+    with torch.inference_mode():
+        matrices = torch.stack(theirs(tokens, output_attentions=True).attentions, dim=1)  # (B, L, H, T, T)
+    alpha = attention.attention_to(model, tokens, range(1, 41))
+    for position in range(1, 41):
+        expected = mean_of_queries(matrices, position)
+        # float32 states of three blocks, summed in another order
+        torch.testing.assert_close(alpha[..., position - 1], expected, atol=1e-5, rtol=0)
+
+
+def test_uniform_attention_is_the_mean_of_1_over_i():
+    model = init.newborn("tiny_llama", 0)
+    for block in model.model.layers:
+        block.self_attn.k_proj.weight.data.zero_()
+    alpha = attention.attention_to(model, random_tokens(0, range(2), 50, 4096), range(1, 51))
+    for position in range(1, 51):
+        law = sum(1 / i for i in range(position, 51)) / (51 - position)
+        assert attention.uniform_alpha(50, position) == pytest.approx(law, rel=1e-12)
+        assert (alpha[..., position - 1] - law).abs().max() < 1e-6  # float32 sums of 50 numbers
+
+
+def test_a_planted_sink_stands_out():
+    model = init.newborn("tiny_llama", 3)
+    layer = model.model.layers[2].self_attn
+    with torch.no_grad():  # head 5 of layer 3: a key along every query, at the one token that is always first
+        layer.q_proj.weight[4 * 32 : 5 * 32].zero_()
+        layer.q_proj.bias = torch.nn.Parameter(torch.zeros(256))
+        layer.q_proj.bias[4 * 32 + 15] = 40.0  # the slowest pair of RoPE
+        model.model.embed_tokens.weight[7] = 0.0
+        model.model.embed_tokens.weight[7, 0] = 50.0
+        layer.k_proj.weight[4 * 32 + 15] = 0.0
+        layer.k_proj.weight[4 * 32 + 15, 0] = 1.0
+    tokens = random_tokens(0, range(4), 32, 4096)
+    tokens[:, 0] = 7
+    alpha = attention.first_attention(model, tokens)
+    assert alpha[:, 2, 4].min() > 0.9
+    assert attention.sink_share(alpha, 0.3).tolist() == pytest.approx([1 / 48] * 4)  # one of 6 x 8 heads
+
+
+def test_batches_do_not_matter(monkeypatch):
+    model = random_model(KINDS["gpt2"])
+    tokens = random_tokens(0, range(5), 12, 97)
+    whole = attention.first_attention(model, tokens)
+    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 24)
+    assert [len(batch) for batch in attention.batches(tokens)] == [2, 2, 1]
+    torch.testing.assert_close(attention.first_attention(model, tokens), whole, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("position", [0, 9, -1])
+def test_positions_that_are_not_there_are_refused(position):
+    with pytest.raises(ValueError, match="8"):
+        attention.attention_to(random_model(KINDS["llama"]), random_tokens(0, range(2), 8, 97), (position,))
+
+
+def test_a_model_without_attention_is_refused():
+    model = init.newborn(replace(KINDS["llama"], sublayers="mlp"), 0)
+    with pytest.raises(ValueError, match="no attention"):
+        attention.attention_to(model, random_tokens(0, range(2), 8, 97))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_on_a_gpu():
+    model = random_model(KINDS["llama_gqa"])
+    tokens = random_tokens(1, range(3), 33, 97)
+    here = attention.attention_to(model, tokens, range(1, 34))
+    there = attention.attention_to(model.cuda(), tokens.cuda(), range(1, 34)).cpu()
+    torch.testing.assert_close(there, here, atol=1e-5, rtol=0)  # float32 states, summed in another order
+
+
+# ---- memory and time ---------------------------------------------------------------------------------------
+
+COSTS = """
+import json, resource, time, torch
+import init
+from measure import attention
+from model import ModelConfig
+
+torch.set_num_threads(1)
+model = init.newborn(ModelConfig(97, 8192, 2, 2, 128, 256), 0)
+tokens = torch.randint(97, (1, 8192))
+
+def seconds_of(work):
+    begun = time.process_time()  # of this process: others do not count
+    work(tokens)
+    return time.process_time() - begun
+
+def peak_bytes():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+with torch.inference_mode():
+    plain_seconds = seconds_of(model.hidden)
+    plain_bytes = peak_bytes()
+    seconds = seconds_of(lambda tokens: attention.attention_to(model, tokens))
+print(json.dumps({"bytes": peak_bytes() - plain_bytes, "ratio": seconds / plain_seconds}))
+"""
+
+
+def test_memory_is_linear_and_time_is_bounded():
+    process = subprocess.run(
+        [sys.executable, "-c", COSTS], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert process.returncode == 0, process.stderr
+    costs = json.loads(process.stdout)
+    assert costs["bytes"] < 8192**2 * 4 / 10  # a tenth of one head's explicit float32 matrix
+    assert costs["ratio"] < 3.5  # attention twice, and little else: 2, and a machine's whims

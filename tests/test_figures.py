@@ -1,0 +1,92 @@
+"""lib/figures.py: the curves that are drawn are the points that were given, theory beside them."""
+
+import math
+
+import pytest
+from matplotlib.figure import Figure
+
+from lib import figures
+
+POINTS = [
+    {"model": model, "layer": layer, "n": 10**layer, "c": c, "std": 0.1, "theory": None if layer == 1 else -c}
+    for model, c in (("costs $1 and $2", 0.5), ("b_c", 0.25))
+    for layer in (0, 1, 2)
+]
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draw curves of POINTS, and return the figure in place of writing it."""
+
+    def draw(**keywords) -> Figure:
+        caught = []
+        with monkeypatch.context() as patch:
+            patch.setattr(figures, "save_figure", lambda figure, path: caught.append(figure))
+            labels = {"series": "model", "xlabel": "x", "ylabel": "y"}
+            figures.curves(POINTS, tmp_path / "x.png", **{"x": "layer", "y": "c", **labels, **keywords})
+        caught[0].draw_without_rendering()
+        return caught[0]
+
+    return draw
+
+
+def lines(axes) -> list[list[tuple]]:
+    """The points of each line that has any."""
+    pairs = [list(zip(line.get_xdata(), line.get_ydata())) for line in axes.get_lines()]
+    return [line for line in pairs if line]
+
+
+def test_a_line_for_each_series_and_each_theory(drawn):
+    figure = drawn(theories={"theory": "the theory"})
+    (axes,) = figure.axes
+    first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
+    second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
+    assert lines(axes) == [*first, *second]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["costs $1 and $2", "b c", "the theory"]
+
+
+def test_a_panel_for_each_value(drawn):
+    figure = drawn(panel="n", panels_in_a_row=2, series="model")
+    assert [axes.get_title() for axes in figure.axes] == ["n 1", "n 10", "n 100", ""]
+    assert lines(figure.axes[1]) == [[(1, 0.5)], [(1, 0.25)]]
+    assert not figure.axes[3].axison
+
+
+def test_a_band_is_as_wide_as_its_key_says(drawn):
+    figure = drawn(band="std", band_label="spread")
+    heights = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx((0.4, 0.6))
+    assert "spread" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_ticks_of_logarithmic_axes_are_plain_text(drawn):
+    figure = drawn(x="n", y="n", log="xy")
+    (axes,) = figure.axes
+    ticks = axes.get_xticklabels(which="both") + axes.get_yticklabels(which="both")
+    shown = {tick.get_text() for tick in ticks}
+    assert {"1", "10", "100"} <= shown
+    assert not any("$" in text or "e" in text for text in shown), shown
+
+
+def test_there_is_no_layer_one_and_a_half(drawn):
+    ticks = drawn().axes[0].get_xticks()
+    assert all(math.isclose(tick, round(tick)) for tick in ticks)
+    named = drawn(x="n", ticks=(1, 10, 1000)).axes[0]
+    assert [tick.get_text() for tick in named.get_xticklabels()] == ["1", "10"]  # 1000 is beyond the points
+
+
+def test_a_figure_is_a_whole_png(tmp_path):
+    path = tmp_path / "x.png"
+    figures.curves(POINTS, path, x="layer", y="c", series="model", xlabel="x", ylabel="y")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") and b"IEND" in content[-12:]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_names():
+    assert figures.name_models(POINTS[:3], "layer") == POINTS[:3]
+    named = figures.name_models(POINTS, "layer")
+    assert [point["layer"] for point in named[2:4]] == ["costs $1 and $2, 2", "b_c, 0"]
+    assert figures.clipped("short") == "short"
+    assert figures.clipped("a/long/path/to/some/checkpoint", 12) == "...heckpoint"
