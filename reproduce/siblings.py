@@ -1,9 +1,9 @@
 """What becomes of siblings: models that differ in one thing, trained on the same text in the same order?
 
-    python -m reproduce.siblings births                         # is an unprejudiced birth better? 35 minutes
-    python -m reproduce.siblings calibrations --text wiki.txt   # BB Figure 12, Table 7, SO: 32 models, 80 minutes
+    python -m reproduce.siblings births                        # ours: is an unprejudiced birth better? 35 minutes
+    python -m reproduce.siblings calibrations --text wiki.txt  # BB Figure 12, Table 7; SO: 32 models, 80 minutes
 
-Each run is made once and reused, and taken up where it was stopped. `--scale paper` is the papers' own size.
+Each run is made once and reused, and taken up where it was stopped. `--scale paper` is the papers' own.
 """
 
 import itertools
@@ -20,10 +20,10 @@ import sinks
 import train
 from lib import checkpoint, runtime
 from lib.checkpoint import Spec, parse_spec
-from lib.data import TRIGGERS
+from lib.data import TRIGGERS, default_folder
 from lib.figures import curves
 from lib.inputs import TextSettings, read_tokens
-from lib.results import Experiment, mean_over_seeds
+from lib.results import Experiment
 from lib.settings import Command, RunSettings, UserError, read_config, run_script
 from measure import attention
 from measure.cosines import interval
@@ -44,8 +44,11 @@ SMOKE = {  # the quickest training
     "global_batch_size": 4,
     "micro_batch_size": 4,
 }
-# What siblings need not have in common. What an evaluation reads and when it comes, they must.
-MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
+# What may differ in a run that is there already: not how long it was, nor when and on what it was evaluated.
+MAY_DIFFER = {"keep"} | train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"}
+WINDOW = 10  # steps, over which a drawn training loss is averaged
+
+Runs = dict[tuple, train.Settings]
 
 
 @dataclass
@@ -84,7 +87,7 @@ class CalibrationSettings(Settings):
 # ---- runs --------------------------------------------------------------------------------------------------
 
 
-def train_all(runs: dict[tuple, train.Settings]) -> None:
+def train_all(runs: Runs) -> None:
     """Train each run that is not there yet."""
     for number, run in enumerate(runs.values(), start=1):
         if runtime.rank() == 0:
@@ -97,13 +100,12 @@ def trained(run: train.Settings) -> str:
 
     UserError if the folder holds a run of other settings. A signal that stops training stops whoever asked.
     """
-    run = replace(run, resume=len(checkpoint.steps(run.out)) > 0)
-    run, _, _ = runtime.start(run)
+    run, _, _ = runtime.start(replace(run, resume=len(checkpoint.steps(run.out)) > 0))
     try:
         train.check_run_folder(run, MAY_DIFFER)
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
-    last = Path(run.out) / f"step_{run.max_iters:07}"
+    last = Path(run.out, f"step_{run.max_iters:07}")
     if not last.exists():
         train.train(run)
     if not last.exists():
@@ -111,19 +113,31 @@ def trained(run: train.Settings) -> str:
     return run.out
 
 
+def begin(name: str, paper: str, settings: Settings, runs: Runs) -> Experiment:
+    """Train what is missing, then begin an experiment: its seconds are those of measuring."""
+    runtime.start(settings)  # hours of training are not for a folder that cannot be written
+    train_all(runs)
+    return Experiment(name, paper, settings)
+
+
 def logged(run: str, key: str) -> pd.Series:
     """What a run's log says of `key`, by step."""
-    lines = Path(run, "metrics.jsonl").read_text().splitlines()
-    table = pd.DataFrame([json.loads(line) for line in lines])
+    table = pd.read_json(Path(run, "metrics.jsonl"), lines=True, precise_float=True)
     return table.set_index("step")[key].dropna()
 
 
-def training_seconds(runs: dict[tuple, train.Settings]) -> float:
+def losses(run: str) -> dict:
+    """A run's last held-out loss, and the mean of all its evaluations after birth."""
+    after_birth = logged(run, "val_loss").drop(0)
+    return {"val_loss": after_birth.iloc[-1], "mean_loss": after_birth.mean()}
+
+
+def training_seconds(runs: Runs) -> float:
     """What all steps of the runs took, without evaluations and checkpoints."""
     total = 0.0
     for run in runs.values():
         tokens = run.global_batch_size * run.sequence_length
-        total += tokens * float((1 / logged(run.out, "tokens_per_second")).sum())
+        total += (tokens / logged(run.out, "tokens_per_second")).sum()
     return total
 
 
@@ -134,34 +148,25 @@ def calibrations(settings: CalibrationSettings) -> dict:
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12, Table 7; SO)"""
     if settings.text and not Path(settings.text).is_file():
         raise UserError(f"no text file '{settings.text}'")
-    runtime.start(settings)  # can we write there? Before hours of training
     runs = calibration_runs(settings)
-    train_all(runs)
-    experiment = Experiment("calibrations", "BB Figure 12, Table 7; SO", settings)
+    experiment = begin("calibrations", "BB Figure 12, Table 7; SO", settings, runs)
     rows, curve, lengths = [], [], []
     for (config, kind, seed), run in runs.items():
         key = {"config": config, "calibration": kind, "seed": seed}
-        losses = logged(run.out, "val_loss")
-        ends = {"val_loss": losses.iloc[-1], "mean_loss": losses.iloc[1:].mean()}
-        row, sinks_by_length = measure_sinks(config, run, experiment)
-        rows.append(key | ends | row)
-        curve += [key | {"step": step, "loss": loss} for step, loss in losses.items()]
-        lengths += [key | point for point in sinks_by_length]
+        row, rates = measure_sinks(experiment, config, run)
+        rows.append(key | losses(run.out) | row)
+        curve += [key | {"step": step, "loss": loss} for step, loss in logged(run.out, "val_loss").items()]
+        lengths += [key | rate for rate in rates]
     columns = ("config", "calibration", "seed", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
-    return experiment.save(
-        rows,
-        (*columns, "max_alpha1", "dominance_ratio"),
-        draw_calibrations,
-        curve=curve,
-        lengths=lengths,
-        training_seconds=training_seconds(runs),
-    )
+    columns += ("max_alpha1", "dominance_ratio")
+    more = {"curve": curve, "lengths": lengths, "training_seconds": training_seconds(runs)}
+    return experiment.save(rows, columns, draw_calibrations, **more)
 
 
-def calibration_runs(settings: Settings) -> dict[tuple, train.Settings]:
-    """Runs by (config, calibration, seed)."""
-    seeds = {"laptop": SEEDS[:3], "nano_llama": SEEDS[:3], "backcopy": (*SEEDS, 7)}  # the task is a quick one
-    configs = {"smoke": ("backcopy",), "laptop": ("laptop", "backcopy"), "paper": ("nano_llama", "backcopy")}
+def calibration_runs(settings: Settings) -> Runs:
+    """Runs of every calibration by (config, calibration, seed)."""
+    seeds = {"backcopy": (*SEEDS, 7), "laptop": SEEDS[:3], "nano_llama": SEEDS[:3]}  # the task is a quick one
+    configs = {"smoke": ["backcopy"], "laptop": ["laptop", "backcopy"], "paper": ["nano_llama", "backcopy"]}
     runs = {}
     for config, kind in itertools.product(configs[settings.scale], CHOICES["attn_calibration"]):
         changes = {"attn_calibration": kind, "keep": "last", "track_sinks": True}
@@ -176,37 +181,39 @@ def calibration_runs(settings: Settings) -> dict[tuple, train.Settings]:
 
 
 @torch.inference_mode()
-def measure_sinks(config: str, run: train.Settings, experiment: Experiment) -> tuple[dict, list[dict]]:
-    """The sinks of a run at 64 tokens, its loss on the settings' text; and sinks by length."""
-    settings = experiment.settings
+def measure_sinks(experiment: Experiment, config: str, run: train.Settings) -> tuple[dict, list[dict]]:
+    """A run's loss on the settings' text, and its sinks at 64 tokens; and its sink rate by length."""
     spec = parse_spec(run.out)
     model = spec.load(experiment.device)
     reading = {
-        "data": str(train.open_data(run, experiment.device).folder),
+        "data": str(default_folder(run.source, run.tokenizer)),
         "bos": config == "backcopy",
-        "num_sequences": 4 if settings.scale == "smoke" else 100,
-        "device": settings.device,
+        "device": experiment.settings.device,
     }
-    lengths, _ = sinks.sink_rates(sinks.RateSettings(**reading), spec, model)
-    chain, _ = sinks.dissect(sinks.LengthSettings(**reading, sequence_length=64), spec, model)
+    rate_settings = sinks.RateSettings(**reading)
+    rates, _ = sinks.sink_rates(rate_settings, spec, model)
+    chain, _ = sinks.dissect(sinks.LengthSettings(**reading), spec, model)
     dominance = pd.DataFrame(chain).pivot(index="position", columns="layer", values="dominance_ratio")
-    row = {"text_loss": text_loss(settings, spec, model, experiment.dtype)}
-    at_64 = {point["sequence_length"]: point for point in lengths}[64]
-    for name in ("sink_rate", "mean_alpha1", "max_alpha1", "uniform_alpha1"):
-        row[name] = at_64[name]
-    row["dominance_ratio"] = float((dominance.loc[1] / dominance.median()).mean())
+    row = {"text_loss": text_loss(experiment, spec, model)}
+    at_64 = pd.DataFrame(rates).set_index("sequence_length").loc[64]
+    row |= at_64[["sink_rate", "mean_alpha1", "max_alpha1", "uniform_alpha1"]].to_dict()
+    row["dominance_ratio"] = (dominance.loc[1] / dominance.median()).mean()
     if config == "backcopy":
-        row |= asleep_and_awake(model, read_tokens(TextSettings(**reading), spec, 128))
-    return row, lengths
+        row |= asleep_and_awake(model, read_tokens(rate_settings, spec, 128))
+    return row, rates
 
 
-def text_loss(settings: CalibrationSettings, spec: Spec, model: Transformer, dtype) -> float | None:
-    """Mean loss, in nats a token, on 256 windows of the text (BB Table 7); None without it, or a tokenizer."""
+def text_loss(experiment: Experiment, spec: Spec, model: Transformer) -> float | None:
+    """Mean loss on 256 windows of the settings' text, in nats a token (BB Table 7).
+
+    None without a text, or a tokenizer for it.
+    """
+    settings = experiment.settings
     if settings.text is None or spec.tokenizer_file is None:
         return None
     reading = TextSettings(text=settings.text, num_sequences=256, device=settings.device)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
-    return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, torch.device(settings.device), dtype)
+    return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, experiment.device, experiment.dtype)
 
 
 @torch.inference_mode()
@@ -226,34 +233,34 @@ def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
     weights = torch.cat(layers, dim=1)  # (n, L H, T - 2)
     head = weights.mean((0, 2)).argmax()
     weights = weights[:, head]
-    triggers = torch.tensor([ord(letter) for letter in TRIGGERS], device=tokens.device)
+    triggers = torch.tensor([*TRIGGERS.encode()], device=tokens.device)
     is_trigger = torch.isin(tokens[:, 2:], triggers)
-    return {
-        "at_triggers": weights[is_trigger].mean().item(),
-        "elsewhere": weights[~is_trigger].mean().item(),
-    }
+    awake = weights[is_trigger].mean().item()
+    asleep = weights[~is_trigger].mean().item()
+    return {"at_triggers": awake, "elsewhere": asleep}
 
 
 def draw_calibrations(result: dict, folder: Path) -> None:
     """calibrations.png: held-out loss by step; calibrated_rate.png: sink rate and alpha_1 by length."""
     later = [point for point in result["curve"] if point["step"] > 0]  # birth would hide the rest
-    style = {"y": "value", "series": "calibration", "panel": "panel", "share": ""}
-    style |= {"band": "seed_std", "band_label": "std of seeds"}
+    lengths = result["lengths"]
+    rates = means(lengths, "sink_rate", "sequence_length")
+    alphas = means(lengths, "mean_alpha1", "sequence_length", "uniform_alpha1")
+    style = {"y": "mean", "series": "calibration", "panel": "panel", "share": ""}
+    style |= {"band": "std", "band_label": "std of seeds"}
     curves(
-        means(later, "step", "loss"),
+        means(later, "loss", "step"),
         folder / "calibrations.png",
         x="step",
         xlabel="training step",
         ylabel="held-out loss, nats a token",
         **style,
     )
-    points = means(result["lengths"], "sequence_length", "sink_rate")
-    points += means(result["lengths"], "sequence_length", "mean_alpha1", "uniform_alpha1")
     curves(
-        points,
+        rates + alphas,
         folder / "calibrated_rate.png",
         x="sequence_length",
-        theories={"theory": "uniform attention"},
+        theories={"uniform_alpha1": "uniform attention"},
         panels_in_a_row=2,
         log="x",
         ticks=sinks.LENGTHS,
@@ -263,14 +270,12 @@ def draw_calibrations(result: dict, folder: Path) -> None:
     )
 
 
-def means(points: list[dict], x: str, y: str, theory: str | None = None) -> list[dict]:
-    """The mean of `y` over seeds at each `x`, a panel for each configuration."""
-    samples = []
-    for point in points:
-        sample = {"panel": f"{point['config']}: {y.replace('_', ' ')}", "calibration": point["calibration"]}
-        sample |= {x: point[x], "theory": point.get(theory), "value": point[y]}
-        samples.append(sample)
-    return mean_over_seeds(samples, ("value",))
+def means(points: list[dict], value: str, *along: str) -> list[dict]:
+    """Mean and standard deviation of a value over seeds, a panel for each configuration."""
+    groups = pd.DataFrame(points).groupby(["config", "calibration", *along], sort=False)
+    table = groups[value].agg(["mean", "std"]).reset_index()
+    table["panel"] = table["config"] + ": " + value.replace("_", " ")
+    return table.to_dict("records")
 
 
 # ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------
@@ -278,23 +283,20 @@ def means(points: list[dict], x: str, y: str, theory: str | None = None) -> list
 
 def births(settings: Settings) -> dict:
     """Is an unprejudiced birth a better one? GPT-2 styles drawn by `gpt2` and by `centered` (ours)"""
-    runtime.start(settings)  # can we write there? Before hours of training
     runs = birth_runs(settings)
-    train_all(runs)
-    experiment = Experiment("births", "ours", settings)
+    experiment = begin("births", "ours", settings, runs)
     rows = []
     for (init, seed), run in runs.items():
-        losses = logged(run.out, "val_loss")
         model = checkpoint.load(run.out, experiment.device)
         mean_cosine, _ = count_predictions(model, 64, 200)["cosines"].mean_and_std()
-        row = {"init": init, "seed": seed, "birth_loss": losses.iloc[0], "val_loss": losses.iloc[-1]}
-        rows.append(row | {"mean_loss": losses.iloc[1:].mean(), "mean_cosine": mean_cosine})
-    points = loss_points(runs, 1 if settings.scale == "smoke" else 10)
-    return experiment.save(rows, (), draw_births, points=points, training_seconds=training_seconds(runs))
+        row = {"init": init, "seed": seed, "birth_loss": logged(run.out, "val_loss")[0]}
+        rows.append(row | losses(run.out) | {"mean_cosine": mean_cosine})
+    more = {"points": loss_points(runs), "training_seconds": training_seconds(runs)}
+    return experiment.save(rows, draw=draw_births, **more)
 
 
-def birth_runs(settings: Settings) -> dict[tuple, train.Settings]:
-    """Runs by (init, seed)."""
+def birth_runs(settings: Settings) -> Runs:
+    """Runs of both births by (init, seed)."""
     config, changes = "laptop", {"model": "tiny_gpt2"}
     if settings.scale == "paper":
         config, changes = "nano_gpt2", OPENWEBTEXT
@@ -305,22 +307,22 @@ def birth_runs(settings: Settings) -> dict[tuple, train.Settings]:
     return runs
 
 
-def loss_points(runs: dict[tuple, train.Settings], window: int) -> list[dict]:
-    """Training loss by step, means of `window` steps and of the seeds; and the difference of paired runs."""
-    losses = {}
+def loss_points(runs: Runs) -> list[dict]:
+    """Training loss of both births by step, and the difference of paired runs, with 95 % intervals."""
+    by_run = {}
     for key, run in runs.items():
         loss = logged(run.out, "loss")
-        losses[key] = loss.groupby((loss.index - 1) // window * window + window).mean()
-    table = pd.DataFrame(losses)  # a row for each window, a column for each (init, seed)
+        by_run[key] = loss.groupby((loss.index - 1) // WINDOW).mean()
+    table = pd.DataFrame(by_run)  # a row for each window, a column for each (init, seed)
+    title = "training loss, mean of seeds"
+    lines = [("gpt2", title, None), ("centered", title, None), ("difference", "centered - gpt2", 0.0)]
+    table = pd.concat([table, pd.concat({"difference": table["centered"] - table["gpt2"]}, axis=1)], axis=1)
     points = []
-    for init in ("gpt2", "centered"):
-        for step, values in table[init].iterrows():
-            point = {"panel": "training loss, mean of seeds", "init": init, "step": step}
-            points.append(point | {"loss": values.mean(), "error": values.std(ddof=0), "zero": None})
-    for step, values in (table["centered"] - table["gpt2"]).iterrows():
-        difference = interval(values)
-        point = {"panel": "centered - gpt2", "init": "difference", "step": step, "loss": difference["mean"]}
-        points.append(point | {"error": difference["high"] - difference["mean"], "zero": 0.0})
+    for init, panel, zero in lines:
+        for window, values in table[init].iterrows():
+            loss = interval(values)
+            point = {"panel": panel, "init": init, "step": WINDOW * (window + 1), "loss": loss["mean"]}
+            points.append(point | {"error": loss["high"] - loss["mean"], "zero": zero})
     return points
 
 
@@ -335,7 +337,7 @@ def draw_births(result: dict, folder: Path) -> None:
         panel="panel",
         theories={"zero": "no difference"},
         band="error",
-        band_label="std of seeds; 95 % interval",
+        band_label="95 % interval",
         share="x",
         xlabel="training step",
         ylabel="nats a token",
