@@ -12,12 +12,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from init import SCHEMES, STD, newborn, variant
 from lib.checkpoint import Spec, check_lengths, chosen_models, shortest_context
@@ -33,6 +34,7 @@ from probe import RANKS, count_predictions, preference
 
 EIGHT_SEEDS = tuple(range(42, 50))
 TEN_SEEDS = tuple(range(42, 52))
+WIDTHS = (128, 256, 512, 1024)  # of `width`
 
 
 @dataclass
@@ -78,7 +80,7 @@ class ProbeSettings(PositionSettings):
 # ---- how an experiment runs --------------------------------------------------------------------------------
 
 
-COMMANDS: dict[str, Command] = {}  # each experiment enters itself
+EXPERIMENTS: dict[str, Command] = {}  # each enters itself
 
 
 def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **figure) -> Callable:
@@ -100,15 +102,15 @@ def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **f
             settings = fit_settings(settings, defaults, specs)
             record = Experiment(name, paper, settings)
             rows, points = [], []
-            drawn = set()
             for spec in progress(specs, desc=name, unit=" models"):
                 new_rows, new_points = sample(record.settings, spec)
+                key = {"model": spec.name}
+                if spec.name not in {point["model"] for point in points}:  # the first of several seeds
+                    points += [key | point for point in new_points]
+                if not averaged:
+                    key["seed"] = spec.seed
                 for row in new_rows:
-                    key = {"model": spec.name} if averaged else {"model": spec.name, "seed": spec.seed}
                     rows.append(key | row if spec.is_newborn else key | without_theory(row))
-                if spec.name not in drawn:  # of several seeds, the first is drawn
-                    points += [{"model": spec.name} | point for point in new_points]
-                    drawn.add(spec.name)
             if averaged:
                 rows = mean_over_seeds(rows, averaged)
 
@@ -118,13 +120,13 @@ def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **f
 
             return record.save(rows, columns, draw, points=points)
 
-        COMMANDS[name] = Command(run, defaults)
+        EXPERIMENTS[name] = Command(run, defaults)
         return run
 
     return register
 
 
-def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs: list[Spec]) -> BlockSettings:
+def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs: list) -> BlockSettings:
     """The settings, with lengths that the models can read; in float32 where whole models are not read.
 
     UserError for a length of the user's own that is too long, and for models without attention or MLPs.
@@ -165,7 +167,7 @@ def load_blocks(settings: BlockSettings, spec: Spec, **changes) -> Transformer:
     return newborn(config, spec.seed, scheme=spec.scheme, device=settings.device)
 
 
-def gaussian_inputs(settings: SeedSettings, T: int, d: int) -> torch.Tensor:
+def gaussian_inputs(settings: SeedSettings, T: int, d: int) -> Tensor:
     """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
     indices = range(settings.num_sequences)
     return random_vectors(settings.input_seed, indices, T, d).to(settings.device)
@@ -174,12 +176,12 @@ def gaussian_inputs(settings: SeedSettings, T: int, d: int) -> torch.Tensor:
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
 
 
-def ablated(settings: ProbeSettings, spec: Spec) -> Iterator[tuple[dict, Transformer, dict]]:
+def ablated(settings: ProbeSettings, spec: Spec) -> Iterator[tuple]:
     """(key of a row, model, counts) of the full model, of its MLPs only and of its attention only."""
     model = load_model(settings, spec)
     for kind in ("full", "mlp", "attention"):
+        part = variant(model, sublayers=kind)
         for T in settings.sequence_length:
-            part = variant(model, sublayers=kind)
             counts = count_predictions(
                 part,
                 T,
@@ -206,7 +208,7 @@ def ablated(settings: ProbeSettings, spec: Spec) -> Iterator[tuple[dict, Transfo
     xlabel="layer",
     ylabel=COSINE,
 )
-def layers(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+def layers(settings: ProbeSettings, spec: Spec) -> tuple:
     """Which sublayer contracts, layer by layer? Cosine of two sequences' last positions (BB Figures 2, 7)"""
     rows = []
     for key, model, counts in ablated(settings, spec):
@@ -230,7 +232,7 @@ def layers(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
     xlabel="rank of the predicted token",
     ylabel="sequences that predict it",
 )
-def ablation(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+def ablation(settings: ProbeSettings, spec: Spec) -> tuple:
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2)"""
     rows, points = [], []
     for key, model, counts in ablated(settings, spec):
@@ -258,7 +260,7 @@ def ablation(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
     xlabel="layer",
     ylabel=COSINE,
 )
-def mlp(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
+def mlp(settings: BlockSettings, spec: Spec) -> tuple:
     """Does the activation's asymmetry contract stacks of MLPs? (BB Figures 4, 5, Proposition 2)"""
     standard = load_blocks(settings, spec, sublayers="mlp")
     relu = variant(standard, mlp="relu")
@@ -267,8 +269,7 @@ def mlp(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
     x = gaussian_inputs(settings, 1, standard.config.d_model)  # (n, 1, d)
     relu_law = theory.relu_recursion(depth)
     relu_states = mlp0_states(relu, x)
-    rows = []
-    rows += cosine_rows("mlp0_relu", relu_states, relu_law)
+    rows = cosine_rows("mlp0_relu", relu_states, relu_law)
     for layer, state in enumerate(relu_states):  # as torch's `cosine_similarity` has it
         key = {"stack": "mlp0_relu_epsilon", "layer": layer, "theory": None}
         rows.append(key | floored_cosine(state, epsilon=1e-8))
@@ -279,7 +280,7 @@ def mlp(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
     return rows, []
 
 
-def mlp0_states(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
+def mlp0_states(model: Transformer, x: Tensor) -> list:
     """States (n, d) before and after each MLP of a stack without norm and residual (BB Definition 1)."""
     states = [x[:, 0]]
     for block in model.model.layers:
@@ -287,7 +288,7 @@ def mlp0_states(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
     return states
 
 
-def stream_states(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
+def stream_states(model: Transformer, x: Tensor) -> list:
     """The residual stream of vectors (n, 1, d) before and after each block, (n, d) each."""
     states = []
 
@@ -298,7 +299,7 @@ def stream_states(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
     return states
 
 
-def cosine_rows(stack: str, states: list[torch.Tensor], law: list[float]) -> list[dict]:
+def cosine_rows(stack: str, states: list[Tensor], law: list) -> list:
     """A row for each layer of a stack: the cosine of its states, and the theory's."""
     rows = []
     for layer, (state, cosine) in enumerate(zip(states, law)):
@@ -309,7 +310,7 @@ def cosine_rows(stack: str, states: list[torch.Tensor], law: list[float]) -> lis
 @experiment(
     "BB Figure 6",
     BlockSettings(seed=TEN_SEEDS),
-    averaged=("preactivation_std", "mean_cosine", "std_cosine"),
+    averaged=("mean_cosine", "std_cosine", "preactivation_std"),
     x="z",
     y="y",
     series="curve",
@@ -318,17 +319,17 @@ def cosine_rows(stack: str, states: list[torch.Tensor], law: list[float]) -> lis
     xlabel="pre-activation",
     ylabel="activation; share of the fullest bin",
 )
-def engage(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
+def engage(settings: BlockSettings, spec: Spec) -> tuple:
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6)"""
     model = load_blocks(settings, spec, sublayers="mlp", num_layers=1)
     config = model.config
     (block,) = model.model.layers
     x = gaussian_inputs(settings, 1, config.d_model)[:, 0]  # (n, d)
-    z = torch.linspace(-2, 2, 81, dtype=torch.float64)
+    gate = block.mlp.gate_proj or block.mlp.up_proj
     rows, points = [], []
+    heights = {}  # of each curve to draw, over z
     for normed in (True, False):
         inputs = block.post_attention_layernorm(x) if normed else x
-        gate = block.mlp.gate_proj or block.mlp.up_proj
         preactivation = gate(inputs)  # (n, d_ff)
         expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
         row = {
@@ -338,13 +339,13 @@ def engage(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
         }
         rows.append(row | pairwise_cosine(block.mlp(inputs)))
         density = torch.histc(preactivation, 81, -2.025, 2.025)  # bins about the z
-        density = density / density.max()
         curve = f"pre-activations {'with' if normed else 'without'} LayerNorm"
-        for at, height in zip(z.tolist(), density.tolist()):
-            points.append({"curve": curve, "z": at, "y": height, "half": None})
-    activation = ACTIVATIONS[config.mlp](z)
-    for at, height in zip(z.tolist(), activation.tolist()):
-        points.append({"curve": f"activation ({config.mlp})", "z": at, "y": height, "half": at / 2})
+        heights[curve] = density / density.max()
+    z = torch.linspace(-2, 2, 81, dtype=torch.float64)
+    heights[f"activation ({config.mlp})"] = ACTIVATIONS[config.mlp](z)
+    for curve, values in heights.items():
+        for input, height in zip(z.tolist(), values.tolist()):
+            points.append({"curve": curve, "z": input, "y": height, "half": input / 2})
     return rows, points
 
 
@@ -364,7 +365,7 @@ def engage(settings: BlockSettings, spec: Spec) -> tuple[list, list]:
     xlabel="positions",
     ylabel=COSINE,
 )
-def amplify(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
+def amplify(settings: PositionSettings, spec: Spec) -> tuple:
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4)"""
     model = load_blocks(settings, spec, sublayers="mlp", mlp="relu", num_layers=2)
     first_mlp, second_mlp = (block.mlp for block in model.model.layers)
@@ -397,7 +398,7 @@ def amplify(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
     xlabel="layer",
     ylabel="mean cosine within a sequence",
 )
-def intra(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
+def intra(settings: PositionSettings, spec: Spec) -> tuple:
     """Does attention, without residual, make a sequence's positions alike? (BB Figure 8, Proposition 5)"""
     model = load_blocks(settings, spec, sublayers="attention")
     config = model.config
@@ -417,9 +418,15 @@ def intra(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
                 else:
                     state = block.self_attn(block.input_layernorm(state), rope, False, None)
                 unit = F.normalize(state.double(), dim=2, eps=0)
-                row = {"stack": stack, "sequence_length": T, "layer": layer + 1}
-                row |= {"exact_theory": law[layer], "limit_theory": limit[layer]}
-                rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+                row = {
+                    "stack": stack,
+                    "sequence_length": T,
+                    "layer": layer + 1,
+                    "exact_theory": law[layer],
+                    "limit_theory": limit[layer],
+                    "mean_cosine": unit.mean(1).square().sum(1).mean().item(),
+                }
+                rows.append(row)
     return rows, []
 
 
@@ -436,7 +443,7 @@ def intra(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
     xlabel="position i",
     ylabel="std of aggregated values",
 )
-def variance(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
+def variance(settings: PositionSettings, spec: Spec) -> tuple:
     """Do the first block's aggregated values shrink along the positions? (BB Figure 9, Equation 2)"""
     model = load_blocks(settings, spec, sublayers="attention", num_layers=1)
     config = model.config
@@ -452,45 +459,52 @@ def variance(settings: PositionSettings, spec: Spec) -> tuple[list, list]:
     measured = torch.stack(squares).mean(0).sqrt().tolist()
     law = theory.aggregated_std(config, T).tolist()
     rows = []
-    for i in range(1, T + 1):
-        row = {"position": i, "std": measured[i - 1]}
-        rows.append(row | {"uniform_theory": law[0] / math.sqrt(i), "theory": law[i - 1]})
+    for i, (std, expected) in enumerate(zip(measured, law), start=1):
+        uniform = law[0] / math.sqrt(i)
+        rows.append({"position": i, "std": std, "uniform_theory": uniform, "theory": expected})
     return rows, []
 
 
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-def on_tokens(settings: ProbeSettings, spec: Spec, T: int, scheme: str) -> tuple[dict, list[dict]]:
-    """A newborn on random tokens beside what its weights alone foretell of it: a row, and points to draw."""
+def on_tokens(settings: ProbeSettings, spec: Spec, scheme: str) -> tuple:
+    """A newborn on random tokens beside what its weights alone foretell: rows by length, points to draw."""
     drawn_by = "gpt2" if scheme == "projected" else scheme
     model = load_model(settings, replace(spec, scheme=drawn_by))
     if scheme == "projected":
         theory.project_out_mean_output(model)
-    begun = time.perf_counter()
-    foreseen, mean_field_cosine = theory.mean_field(model, T)
-    seconds = time.perf_counter() - begun
-    label = f"{spec.label} {scheme} T={T}"
-    counts = count_predictions(
-        model, T, settings.num_sequences, settings.batch_size, settings.input_seed, label
-    )
-    row = {"init": scheme, "sequence_length": T}
-    row |= preference(model, counts)
-    direction = F.normalize(counts["cosines"].direction().cpu(), dim=0)
-    law, _ = theory.kernel_recursion(model.config, T, scheme)
     squares = [block.mlp.down_proj.weight.float().square().mean().item() for block in model.model.layers]
-    row |= {
-        "direction_count": int(counts["token_counts"][row["direction_token"]]),
-        "runner_up_count": int(counts["token_counts"].topk(2).values[1]),
-        "direction_cosine": float(foreseen @ direction),
-        "predicted_token": int(model.unembed(foreseen.to(settings.device, torch.float32)).argmax()),
-        "mean_field_cosine": mean_field_cosine,
-        "predicted_cosine": law[-1],
-        "seconds": seconds,
-        "down_std": math.sqrt(sum(squares) / len(squares)),
-    }
-    pairs = zip(foreseen.tolist(), direction.tolist())
-    return row, [{"predicted": predicted, "measured": measured} for predicted, measured in pairs]
+    rows, points = [], []
+    for T in settings.sequence_length:
+        begun = time.perf_counter()
+        foreseen, mean_field_cosine = theory.mean_field(model, T)
+        seconds = time.perf_counter() - begun
+        counts = count_predictions(
+            model,
+            T,
+            settings.num_sequences,
+            settings.batch_size,
+            settings.input_seed,
+            f"{spec.label} {scheme} T={T}",
+        )
+        row = {"init": scheme, "sequence_length": T} | preference(model, counts)
+        direction = F.normalize(counts["cosines"].direction().cpu(), dim=0)
+        law, _ = theory.kernel_recursion(model.config, T, scheme)
+        row |= {
+            "direction_count": int(counts["token_counts"][row["direction_token"]]),
+            "runner_up_count": int(counts["token_counts"].topk(2).values[1]),
+            "direction_cosine": float(foreseen @ direction),
+            "predicted_token": int(model.unembed(foreseen.to(settings.device, torch.float32)).argmax()),
+            "mean_field_cosine": mean_field_cosine,
+            "predicted_cosine": law[-1],
+            "seconds": seconds,
+            "down_std": math.sqrt(sum(squares) / len(squares)),
+        }
+        rows.append(row)
+        for predicted, measured in zip(foreseen.tolist(), direction.tolist()):
+            points.append({"predicted": predicted, "measured": measured})
+    return rows, points
 
 
 @experiment(
@@ -513,9 +527,10 @@ def on_tokens(settings: ProbeSettings, spec: Spec, T: int, scheme: str) -> tuple
     xlabel="count of the contraction direction's token",
     ylabel="count of the most frequent token",
 )
-def overlap(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+def overlap(settings: ProbeSettings, spec: Spec) -> tuple:
     """Is the token of the contraction direction the most frequent one? (BB Finding 2.2)"""
-    return [on_tokens(settings, spec, T, settings.init)[0] for T in settings.sequence_length], []
+    rows, _ = on_tokens(settings, spec, settings.init)
+    return rows, []
 
 
 @experiment(
@@ -530,10 +545,9 @@ def overlap(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
     xlabel="unit direction predicted from the weights",
     ylabel="unit direction measured",
 )
-def predict(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+def predict(settings: ProbeSettings, spec: Spec) -> tuple:
     """Do the weights alone, without a forward pass, foretell the direction and its token? (ours)"""
-    samples = [on_tokens(settings, spec, T, settings.init) for T in settings.sequence_length]
-    return [row for row, _ in samples], samples[0][1]
+    return on_tokens(settings, spec, settings.init)
 
 
 @experiment(
@@ -557,15 +571,14 @@ def predict(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
     xlabel="seed",
     ylabel=COSINE,
 )
-def cure(settings: ProbeSettings, spec: Spec) -> tuple[list, list]:
+def cure(settings: ProbeSettings, spec: Spec) -> tuple:
     """Is a newborn unbiased whose down projections pass on nothing that all hidden units share? (ours)"""
     if not spec.is_newborn or settings.init != "gpt2":
         raise UserError("cure draws presets in three ways: give --model a preset, and no --init")
     rows = []
-    for T in settings.sequence_length:
-        for scheme in ("gpt2", "centered", "projected"):
-            row, _ = on_tokens(settings, spec, T, scheme)
-            rows.append(row)
+    for scheme in ("gpt2", "centered", "projected"):
+        new_rows, _ = on_tokens(settings, spec, scheme)
+        rows += new_rows
     return rows, []
 
 
@@ -579,13 +592,12 @@ def width(settings: SeedSettings) -> dict:
     return record.save(mean_over_seeds(rows, ("mean_cosine", "std_cosine")), draw=draw_width)
 
 
-def sample_width(settings: SeedSettings, seed: int) -> list[dict]:
+def sample_width(settings: SeedSettings, seed: int) -> list:
     """One MLP0 block, GELU and SwiGLU, on unit-variance inputs, for four widths and two weight stds."""
     rows = []
-    smallest = ModelConfig(1, 1, num_layers=1, num_heads=1, d_model=2, d_ff=2, sublayers="mlp")
-    for kind, is_scaled, d in itertools.product(("gelu", "swiglu"), (True, False), (128, 256, 512, 1024)):
-        std = d**-0.5 if is_scaled else STD
-        config = replace(smallest, d_model=d, d_ff=4 * d, mlp=kind)
+    for kind, scaling, d in itertools.product(("gelu", "swiglu"), ("1/sqrt(d)", STD), WIDTHS):
+        std = STD if scaling == STD else d**-0.5
+        config = ModelConfig(1, 1, 1, 1, d_model=d, d_ff=4 * d, mlp=kind, sublayers="mlp")
         block = newborn(config, seed, scheme="normal", device=settings.device).model.layers[0].mlp
         for weight in block.parameters():
             weight.mul_(std / STD)
@@ -593,7 +605,7 @@ def sample_width(settings: SeedSettings, seed: int) -> list[dict]:
             "mlp": kind,
             "d_model": d,
             "weight_std": std,
-            "scaling": f"weight std {'1/sqrt(d)' if is_scaled else STD}",
+            "scaling": f"weight std {scaling}",
             "theory": theory.one_block_cosine(kind, std * math.sqrt(d), d),
         }
         inputs = gaussian_inputs(settings, 1, d)[:, 0] / STD  # (n, d)
@@ -612,7 +624,7 @@ def draw_width(result: dict, folder: Path) -> None:
         panel="scaling",
         theories={"theory": "quadrature"},
         log="xy",
-        ticks=(128, 256, 512, 1024),
+        ticks=WIDTHS,
         xlabel="width d",
         ylabel=COSINE,
     )
@@ -644,17 +656,15 @@ class AllSettings(RunSettings):
 
 
 def run_all(settings: AllSettings) -> None:
-    """Run every experiment below, one after the other."""
+    """Run every experiment, one after the other."""
     given = {name: value for name, value in vars(settings).items() if value is not None}
-    for name, (function, defaults) in COMMANDS.items():
-        if name != "all":
-            known = {field.name for field in fields(defaults)}
-            changes = {key: value for key, value in given.items() if key in known}
-            function(replace(defaults, **changes))
+    for function, defaults in EXPERIMENTS.values():
+        changes = {name: value for name, value in given.items() if hasattr(defaults, name)}
+        function(replace(defaults, **changes))
 
 
-COMMANDS["width"] = Command(width, SeedSettings(num_sequences=600))
-COMMANDS["all"] = Command(run_all, AllSettings())
+EXPERIMENTS["width"] = Command(width, SeedSettings(num_sequences=600))
+COMMANDS = {**EXPERIMENTS, "all": Command(run_all, AllSettings())}
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def keyed_generator(*key) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(seed: int, name: str, shape: tuple[int, ...], std: float, count: int | None = None) -> Tensor:
+def draw(seed: int, name: str, shape: tuple, std: float, count: int | None = None) -> Tensor:
     """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its first `count` numbers, flat."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
@@ -99,8 +99,8 @@ def newborn(
     seed: int,
     embedding_seed: int | None = None,
     scheme: str = "gpt2",
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device="cpu",
+    dtype=torch.float32,
 ) -> Transformer:
     """An untrained model, in eval mode, by preset name or configuration; its blocks in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model

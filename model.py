@@ -131,7 +131,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
-def rope_table(config: ModelConfig, x: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table(config: ModelConfig, x: Tensor) -> tuple:
     """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
     angle = torch.outer(torch.arange(x.shape[1]), rope_frequencies(config)).to(x.device)  # radians
     return angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
@@ -190,7 +190,7 @@ class Attention(nn.Module):
                 heads = replacement
         return self.o_proj(heads.transpose(1, 2).reshape(B, queries, -1))  # from (B, queries, H Dh)
 
-    def calibrate(self, heads: Tensor, T: int) -> Tensor:
+    def calibrate(self, heads: Tensor, T) -> Tensor:
         """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO)."""
         kind = self.config.attn_calibration
         if kind == "none":
@@ -257,7 +257,7 @@ class Transformer(nn.Module):
         # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
 
-    def cast_blocks(self, dtype: torch.dtype) -> "Transformer":
+    def cast_blocks(self, dtype) -> "Transformer":
         """Blocks in `dtype`; embedding, final norm and head stay float32, so that states and logits are."""
         self.model.layers.to(dtype)
         return self
@@ -305,7 +305,7 @@ class Transformer(nn.Module):
         return self.unembed(self.hidden(tokens))
 
 
-def forward_flops(config: ModelConfig, T: int, last_only: bool = False) -> int:
+def forward_flops(config: ModelConfig, T, last_only: bool = False) -> int:
     """FLOPs of the matrix products one sequence of T tokens needs for `hidden`: two per multiply-add.
 
     Masked attention is not counted, though kernels may compute it, nor are norms, activations and softmax.
@@ -329,7 +329,7 @@ def forward_flops(config: ModelConfig, T: int, last_only: bool = False) -> int:
     return (config.num_layers - 1) * full_layer + last_layer
 
 
-def training_flops(config: ModelConfig, T: int) -> float:
+def training_flops(config: ModelConfig, T) -> float:
     """FLOPs of a token of a training step, with logits: a backward pass costs two forward ones."""
     forward = forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size
     return 3 * forward

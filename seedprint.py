@@ -10,7 +10,6 @@ A verdict rests on an exact test (`measure/lineage.py`), on weights where they c
 block at a time: two of 7B parameters fit into a laptop's memory.
 """
 
-import functools
 import itertools
 import math
 import re
@@ -30,7 +29,7 @@ from scipy.stats import norm
 from torch import Tensor
 
 from init import SCHEMES, STD, draw
-from lib.checkpoint import Newborn, Spec, check_lengths, final_states, parse_spec, shortest_context, steps
+from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
 from lib.figures import clipped, curves, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
@@ -43,7 +42,9 @@ VERDICT_COLUMNS = ("suspect", "verdict", "relabel_z", "matched", "body_z", "body
 VERDICT_COLUMNS += ("basis_free_z",)
 STRANGER_SEED = 2**31 - 1  # of the newborn that `persistence` compares where it is given none
 
-Models = Annotated[tuple[str, ...], tyro.conf.Positional]
+Models = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
+]
 
 
 @dataclass
@@ -51,9 +52,9 @@ class StateSettings(RunSettings):
     """What the exact test reads, and how often it permutes."""
 
     num_sequences: int = at_least(1, 16)
-    """random sequences; each of their positions is a row"""
+    """random sequences of the exact test; each of their positions is a row"""
     sequence_length: int = 64
-    """tokens in a sequence"""
+    """tokens in each of them"""
     input_seed: int = 0
     """seed of the random sequences and of the permutations"""
     permutations: int = at_least(199, 9999)
@@ -99,19 +100,13 @@ class PaperSettings(RunSettings):
 
 
 @dataclass
-class PersistenceSettings(PaperSettings):
+class PersistenceSettings(PaperSettings, StateSettings):
     """What `persistence` can be told: the settings of both tests."""
 
     models: Models = ()
     """one run folder"""
     stranger: str | None = None
     """run of another birth (default: a newborn of another seed)"""
-    num_sequences: int = at_least(1, 16)
-    """random sequences of the exact test; each of their positions is a row"""
-    sequence_length: int = 64
-    """tokens in each of them"""
-    permutations: int = at_least(199, 9999)
-    """relabellings; the smallest p is 1 / (1 + this)"""
 
 
 @dataclass
@@ -131,7 +126,7 @@ class IdentifySettings(RunSettings):
 # ---- what is compared --------------------------------------------------------------------------------------
 
 
-def comparable_models(names: tuple[str, ...], scheme: str) -> list[Spec]:
+def comparable_models(names: tuple, scheme: str) -> list:
     """The models of a command line; UserError unless there are two or more, all of one width."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
@@ -142,7 +137,7 @@ def comparable_models(names: tuple[str, ...], scheme: str) -> list[Spec]:
     return specs
 
 
-def common_vocabulary(specs: list[Spec]) -> int:
+def common_vocabulary(specs: list) -> int:
     """The number of token ids that all models have."""
     return min(spec.config.vocab_size for spec in specs)
 
@@ -177,23 +172,18 @@ def last_outputs(source, vocab_size: int, settings: PaperSettings, device, dtype
 
 def compare(settings: CompareSettings) -> dict:
     """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
-    specs = comparable_models(settings.models, settings.init)
-    check_lengths((settings.sequence_length,), shortest_context(specs))
-    experiment = Experiment("compare", "BB 6.1", settings)
-    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
-    base = specs[0].open()
-    base_print = state_fingerprint(base, *on)
+    experiment, specs, sources, prints = begin("compare", "BB 6.1", settings)
     rows, points, details = [], [], []
-    for number, spec in enumerate(specs[1:], start=1):
-        suspect = spec.open()
-        prints = (base_print, state_fingerprint(suspect, *on))
-        row, correlations, skipped = compare_pair(base, suspect, prints, settings)
-        rows.append({"base": specs[0].name, "suspect": spec.name} | row)
+    for number in range(1, len(specs)):
+        pair = (prints[0], prints[number])
+        row, correlations, skipped = compare_pair(sources[0], sources[number], pair, settings)
+        suspect = specs[number].name
+        rows.append({"base": specs[0].name, "suspect": suspect} | row)
         details.append({"skipped": skipped})
-        name = f"{number}: {clipped(spec.name)}"
-        points += histogram(correlations["relabel"], f"activations, {name}", len(base_print))
+        title = f"{number}: {clipped(suspect)}"
+        points += histogram(correlations["relabel"], f"activations, {title}", row["num_rows"])
         if "body" in correlations:
-            points += histogram(correlations["body"], f"weights, {name}")
+            points += histogram(correlations["body"], f"weights, {title}")
     result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, points=points, details=details)
     if rank() == 0:
         for row in rows:
@@ -201,7 +191,17 @@ def compare(settings: CompareSettings) -> dict:
     return result
 
 
-def compare_pair(base, suspect, prints: tuple, settings: CompareSettings) -> tuple[dict, dict, list]:
+def begin(name: str, paper: str, settings: CompareSettings) -> tuple:
+    """Begin `compare` or `matrix`: the experiment, the models' specs, their sources, their fingerprints."""
+    specs = comparable_models(settings.models, settings.init)
+    check_lengths((settings.sequence_length,), shortest_context(specs))
+    experiment = Experiment(name, paper, settings)
+    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
+    sources = [spec.open() for spec in specs]
+    return experiment, specs, sources, [state_fingerprint(source, *on) for source in sources]
+
+
+def compare_pair(base, suspect, prints: tuple, settings: CompareSettings) -> tuple:
     """The row of two sources and their fingerprints; the correlations behind it; what was left out."""
     tests, correlations, skipped = lineage.compare_sources(
         base,
@@ -241,17 +241,16 @@ def histogram(C: Tensor, title: str, num_rows: int | None = None) -> Iterator[di
     """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
     edges = np.linspace(C.min().item(), C.max().item(), 61)
     centres = (edges[1:] + edges[:-1]) / 2
-    law = [None] * len(centres)
+    law = [None] * 60
     if num_rows is not None:
         law = (100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5))).tolist()
-    mismatched = C[~torch.eye(len(C), dtype=bool)].numpy()
-    matched = C.diagonal().numpy()
-    for coordinates, values in (("mismatched", mismatched), ("matched", matched)):
-        percent = 100 * np.histogram(values, edges)[0] / len(values)
-        for i, centre in enumerate(centres.tolist()):
-            point = {"correlation": centre, "share": float(percent[i]), "coordinates": coordinates}
-            point["theory"] = law[i] if coordinates == "mismatched" else None
-            yield point | {"evidence": title}
+    mismatched = C[~torch.eye(len(C), dtype=bool)]
+    for coordinates, values in (("mismatched", mismatched), ("matched", C.diagonal())):
+        counts, _ = np.histogram(values.numpy(), edges)
+        shares = 100 * counts / len(values)
+        for centre, share, expected in zip(centres.tolist(), shares.tolist(), law):
+            point = {"evidence": title, "coordinates": coordinates, "correlation": centre}
+            yield point | {"share": share, "theory": expected}
 
 
 def draw_compare(result: dict, folder: Path) -> None:
@@ -263,7 +262,7 @@ def draw_compare(result: dict, folder: Path) -> None:
         y="share",
         series="coordinates",
         panel="evidence",
-        theories={"theory": "mismatched, if rows were independent"},
+        theories={"theory": "by chance, if rows were independent"},
         style="-",
         share="",
         panels_in_a_row=2,
@@ -274,12 +273,7 @@ def draw_compare(result: dict, folder: Path) -> None:
 
 def matrix(settings: CompareSettings) -> dict:
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    specs = comparable_models(settings.models, settings.init)
-    check_lengths((settings.sequence_length,), shortest_context(specs))
-    experiment = Experiment("matrix", "BB Table 4", settings)
-    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
-    sources = [spec.open() for spec in specs]
-    prints = [state_fingerprint(source, *on) for source in sources]
+    experiment, specs, sources, prints = begin("matrix", "BB Table 4", settings)
     rows = []
     pairs = list(itertools.combinations(range(len(specs)), 2))
     for a, b in progress(pairs, desc="matrix", unit=" pairs"):
@@ -290,24 +284,24 @@ def matrix(settings: CompareSettings) -> dict:
 
 def draw_matrix(result: dict, folder: Path) -> None:
     """matrix.png: correlations of body weights, the z of activations written in, and the family tree."""
-    rows = result["rows"]
-    names = list(dict.fromkeys(name for row in rows for name in (row["a"], row["b"])))
-    matched = np.array([row["body_matched"] or 0.0 for row in rows])
-    tree_style = {"orientation": "left", "no_labels": True, "color_threshold": 0}
-    figure = Figure(figsize=(4 + 0.9 * len(names), 2.2 + 0.55 * len(names)), layout="constrained")
+    names = [clipped(name) for name in result["settings"]["models"]]
+    count = len(names)
+    matched = np.array([row["body_matched"] or 0.0 for row in result["rows"]])
+    figure = Figure(figsize=(4 + 0.9 * count, 2.2 + 0.55 * count), layout="constrained")
     tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
     distances = linkage(1 - np.clip(matched, 0, 1), "average")
-    order = dendrogram(distances, ax=tree, above_threshold_color="black", **tree_style)["leaves"]
+    style = {"orientation": "left", "no_labels": True, "color_threshold": 0, "above_threshold_color": "black"}
+    order = dendrogram(distances, ax=tree, **style)["leaves"]
     tree.set(xlabel="1 - correlation", title="family tree")
     tree.spines[["top", "right", "left"]].set_visible(False)
-    correlation = (squareform(matched) + np.eye(len(names)))[np.ix_(order, order)]
-    z = squareform([row["relabel_z"] for row in rows])[np.ix_(order, order)]
+    correlation = (squareform(matched) + np.eye(count))[np.ix_(order, order)]
+    z = squareform([row["relabel_z"] for row in result["rows"]])[np.ix_(order, order)]
     image = heat.imshow(correlation, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    labels = [clipped(names[i]) for i in order]
-    heat.set_xticks(range(len(names)), labels, rotation=40, ha="right", fontsize=8)
-    heat.set_yticks(range(len(names)), labels, fontsize=8)
+    labels = [names[i] for i in order]
+    heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
+    heat.set_yticks(range(count), labels, fontsize=8)
     heat.set_title("z of activations")
-    for y, x in itertools.permutations(range(len(names)), 2):
+    for y, x in itertools.permutations(range(count), 2):
         colour = "black" if correlation[y, x] > 0.6 else "white"
         heat.text(x, y, f"{z[y, x]:.1f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, label="correlation of body weights")
@@ -331,7 +325,7 @@ def paper(settings: PaperSettings) -> dict:
     return experiment.save(rows)
 
 
-def check_paper_settings(settings: PaperSettings, specs: list[Spec]) -> None:
+def check_paper_settings(settings: PaperSettings, specs: list) -> None:
     """UserError for a length or a number of dimensions that the models do not have."""
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     lineage.check_top_k(settings.top_k, specs[0].config.d_model)
@@ -358,14 +352,19 @@ def identify(settings: IdentifySettings) -> dict:
     source = parse_spec(settings.models[0]).open()
     unit = unit_numbers(source, settings.parameter, settings.numbers)
     experiment = Experiment("identify", "ours", settings)
-    cosine_of = functools.partial(newborn_cosine, settings.parameter, source.shapes[settings.parameter], unit)
+    shape = source.shapes[settings.parameter]
+    m = len(unit)
+
+    def cosine_of(seed: int) -> float:
+        numbers = draw(seed, settings.parameter, shape, STD, m).numpy()
+        return float(numbers @ unit) / float(np.linalg.norm(numbers))
+
     best = []
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
         for start in progress(range(0, len(candidates), 256), desc="seeds", unit=" x 256"):
             seeds = candidates[start : start + 256]
             best += zip(pool.map(cosine_of, seeds), seeds)
             best = sorted(best, reverse=True)[:10]
-    m = len(unit)
     rows = []
     for cosine, seed in best:
         t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
@@ -383,28 +382,22 @@ def identify(settings: IdentifySettings) -> dict:
 def parse_seeds(text: str) -> range:
     """The candidates of FIRST-LAST, or of one number; UserError for anything else."""
     match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
-    first = int(match[1]) if match else 1
-    last = int(match[2] or match[1]) if match else 0
-    if not 0 <= last - first < 10**7:
+    candidates = range(0)
+    if match:
+        candidates = range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not 0 < len(candidates) <= 10**7:
         raise UserError(f"--seeds {text}: expected FIRST-LAST, as in 0-99999, ten million at most")
-    return range(first, last + 1)
+    return candidates
 
 
 def unit_numbers(source, parameter: str, count: int) -> np.ndarray:
     """The first numbers of a source's matrix, scaled to length 1; UserError if there is no such matrix."""
     if len(source.shapes.get(parameter, ())) != 2:
-        known = [name for name in source.shapes if name.startswith("model.layers.0.") and "proj" in name]
-        raise UserError(f"--parameter {parameter}: expected a matrix, like {', '.join(known)}")
+        raise UserError(f"--parameter {parameter}: expected a matrix, like {IdentifySettings.parameter}")
     numbers = source.read(parameter).flatten()[:count].double().numpy()
     if not np.isfinite(numbers).all():
         raise UserError(f"{parameter} is not finite: check it for NaN")
     return (numbers / max(np.linalg.norm(numbers), 1e-300)).astype(np.float32)
-
-
-def newborn_cosine(parameter: str, shape: tuple[int, ...], unit: np.ndarray, seed: int) -> float:
-    """Cosine of the unit vector with the first numbers that a seed draws for a parameter."""
-    numbers = draw(seed, parameter, shape, STD, len(unit)).numpy()
-    return float(numbers @ unit) / float(np.linalg.norm(numbers))
 
 
 # ---- a life ------------------------------------------------------------------------------------------------
@@ -420,51 +413,44 @@ def persistence(settings: PersistenceSettings) -> dict:
     if len(folders) < 2 or folders[0].name != "step_0000000":
         raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
     specs = [parse_spec(str(folder)) for folder in folders]
-    others = {}
+    compared = specs[:1]
+    stranger = Newborn(specs[0].config, STRANGER_SEED, scheme=settings.init)
+    strangers = {}  # by step
     if settings.stranger is not None:
-        last_stranger = parse_spec(settings.stranger)
-        comparable_models((str(folders[0]), settings.stranger), settings.init)
-        others = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
-        vocab_size = common_vocabulary([specs[0], last_stranger])
-        stranger = last_stranger.open()
-    else:
-        vocab_size = common_vocabulary(specs)
-        stranger = Newborn(specs[0].config, STRANGER_SEED, scheme=settings.init)
-    check_lengths((settings.sequence_length,), shortest_context(specs))
-    check_paper_settings(settings, specs)
+        compared = comparable_models((str(folders[0]), settings.stranger), settings.init)
+        stranger = compared[1].open()
+        strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
+    check_lengths((settings.sequence_length,), shortest_context(compared))
+    check_paper_settings(settings, compared)
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    on = (vocab_size, experiment.settings, experiment.device, experiment.dtype)
+    on = (common_vocabulary(compared), experiment.settings, experiment.device, experiment.dtype)
     birth = specs[0].open()
     birth_outputs = last_outputs(birth, *on)
     birth_print = state_fingerprint(birth, *on)
     top_k = lineage.check_top_k(settings.top_k, birth.config.d_model)
     chosen = lineage.top_dimensions(birth_outputs.numpy(), settings.side, top_k)
 
-    def taus(outputs: Tensor) -> np.ndarray:
-        return lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, settings.softmax_temperature)
+    def tau_statistics(outputs: Tensor, prefix: str = "") -> dict:
+        """Mean and standard deviation of Kendall's tau with the birth, over its dimensions."""
+        temperature = settings.softmax_temperature
+        taus = lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, temperature)
+        return {f"{prefix}mean_tau": float(taus.mean()), f"{prefix}std_tau": float(taus.std())}
 
-    stranger_outputs = last_outputs(stranger, *on)
+    last_stranger_outputs = last_outputs(stranger, *on)
     rows = []
-    for spec, folder in progress(list(zip(specs, folders)), desc="checkpoints"):
+    for spec in progress(specs, desc="checkpoints"):
+        step = spec.folder.name
         child = spec.open()
         outputs = last_outputs(child, *on)
-        other_outputs = stranger_outputs
-        if folder.name in others:
-            other_outputs = last_outputs(others[folder.name].open(), *on)
-        own_taus = taus(outputs)
-        other_taus = taus(other_outputs)
+        stranger_outputs = last_stranger_outputs
+        if step in strangers:
+            stranger_outputs = last_outputs(strangers[step].open(), *on)
         C = lineage.relation(birth_print, state_fingerprint(child, *on))
         test = lineage.diagonal_test(C, ("relabel", settings.input_seed), settings.permutations)
-        row = {
-            "step": int(folder.name.removeprefix("step_")),
-            "mean_tau": float(own_taus.mean()),
-            "std_tau": float(own_taus.std()),
-            "stranger_mean_tau": float(other_taus.mean()),
-            "stranger_std_tau": float(other_taus.std()),
-            "relabel_z": test["z"],
-            "relabel_log10_p": test["log10_p"],
-            "permutation_p": test["p"],
-        }
+        row = {"step": int(step.removeprefix("step_"))}
+        row |= tau_statistics(outputs)
+        row |= tau_statistics(stranger_outputs, "stranger_")
+        row |= {"relabel_z": test["z"], "relabel_log10_p": test["log10_p"], "permutation_p": test["p"]}
         rows.append(row | paper_test(birth_outputs, outputs, settings))
     columns = ("step", "mean_tau", "std_tau", "stranger_mean_tau", "stranger_std_tau", "relabel_z")
     return experiment.save(rows, (*columns, "paper_t_p", "paper_u_p"), draw_persistence)
@@ -480,8 +466,8 @@ def draw_persistence(result: dict, folder: Path) -> None:
             tau = {"step": row["step"], "model": model}
             taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
         log10_p = {"relabelling": row["relabel_log10_p"]}
-        log10_p["t-test"] = math.log10(max(row["paper_t_p"], 1e-300))
-        log10_p["U-test"] = math.log10(max(row["paper_u_p"], 1e-300))
+        for test, key in (("t-test", "paper_t_p"), ("U-test", "paper_u_p")):
+            log10_p[test] = math.log10(max(row[key], 1e-300))
         for test, value in log10_p.items():
             tests.append({"step": row["step"], "test": test, "minus_log10_p": -value, "level": 2.0})
     curves(

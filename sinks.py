@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -80,7 +81,7 @@ class InterveneSettings(LengthSettings):
     position: int = at_least(1, 5)
     """k, the position to be made a sink, from 1"""
     layers: tuple[int, ...] | None = None
-    """layers to intervene in, from 1 (default: all)"""
+    """layers to intervene in, from 1 (default: all but the last)"""
     factor: tuple[float, ...] = at_least(0, (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
     """lambda, by which the position's variation, or its values, are multiplied"""
 
@@ -88,7 +89,7 @@ class InterveneSettings(LengthSettings):
 # ---- the models --------------------------------------------------------------------------------------------
 
 
-def attending_models(settings: Settings) -> list[Spec]:
+def attending_models(settings: Settings) -> list:
     """The models of the command line; UserError for settings that do not fit them, or each other."""
     specs = chosen_models(settings.model, settings.seed, scheme=settings.init)
     check_text_settings(settings)
@@ -117,12 +118,10 @@ def load_model(settings: Settings, spec: Spec) -> Transformer:
     return newborn(config, spec.seed, spec.embedding_seed, settings.init, settings.device, dtype)
 
 
-def measure_models(
-    name: str, paper: str, settings: Settings, measure: Callable
-) -> tuple[Experiment, list, list]:
-    """Begin an experiment and measure every model: `measure(settings, spec, model)` returns two lists of rows.
+def measure_models(name: str, paper: str, settings: Settings, measure: Callable) -> tuple:
+    """Begin an experiment and measure every model: `measure(settings, spec, model)` returns two lists.
 
-    Returns the experiment and both lists for all models, the model's name in each row.
+    Returns the experiment and both lists, of dictionaries, for all models, the model's name in each.
     """
     specs = attending_models(settings)
     experiment = Experiment(name, paper, settings)
@@ -148,7 +147,7 @@ def rate(settings: RateSettings) -> dict:
     return experiment.save(rows, (*columns, "uniform_alpha1"), draw_rate, heads=heads)
 
 
-def sink_rates(settings: RateSettings, spec: Spec, model: Transformer) -> tuple[list[dict], list[dict]]:
+def sink_rates(settings: RateSettings, spec: Spec, model: Transformer) -> tuple:
     """A row for each length, heads thresholded in each sequence, then averaged; and alpha_1 of all heads."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
@@ -239,7 +238,7 @@ def variance(settings: LengthSettings) -> dict:
     return experiment.save(rows, columns, draw_variance)
 
 
-def value_spread(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple[list[dict], list]:
+def value_spread(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple:
     """Std of aggregated values, calibrated, just before the output projection: a row a layer and position.
 
     `theory` is `theory.aggregated_std`'s, for the first layer of a newborn on random tokens.
@@ -252,30 +251,29 @@ def value_spread(settings: LengthSettings, spec: Spec, model: Transformer) -> tu
 
     for part in attention.batches(read_tokens(settings, spec, T)):
         model.hidden(part, on_heads=on_heads)
-    law = [None] * T
+    laws = {}  # by layer
     if spec.is_newborn and not (settings.text or settings.data or settings.bos):
-        law = theory.aggregated_std(model.config, T, tokens=True).tolist()
+        laws[1] = theory.aggregated_std(model.config, T, tokens=True).tolist()
     rows = []
     for layer, spread in spreads.items():
-        for i, std in enumerate(spread.std()):
-            expected = law[i] if layer == 1 else None
-            rows.append({"layer": layer, "position": i + 1, "std": std, "theory": expected})
+        law = laws.get(layer, [None] * T)
+        for position, (std, expected) in enumerate(zip(spread.std(), law), start=1):
+            rows.append({"layer": layer, "position": position, "std": std, "theory": expected})
     return rows, []
 
 
-def shown_layers(rows: list[dict]) -> list[int]:
-    """Four layers of a checkpoint, evenly spaced, from 1."""
-    return [1 + layer for layer in some_layers(max(row["layer"] for row in rows), 4)]
+def drawn_rows(rows: list[dict]) -> list:
+    """The rows of four layers of a checkpoint, evenly spaced, with a `series`."""
+    depth = max(row["layer"] for row in rows)
+    layers = [1 + layer for layer in some_layers(depth, 4)]
+    return [row | {"series": f"layer {row['layer']}"} for row in rows if row["layer"] in layers]
 
 
 def draw_variance(result: dict, folder: Path) -> None:
     """sink_variance.png, one for each checkpoint: standard deviation by position, for four layers."""
     for label, rows in by_checkpoint(result["rows"]).items():
-        points = [
-            row | {"series": f"layer {row['layer']}"} for row in rows if row["layer"] in shown_layers(rows)
-        ]
         curves(
-            points,
+            drawn_rows(rows),
             folder / figure_name(result, label),
             x="position",
             y="std",
@@ -296,7 +294,7 @@ def anatomy(settings: LengthSettings) -> dict:
     return experiment.save(rows, columns, draw_anatomy, super_neurons=neurons)
 
 
-def dissect(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple[list[dict], list[dict]]:
+def dissect(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple:
     """SO's chain, a row for each layer and position; and the ten strongest super neurons.
 
     `dominance_ratio` is max|h| / mean|h| of the stream after the layer; `key_alignment`, ours, is the length
@@ -307,47 +305,53 @@ def dissect(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple[l
     tokens = read_tokens(settings, spec, T)
     n = len(tokens)
     spreads = defaultdict(SpreadByPosition)
-    dominance, keys, alpha, units = (defaultdict(float) for _ in range(4))  # means over sequences, by layer
+    means = defaultdict(float)  # over sequences, by what and layer
 
     def on_state(layer, x):
         x = x.float().abs()
-        dominance[layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n  # (T,)
+        means["dominance", layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n  # (T,)
 
     def on_heads(layer, heads, q, k, v):
         spreads[layer].update(heads)
-        keys[layer] += F.normalize(k.float(), dim=3).sum(0) / n  # (G, T, Dh)
+        means["keys", layer] += F.normalize(k.float(), dim=3).sum(0) / n  # (G, T, Dh)
         weights = attention.mean_attention(q, k, range(1, T + 1))  # (B, H, T)
-        alpha[layer] += weights.mean(1).sum(0).cpu() / n
+        means["alpha", layer] += weights.mean(1).sum(0).cpu() / n
 
     def on_units(layer, module, inputs):
-        units[layer] += inputs[0].float().abs().sum(0).cpu() / n  # (T, d_ff)
+        means["units", layer] += inputs[0].float().abs().sum(0).cpu() / n  # (T, d_ff)
 
+    mlps = {}
     handles = []
     for layer, block in enumerate(model.model.layers, start=1):
         if block.mlp is not None:
+            mlps[layer] = block.mlp
             handles.append(block.mlp.down_proj.register_forward_pre_hook(partial(on_units, layer)))
     for part in attention.batches(tokens):
         model.hidden(part, on_state=on_state, on_heads=on_heads)
     for handle in handles:
         handle.remove()
     rows, neurons = [], []
-    for layer, block in enumerate(model.model.layers, start=1):
-        if block.mlp is not None:
-            neurons += super_neurons(layer, block.mlp, units[layer])
-        std = spreads[layer].std()
-        alignment = keys[layer].norm(dim=2).mean(0).tolist()
-        for i in range(T):
-            row = {"layer": layer, "position": i + 1, "std": std[i], "alpha": alpha[layer][i].item()}
-            row["dominance_ratio"] = dominance[layer][i].item()
-            row["uniform_alpha"] = attention.uniform_alpha(T, i + 1)
-            row["key_alignment"] = alignment[i]
-            rows.append(row)
-    neurons.sort(key=lambda neuron: -neuron["ratio"])
+    for layer, spread in spreads.items():
+        table = pd.DataFrame(
+            {
+                "layer": layer,
+                "position": range(1, T + 1),
+                "std": spread.std(),
+                "alpha": means["alpha", layer].tolist(),
+                "dominance_ratio": means["dominance", layer].tolist(),
+                "uniform_alpha": [attention.uniform_alpha(T, position) for position in range(1, T + 1)],
+                "key_alignment": means["keys", layer].norm(dim=2).mean(0).tolist(),
+            }
+        )
+        rows += table.to_dict("records")
+    for layer, mlp in mlps.items():
+        neurons += super_neurons(layer, mlp, means["units", layer])
+    neurons.sort(key=itemgetter("ratio"), reverse=True)
     return rows, neurons[:10]
 
 
-def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list[dict]:
-    """Every hidden unit of a layer, by its mean |activation| (T, d_ff): how much position 1 stands out.
+def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list:
+    """The ten hidden units of a layer for which position 1 stands out most, by mean |activation| (T, d_ff).
 
     `down_share` is the share of the unit's squared output weights that its largest, at `dimension`, holds.
     """
@@ -370,7 +374,7 @@ def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list[dict]:
             "dimension": dimension.tolist(),
         }
     )
-    return table.sort_values("ratio", ascending=False, kind="stable").to_dict("records")
+    return table.nlargest(10, "ratio").to_dict("records")
 
 
 LINKS = {  # of the chain that `anatomy` follows, with their titles
@@ -386,14 +390,11 @@ def draw_anatomy(result: dict, folder: Path) -> None:
     for label, rows in by_checkpoint(result["rows"]).items():
         points = []
         for link, title in LINKS.items():
-            for row in rows:
-                if row["layer"] in shown_layers(rows):
-                    point = {"panel": title, "series": f"layer {row['layer']}", "position": row["position"]}
-                    point |= {
-                        "value": row[link],
-                        "uniform": row["uniform_alpha"] if link == "alpha" else None,
-                    }
-                    points.append(point)
+            for row in drawn_rows(rows):
+                point = row | {"panel": title, "value": row[link]}
+                if link == "alpha":
+                    point["uniform"] = row["uniform_alpha"]
+                points.append(point)
         curves(
             points,
             folder / figure_name(result, label),
@@ -432,30 +433,29 @@ def every_intervention(settings: InterveneSettings, spec: Spec, model: Transform
     """
     k = settings.position
     L = model.config.num_layers
-    layers = settings.layers or tuple(range(1, L + 1))
-    if L < 2 or min(layers) < 1 or max(settings.layers or (1,)) >= L:
+    layers = settings.layers or range(1, L)
+    if L < 2 or min(layers) < 1 or max(layers) >= L:
         raise UserError(f"--layers: only a layer after them can tell, so 1 to {L - 1} for {spec.label}")
-    later = slice(min(layers), L)  # the layers that can tell
     tokens = read_tokens(settings, spec, settings.sequence_length)
     cases = [("none", None), ("self_mask", None)]
     cases += [(kind, factor) for kind in ("amplify", "scale") for factor in settings.factor]
     rows, summary = [], []
-    alphas = {}
+    later = {}  # alpha_k of each case, (n,): the mean of the layers that can tell
     for kind, factor in cases:
         on_heads = None if kind == "none" else partial(replace_values, kind, factor, model, k, layers)
         alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
         if not alpha.isfinite().all():
             raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        alphas[kind, factor] = alpha
+        mean = alpha[:, min(layers) :].double().mean(1)
+        later[kind, factor] = mean
         key = {"position": k, "intervention": kind, "factor": factor}
-        for layer in range(1, L + 1):
-            rows.append({"layer": layer} | key | interval(alpha[:, layer - 1], "alpha_k"))
-        shift = (alpha - alphas["none", None])[:, later].mean(1)
-        row = key | interval(alpha[:, later].mean(1), "alpha_k")
-        row |= interval(shift, "shift", "shift_low", "shift_high")
+        for layer, values in enumerate(alpha.T, start=1):
+            rows.append({"layer": layer} | key | interval(values, "alpha_k"))
+        row = key | interval(mean, "alpha_k")
+        row |= interval(mean - later["none", None], "shift", "shift_low", "shift_high")
         row["uniform_alpha"] = attention.uniform_alpha(settings.sequence_length, k)
         if kind == "scale":  # and how much more its equal in variance does
-            more = (alphas["amplify", factor] - alpha)[:, later].mean(1)
+            more = later["amplify", factor] - mean
             row |= interval(more, "amplify_more", "amplify_more_low", "amplify_more_high")
         summary.append(row)
     return rows, summary
@@ -486,12 +486,11 @@ def draw_intervene(result: dict, folder: Path) -> None:
     for label, rows in by_checkpoint(result["summary"]).items():
         points = []
         for row in rows:
-            point = row | {"error": row["high"] - row["alpha_k"]}
-            if row["factor"] is not None:
-                points.append(point)
-                continue
-            for factor in result["settings"]["factor"]:  # what has no factor is a level line
-                points.append(point | {"factor": factor})
+            factors = [row["factor"]]
+            if row["factor"] is None:  # a level line
+                factors = result["settings"]["factor"]
+            for factor in factors:
+                points.append(row | {"factor": factor, "error": row["high"] - row["alpha_k"]})
         curves(
             points,
             folder / figure_name(result, label),
@@ -509,7 +508,7 @@ def draw_intervene(result: dict, folder: Path) -> None:
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
-def by_checkpoint(rows: list[dict]) -> dict[str, list[dict]]:
+def by_checkpoint(rows: list[dict]) -> dict[str, list]:
     """The rows of each checkpoint."""
     parts = defaultdict(list)
     for row in rows:

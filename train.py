@@ -23,8 +23,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from init import SCHEMES, keyed_generator, newborn
 from lib import checkpoint, data, runtime
 from lib.figures import curves
+from lib.folders import JSON_ERRORS
 from lib.inputs import check_tokenizer
 from lib.results import is_power_of_two
 from lib.settings import Command, RunSettings, UserError, at_least, checked_values, read_settings, run_script
@@ -147,9 +150,8 @@ def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torc
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model)
-    peak = runtime.total_matmul_peak(device, dtype)
-    flops_per_token = training_flops(raw_model.config, T)
     tokens_per_step = settings.global_batch_size * T
+    peak = runtime.total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens/s
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
     metrics = run / "metrics.jsonl"
     if is_master:
@@ -189,13 +191,13 @@ def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torc
         while step < settings.max_iters and not stopped:
             begun = time.perf_counter()
             # learning rate of this step
+            rate = learning_rate(step, settings)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, settings)
+                group["lr"] = rate
             # micro-steps: gradients add up; all ranks learn the loss, and whether one was told to stop
-            loss = accumulate(model, tokens, settings, step, device, dtype)
-            loss, num_signals = runtime.sum_over_ranks(
-                torch.stack([loss, loss.new_tensor(len(signals))])
-            ).tolist()
+            share = accumulate(model, tokens, settings, step, device, dtype)
+            sums = torch.stack([share, share.new_tensor(len(signals))])
+            loss, num_signals = runtime.sum_over_ranks(sums).tolist()
             stopped = num_signals > 0
             # clip
             grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), settings.grad_clip).item()
@@ -205,25 +207,21 @@ def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torc
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            durations.append(time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            durations.append(seconds)
             is_last = stopped or step == settings.max_iters
             # evaluation
-            row = {
-                "step": step,
-                "loss": loss,
-                "lr": learning_rate(step - 1, settings),
-                "grad_norm": grad_norm,
-            }
-            row["tokens_per_second"] = tokens_per_step / durations[-1]
-            row["mfu"] = row["tokens_per_second"] * flops_per_token / peak
+            row = {"step": step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
+            row["tokens_per_second"] = tokens_per_step / seconds
+            row["mfu"] = row["tokens_per_second"] / peak
             if step % settings.eval_every == 0 or step == settings.max_iters:
                 row |= evaluate_and_sample()
             # log
             if is_master:
                 append_line(metrics, row)
                 if step % settings.log_every == 0:
-                    print_progress(settings, row, durations, flops_per_token / peak)
-                    durations = []
+                    print_progress(settings, row, fmean(durations), peak)
+                    durations.clear()
                 if "val_loss" in row or is_last:
                     draw_loss(run)
             # checkpoint
@@ -259,19 +257,23 @@ def accumulate(model, tokens: data.TokenData, settings: Settings, step: int, dev
     """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
     T = settings.sequence_length
     batch_size = settings.global_batch_size
-    share = runtime.share(batch_size)
+    parts = parts_of_share(batch_size, settings.micro_batch_size)
     total = torch.zeros((), device=device)
-    for start in range(share.start, share.stop, settings.micro_batch_size):
-        end = min(start + settings.micro_batch_size, share.stop)
-        sequences = range(step * batch_size + start, step * batch_size + end)
+    for part in parts:
+        sequences = [step * batch_size + i for i in part]
         inputs, targets = tokens.batch(settings.data_seed, sequences, T)  # (n, T) each
-        is_distributed = isinstance(model, DistributedDataParallel)
-        waits = is_distributed and end < share.stop  # gradients are exchanged once, at the end
-        with model.no_sync() if waits else contextlib.nullcontext():
-            loss = loss_sum(model, inputs, targets, device, dtype) / (batch_size * T)
-            (loss * runtime.world_size()).backward()  # DistributedDataParallel takes the ranks' mean
+        # DistributedDataParallel exchanges gradients where this is true, and takes the ranks' mean
+        model.require_backward_grad_sync = part == parts[-1]
+        loss = loss_sum(model, inputs, targets, device, dtype) / (batch_size * T)
+        (loss * runtime.world_size()).backward()
         total += loss.detach()
     return total
+
+
+def parts_of_share(count: int, size: int) -> list[range]:
+    """This rank's share of range(count), in parts of `size`; the last one may be smaller."""
+    share = runtime.share(count)
+    return [share[start : start + size] for start in range(0, len(share), size)]
 
 
 def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: torch.device, dtype) -> Tensor:
@@ -284,10 +286,8 @@ def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: to
 @torch.no_grad()
 def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size: int, device, dtype) -> float:
     """Mean loss, in nats a token, of windows (n, T), some at a time, shared among the ranks."""
-    share = runtime.share(len(inputs))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for start in range(share.start, share.stop, batch_size):
-        part = slice(start, min(start + batch_size, share.stop))
+    for part in parts_of_share(len(inputs), batch_size):
         total += loss_sum(model, inputs[part], targets[part], device, dtype)
     return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 
@@ -306,13 +306,14 @@ def sinks_of(model: Transformer, tokens: Tensor) -> dict:
 def generate(model: Transformer, tokenizer: data.Tokenizer, length: int, step: int) -> str:
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
     text = [tokenizer.bos]
+    vocab_size = tokenizer.vocab_size
     device = model.model.norm.weight.device
-    for threshold in keyed_generator("sample", step).random(length):
+    generator = keyed_generator("sample", step)
+    for _ in range(length):
         window = torch.tensor([text[-model.config.context_length :]], device=device)  # (1, T)
-        logits = model.unembed(model.hidden(window, last_only=True))[0, : tokenizer.vocab_size]
-        cumulative = (logits.double().cpu() / 0.8).softmax(0).cumsum(0)
-        token = int(torch.searchsorted(cumulative, threshold))
-        text.append(min(token, tokenizer.vocab_size - 1))
+        logits = model.unembed(model.hidden(window, last_only=True))[0, :vocab_size]
+        probabilities = (logits.double().cpu() / 0.8).softmax(0).numpy()
+        text.append(int(generator.choice(vocab_size, p=probabilities)))
     return tokenizer.decode(text[1:])
 
 
@@ -346,8 +347,7 @@ def open_data(settings: Settings, device: torch.device) -> data.TokenData:
             data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
     runtime.wait_for_all(device)
     tokens = data.TokenData(folder)
-    for split in data.SPLITS:
-        tokens.num_windows(split, settings.sequence_length)  # a UserError if there is none
+    tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
     return tokens
 
 
@@ -355,7 +355,9 @@ def load_model(settings: Settings, tokens: data.TokenData) -> tuple[Transformer,
     """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
     state = None
     if settings.resume and checkpoint.steps(settings.out):
-        model, state = load_newest(Path(settings.out), tokens.fingerprint)
+        model, state = load_newest(Path(settings.out))
+        if state["data"] != tokens.fingerprint:
+            raise UserError(f"{tokens.folder} is another data set than {settings.out} was begun with")
     elif settings.init_from:
         spec = checkpoint.parse_spec(settings.init_from, settings.init)
         check_tokenizer(spec, tokens)
@@ -382,22 +384,17 @@ def config_of(settings: Settings, tokens: data.TokenData):
     return replace(preset, attn_calibration=settings.attn_calibration, vocab_size=tokens.vocab_size)
 
 
-def load_newest(run: Path, fingerprint: str) -> tuple[Transformer, dict]:
-    """Model and state of the newest checkpoint that is whole.
-
-    UserError if all are damaged, or if `fingerprint` says that the data set is another one now.
-    """
+def load_newest(run: Path) -> tuple[Transformer, dict]:
+    """Model and state of the newest checkpoint that is whole; UserError if all are damaged."""
     reasons = []
     for folder in checkpoint.steps(run)[::-1]:
         try:
             state = checkpoint.load_state(folder)
-            if state["data"] != fingerprint:
-                raise UserError("the data set is another one than it was begun with")
-            return checkpoint.load(str(folder)), {"step": state["step"], "optimizer": state["optimizer"]}
-        except (UserError, OSError, RuntimeError, ValueError, KeyError, TypeError) as problem:
-            reasons.append((str(problem) or type(problem).__name__).splitlines()[0])
+            return checkpoint.load(folder), state
+        except UserError as error:
+            reasons.append(str(error))
             if runtime.rank() == 0:
-                print(f"skipping {folder}: {reasons[-1]}")
+                print(f"skipping {folder}: {error}")
     raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
 
 
@@ -405,41 +402,37 @@ def load_newest(run: Path, fingerprint: str) -> tuple[Transformer, dict]:
 
 
 def stored_settings(run: Path) -> Settings | None:
-    """The settings that a run was begun with, or None; UserError for a settings.json that is damaged."""
+    """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
     path = run / "settings.json"
-    if not path.exists():
+    if not path.exists() and not checkpoint.steps(run):
         return None
     try:
         values = json.loads(path.read_text())
         return Settings(**checked_values(values, Settings, str(path)))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except JSON_ERRORS as error:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
 def default_settings(words: list[str]) -> Settings:
     """The defaults of a command line: where it resumes a run, that run's settings."""
-    defaults = Settings()
-    if "--resume" in words:
-        given = read_settings(defaults, words, __doc__)
-        return stored_settings(Path(given.out)) or defaults
-    return defaults
+    given = read_settings(Settings(), words, __doc__)
+    if not given.resume:
+        return Settings()
+    return stored_settings(Path(given.out)) or Settings()
 
 
-def check_run_folder(settings: Settings, may_change: set[str] = frozenset(MAY_CHANGE)) -> None:
+def check_run_folder(settings: Settings, may_change: set[str] = MAY_CHANGE) -> None:
     """UserError for a folder that holds another run: one whose settings differ in what may not change."""
     run = Path(settings.out)
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     if checkpoint.steps(run) and not settings.resume:
         raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    before = stored_settings(run)
-    if settings.resume and before is None and checkpoint.steps(run):
-        raise UserError(f"cannot read {run / 'settings.json'}: it is missing")
-    if settings.resume and before is not None:
-        for name, value in asdict(settings).items():
-            if name not in may_change and value != getattr(before, name):
-                flag = "--" + name.replace("_", "-")
-                raise UserError(f"{run} was begun with {flag} {getattr(before, name)}: resume with the same")
+    stored = stored_settings(run) if settings.resume else None
+    for name, value in asdict(stored or settings).items():
+        if name not in may_change and value != getattr(settings, name):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
 
 
 def begin_logs(settings: Settings, metrics: Path, num_lines: int) -> None:
@@ -462,14 +455,13 @@ def append_line(path: Path, row: dict) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def print_progress(settings: Settings, row: dict, durations: list[float], mfu_per_rate: float) -> None:
-    """Print the loss, the speed since the last line, and the time left."""
-    seconds = sum(durations) / len(durations)
-    rate = settings.global_batch_size * settings.sequence_length / seconds
-    left = timedelta(seconds=round((settings.max_iters - row["step"]) * seconds))
-    mfu = 100 * rate * mfu_per_rate
-    text = f"step {row['step']}/{settings.max_iters}  loss {row['loss']:.4f}  {rate:,.0f} tokens/s"
-    print(f"{text}  MFU {mfu:.1f} %  {left} left", flush=True)
+def print_progress(settings: Settings, row: dict, seconds: float, peak: float) -> None:
+    """Print the loss, the speed of steps that take so many seconds, and the time left."""
+    step = row["step"]
+    speed = settings.global_batch_size * settings.sequence_length / seconds
+    left = timedelta(seconds=round((settings.max_iters - step) * seconds))
+    text = f"step {step}/{settings.max_iters}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
+    print(f"{text}  MFU {100 * speed / peak:.1f} %  {left} left", flush=True)
 
 
 def prune(run: Path, keep: str) -> None:
@@ -480,16 +472,17 @@ def prune(run: Path, keep: str) -> None:
         if keep == "all" or step == 0 or is_kept:
             (folder / "state.pt").unlink(missing_ok=True)
         else:
-            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old.tmp")))
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp")))
 
 
 def diverged(run: Path, step: int, what: str) -> UserError:
     """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
     bad = run / f"step_{step:07}"
-    if step > 0 and bad.exists() and runtime.rank() == 0:
-        shutil.rmtree(run / f"diverged_{step:07}", ignore_errors=True)  # of an earlier attempt
-        os.replace(bad, run / f"diverged_{step:07}")
-    good = [folder for folder in checkpoint.steps(run) if step == 0 or folder != bad]
+    if bad.exists() and runtime.rank() == 0:
+        aside = run / f"diverged_{step:07}"
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
+        os.replace(bad, aside)
+    good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
     hint = "other weights"
     if good:
         hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate"
@@ -498,19 +491,14 @@ def diverged(run: Path, step: int, what: str) -> UserError:
 
 def draw_loss(run: Path) -> None:
     """loss.png from metrics.jsonl."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    training = [
-        {"step": row["step"], "loss": row["loss"], "split": "training"} for row in rows if "loss" in row
-    ]
-    points = training[:: max(1, len(training) // 2000)]
-    for row in rows:
-        if "val_loss" in row:
-            points.append({"step": row["step"], "loss": row["val_loss"], "split": "held out"})
+    log = pd.read_json(run / "metrics.jsonl", lines=True)
+    log = log.rename(columns={"loss": "training", "val_loss": "held out"})
+    points = log.melt("step", ["training", "held out"], "split", "nats").dropna()
     curves(
-        points,
+        points.to_dict("records"),
         run / "loss.png",
         x="step",
-        y="loss",
+        y="nats",
         series="split",
         style="-",
         xlabel="step",

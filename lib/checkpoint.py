@@ -72,7 +72,7 @@ class Spec:
             return Weights(self.folder)
         return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
 
-    def load(self, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+    def load(self, device="cpu", dtype=torch.float32) -> Transformer:
         """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
         if self.is_newborn:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
@@ -110,8 +110,8 @@ def parse_spec(text: str, scheme: str = "gpt2") -> Spec:
 
 
 def chosen_models(
-    names: tuple[str, ...], seeds: tuple[int, ...], embedding_seed: int | None = None, scheme: str = "gpt2"
-) -> list[Spec]:
+    names: tuple, seeds: tuple, embedding_seed: int | None = None, scheme: str = "gpt2"
+) -> list:
     """Every model that `--model` and `--seed` name: a preset with each of the seeds, other specs as they are.
 
     `embedding_seed` is for the presets (None: the seed). UserError for a model that is named twice.
@@ -129,24 +129,24 @@ def chosen_models(
     return specs
 
 
-def load(spec: str | Path | Spec, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+def load(spec: str | Path | Spec, device="cpu", dtype=torch.float32) -> Transformer:
     """The model of a spec or folder, in eval mode, its blocks in `dtype`."""
     if not isinstance(spec, Spec):
         spec = parse_spec(str(spec))
     return spec.load(device, dtype)
 
 
-def steps(run: str | Path) -> list[Path]:
+def steps(run: str | Path) -> list:
     """The checkpoints of a run folder, oldest first."""
     return sorted(Path(run).glob("step_" + "[0-9]" * 7))
 
 
-def shortest_context(specs: list[Spec]) -> int:
+def shortest_context(specs: list) -> int:
     """The number of positions that every one of the models can read."""
     return min(spec.config.context_length for spec in specs)
 
 
-def check_lengths(lengths: tuple[int, ...], context: int, flag: str = "--sequence-length") -> None:
+def check_lengths(lengths: tuple, context: int, flag: str = "--sequence-length") -> None:
     """UserError if one of the lengths does not fit the models' context."""
     for length in lengths:
         if not 1 <= length <= context:
@@ -200,7 +200,7 @@ def final_states(
     return x[:, -1] if last_only else x
 
 
-def read_module(source, module: torch.nn.Module, prefix: str, device, dtype: torch.dtype) -> None:
+def read_module(source, module: torch.nn.Module, prefix: str, device, dtype) -> None:
     """Fill a module with the source's tensors whose names begin with `prefix`."""
     for name in [name for name, _ in module.named_parameters()]:
         weight = source.read(f"{prefix}.{name}").to(device, dtype)
@@ -210,7 +210,7 @@ def read_module(source, module: torch.nn.Module, prefix: str, device, dtype: tor
 # ---- folders of our own ------------------------------------------------------------------------------------
 
 
-def save(folder: Path, model: Transformer, state: dict | None = None, tokenizer: Path | str = "") -> None:
+def save(folder, model: Transformer, state: dict | None = None, tokenizer: Path | str = "") -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
 
     `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.
@@ -261,7 +261,7 @@ def config_json(config: ModelConfig) -> dict:
     }
 
 
-def load_state(folder: Path) -> dict:
+def load_state(folder) -> dict:
     """What state.pt holds: tensors and numbers, never code."""
     check_file(folder, "state.pt")
     try:

@@ -157,7 +157,7 @@ def json_texts(lines: io.TextIOBase, field: str, file: Path) -> Iterator:
             yield text_of(line, field, f"{file}:{number}")
 
 
-def text_of(row: dict | str, field: str, place: str) -> str:
+def text_of(row, field: str, place: str) -> str:
     """The text that a row, or a line of JSON, calls `field`; UserError, which names the `place`, if none."""
     try:
         if isinstance(row, str):
@@ -386,7 +386,7 @@ def prepare(settings: Settings) -> Path:
     return out
 
 
-def write_tokens(folder: Path, texts: Iterator, tokenizer: Tokenizer, held_out: float) -> dict:
+def write_tokens(folder, texts: Iterator, tokenizer: Tokenizer, held_out: float) -> dict:
     """Write train.bin, val.bin and tokenizer.model as the texts come; returns what meta.json says of them."""
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 2**16 else "uint32"]
     source_hash = hashlib.sha256()
@@ -433,7 +433,7 @@ def encoded(texts: Iterator, tokenizer: Tokenizer) -> Iterator:
         yield from zip(chunk, tokenizer.encode(chunk))
 
 
-def hold_out_tail(paths: dict, dtype: np.dtype, held_out: float) -> None:
+def hold_out_tail(paths: dict, dtype, held_out: float) -> None:
     """Divide the tokens of a few documents anew: the last share of them is held out."""
     tokens = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
     if len(tokens) < 2:
@@ -443,7 +443,7 @@ def hold_out_tail(paths: dict, dtype: np.dtype, held_out: float) -> None:
     paths["val"].write_bytes(tokens[cut:])
 
 
-def digests(folder: Path) -> dict:
+def digests(folder) -> dict:
     """The SHA-256 of every file of tokens, and of the tokenizer's."""
     files = sorted([*folder.glob("*.bin"), *folder.glob("*.model")])
     return {file.name: sha256(file) for file in progress(files, desc="SHA-256", leave=False)}
@@ -458,7 +458,7 @@ class TokenData:
     Opening it compares sizes, `verify` compares contents. UserError for a folder that is no data set.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder):
         self.folder = Path(folder)
         try:
             self.meta = read_meta(self.folder)
@@ -494,7 +494,7 @@ class TokenData:
             if digest != self.meta["sha256"].get(name):
                 raise UserError(f"{self.folder / name} is not as it was made: prepare the data set anew")
 
-    def num_windows(self, split: str, T: int) -> int:
+    def num_windows(self, split: str, T) -> int:
         """How many windows a split has; UserError if none."""
         size = len(self.tokens[split])
         if size <= T:
@@ -503,20 +503,20 @@ class TokenData:
             raise UserError(f"{split_of} has {size} tokens, not the {T + 1} of one window: {hint}")
         return (size - 1) // T
 
-    def windows(self, split: str, numbers: Sequence, T: int) -> tuple:
+    def windows(self, split: str, numbers: Sequence, T) -> tuple:
         """Windows as inputs and targets, (n, T) int64 each: the targets are one token ahead."""
         starts = T * np.array(numbers)[:, None]
         places = starts + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
         return window[:, :-1], window[:, 1:]
 
-    def batch(self, data_seed: int, sequences: Sequence, T: int) -> tuple:
+    def batch(self, data_seed: int, sequences: Sequence, T) -> tuple:
         """Training sequences, a function of (data_seed, their numbers, T): an epoch permutes all windows."""
         size = self.num_windows("train", T)
         numbers = [permutation(data_seed, i // size, T, size)[i % size] for i in sequences]
         return self.windows("train", numbers, T)
 
-    def held_out(self, count: int, T: int) -> tuple:
+    def held_out(self, count: int, T) -> tuple:
         """Up to `count` validation windows, evenly spaced: always the same ones."""
         size = self.num_windows("val", T)
         numbers = np.linspace(0, size - 1, min(count, size)).astype(int)
@@ -524,12 +524,12 @@ class TokenData:
 
 
 @functools.lru_cache(maxsize=2)  # a batch spans two epochs at most
-def permutation(data_seed: int, epoch: int, T: int, size: int) -> np.ndarray:
+def permutation(data_seed: int, epoch: int, T, size: int) -> np.ndarray:
     """The order of an epoch's windows, (size,)."""
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-def read_meta(folder: Path) -> dict:
+def read_meta(folder) -> dict:
     """What meta.json says; TypeError, ValueError or KeyError if it is damaged, UserError if it is of old."""
     meta = dict(json.loads((folder / "meta.json").read_text()))
     if "shards" in meta:

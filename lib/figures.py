@@ -1,7 +1,6 @@
 """How is a result drawn? What was measured in colour, theory dashed in black, from the points of the JSON."""
 
 import itertools
-from pathlib import Path
 
 import pandas as pd
 from matplotlib import rcParams
@@ -28,15 +27,15 @@ class PlainLogFormatter(LogFormatter):
 
 
 def curves(
-    points: list[dict],
-    path: Path,
+    points,
+    path,
     *,
     x: str,
     y: str,
     series: str,
     xlabel: str,
     ylabel: str,
-    theories: dict[str, str] | None = None,
+    theories: dict | None = None,
     panel: str = "",
     band: str = "",
     band_label: str = "",
@@ -105,7 +104,7 @@ def style_axes(axes: Axes, values: pd.Series, log: str, ticks: tuple) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def name_models(points: list[dict], series: str) -> list[dict]:
+def name_models(points, series: str) -> list:
     """The points, their series named by model too where there are several models."""
     if series == "model" or len({point["model"] for point in points}) == 1:
         return points
@@ -117,7 +116,7 @@ def clipped(name: str, length: int = 28) -> str:
     return name if len(name) < length else "..." + name[3 - length :]
 
 
-def save_figure(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path) -> None:
     """Rank 0 writes a matplotlib figure as a PNG, atomically."""
     if rank() == 0:
         with atomic_file(path) as temporary:

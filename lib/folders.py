@@ -51,7 +51,7 @@ JSON_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Recursi
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder) -> ModelConfig:
     """The architecture that a folder's config.json describes; UserError for one that is not ours."""
     path = folder / "config.json"
     try:
@@ -68,7 +68,7 @@ def read_config(folder: Path) -> ModelConfig:
     return read_family_config(family, raw, path)
 
 
-def read_family_config(family: str, raw: dict, path: Path) -> ModelConfig:
+def read_family_config(family: str, raw: dict, path) -> ModelConfig:
     """A Hugging Face configuration of one of FAMILIES as ours; UserError for what our model does not do."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -98,7 +98,7 @@ def read_family_config(family: str, raw: dict, path: Path) -> ModelConfig:
     return checked(ModelConfig, values, path)
 
 
-def checked(kind: type, values: dict, path: Path):
+def checked(kind: type, values: dict, path):
     """`kind(**values)`, a dataclass from a stranger's JSON; UserError for wrong types and strange numbers."""
     hints = typing.get_type_hints(kind)
     for name, value in values.items():
@@ -114,7 +114,7 @@ def checked(kind: type, values: dict, path: Path):
         raise UserError(f"{path}: {reason}") from None
 
 
-def parameter_shapes(config: ModelConfig, path: str | Path = "config") -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig, path="config") -> dict:
     """The shapes of a model's parameters, by name; UserError for sizes beyond any memory."""
     try:
         with torch.device("meta"):
@@ -133,7 +133,7 @@ class Weights:
     Has `config`, and `shapes` by name. UserError unless the tensors are those of config.json.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         check_file(folder, "config.json")
         self.folder = folder
         self.config = read_config(folder)
@@ -144,7 +144,7 @@ class Weights:
             self.open_file(folder / name)
         self.check_shapes()
 
-    def file_names(self) -> list[str]:
+    def file_names(self) -> list:
         """model.safetensors, or the shards that the index names."""
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
@@ -158,7 +158,7 @@ class Weights:
             raise UserError(f"{index}: expected .safetensors files in this folder, not {outside[0]!r}")
         return sorted(names)
 
-    def open_file(self, path: Path) -> None:
+    def open_file(self, path) -> None:
         """Note the names and shapes of a file's tensors."""
         try:
             with safetensors.safe_open(path, "pt") as file:
@@ -197,7 +197,7 @@ class Weights:
         return table in self.shapes and torch.equal(self.read("lm_head.weight"), self.read(table))
 
 
-def check_file(folder: Path, name: str) -> None:
+def check_file(folder, name: str) -> None:
     """UserError if a file is missing, or its SHA-256 not the one in checksums.json, where there is one."""
     path = folder / name
     sums = folder / "checksums.json"

@@ -36,7 +36,7 @@ class Experiment:
         self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()
 
-    def save(self, rows: list[dict], columns=(), draw: Callable | None = None, **more) -> dict:
+    def save(self, rows, columns=(), draw: Callable | None = None, **more) -> dict:
         """Draw the figures, write the JSON, print the rows; returns what the JSON holds.
 
         `draw(result, folder)` comes first, so that the JSON is a sign that all is there. `columns` are the
@@ -59,7 +59,7 @@ class Experiment:
         return result
 
 
-def environment(device: torch.device, dtype: torch.dtype) -> dict:
+def environment(device, dtype) -> dict:
     """What a result is made with: versions, device, commit, threads and processes."""
     device_name = processor_name()
     if device.type == "cuda":
@@ -102,7 +102,7 @@ def commit() -> str | None:
     return head.stdout.strip() + ("-dirty" if changed.returncode else "")
 
 
-def write_json(result: dict, path: Path) -> None:
+def write_json(result, path) -> None:
     """Write a result, a line for each row: made for reading and for git diff. ValueError for NaN."""
     parts = []
     for key, value in result.items():
@@ -116,12 +116,12 @@ def write_json(result: dict, path: Path) -> None:
         temporary.write_text("{\n " + ",\n ".join(parts) + "\n}\n")
 
 
-def read_json(path: Path) -> dict:
+def read_json(path) -> dict:
     """A result that was saved."""
     return json.loads(path.read_text())
 
 
-def print_rows(rows: list[dict], columns=()) -> None:
+def print_rows(rows, columns=()) -> None:
     """Print rows as a table; of layers and positions 0, the powers of two and the last."""
     table = pd.DataFrame(rows, dtype=object)  # a seed stays a whole number beside a model that has none
     for along in ("layer", "position"):
@@ -138,7 +138,7 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def mean_over_seeds(samples: list[dict], measured: tuple[str, ...]) -> list[dict]:
+def mean_over_seeds(samples: list, measured: tuple) -> list:
     """One row for samples that differ in the `measured` values only: their means.
 
     `seed_std` is the standard deviation of the first measured value. The columns' order is kept.

@@ -68,7 +68,7 @@ def bfloat16_is_fast() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def default_batch_size(device: torch.device, sequence_length: int) -> int:
+def default_batch_size(device, sequence_length: int) -> int:
     """Sequences in a forward pass; two at least, since states are compared within a batch."""
     return max(2, BATCH_TOKENS[device.type] // sequence_length)
 
@@ -80,7 +80,7 @@ def seconds_of(work, *arguments) -> float:
     return time.perf_counter() - begun
 
 
-def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+def matmul_peak(device, dtype) -> float:
     """FLOP/s of a large square matrix product, median of 9: the limit that MFU refers to."""
     size = 8192 if device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(dtype)
@@ -91,7 +91,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 @functools.cache
-def total_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
+def total_matmul_peak(device, dtype) -> float:
     """`matmul_peak` of all ranks together, measured once in a process."""
     return sum_over_ranks(torch.tensor(matmul_peak(device, dtype), device=device)).item()
 
@@ -121,7 +121,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def wait_for_all(device: torch.device) -> None:
+def wait_for_all(device) -> None:
     """Return when every rank has come here."""
     sum_over_ranks(torch.zeros((), device=device))
 
@@ -135,7 +135,7 @@ def progress(*iterable, **keywords) -> tqdm:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path):
+def atomic_file(path):
     """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -148,7 +148,7 @@ def atomic_file(path: Path):
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path):
+def atomic_folder(path):
     """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     old = path.with_name(f".{path.name}.old.tmp")
@@ -173,7 +173,7 @@ def atomic_folder(path: Path):
 
 
 @contextlib.contextmanager
-def sole_owner(folder: Path):
+def sole_owner(folder):
     """Hold a run folder for this process group alone; UserError if another one holds it."""
     lock = filelock.FileLock(folder / ".lock", blocking=False)
     try:
@@ -189,7 +189,7 @@ def sole_owner(folder: Path):
         lock.release()
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder) -> None:
     """Remove the temporary files and folders that killed processes left in a folder that we own alone."""
     for leftover in folder.glob(".*.[0-9]*.tmp"):
         if leftover.is_dir():
@@ -198,7 +198,7 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def sha256(path: Path) -> str:
+def sha256(path) -> str:
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -68,7 +68,7 @@ def closest(name: str, choices, what: str) -> str:
 # ---- from words to settings --------------------------------------------------------------------------------
 
 
-def read_command(commands: dict[str, Command], words: list[str], document: str, default="") -> tuple:
+def read_command(commands: dict, words: list, document: str, default="") -> tuple:
     """The function that a command line asks for, and its settings.
 
     `commands` maps subcommands to what they do; a script that has none names its only command "". The
@@ -88,7 +88,7 @@ def read_command(commands: dict[str, Command], words: list[str], document: str, 
     return function, read_settings(defaults, words, function.__doc__ if name else document, name)
 
 
-def print_subcommands(commands: dict[str, Command], document: str, default: str) -> None:
+def print_subcommands(commands: dict, document: str, default: str) -> None:
     """Print what a script does, and one line for each of its subcommands."""
     print(document.strip())
     print("\nsubcommands (each has a --help of its own):")
@@ -98,7 +98,7 @@ def print_subcommands(commands: dict[str, Command], document: str, default: str)
         print(f"  {name:12} {line}{mark}")
 
 
-def read_settings(defaults, words: list[str], document: str, subcommand: str = ""):
+def read_settings(defaults, words: list, document: str, subcommand: str = ""):
     """The settings of a command line: `defaults`, then a config file's values, then flags.
 
     The config file is a word ending in .py before the first flag. A mistake in a flag ends the process with
@@ -116,7 +116,7 @@ def read_settings(defaults, words: list[str], document: str, subcommand: str = "
         type(defaults),
         args=words,
         default=defaults,
-        prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
+        prog=f"{program_name()} {subcommand}".strip(),
         description=f"{document.strip()}\n\nA CONFIG.py before the first flag gives values as NAME = VALUE.",
         console_outputs=is_first_process(),
         config=(tyro.conf.HelptextFromCommentsOff,),
@@ -125,7 +125,7 @@ def read_settings(defaults, words: list[str], document: str, subcommand: str = "
     return settings
 
 
-def read_config(path: str, settings_class) -> dict:
+def read_config(path, settings_class) -> dict:
     """The values that a config file gives to settings of this class."""
     try:
         names = runpy.run_path(path)
@@ -140,7 +140,7 @@ def read_config(path: str, settings_class) -> dict:
     return checked_values(values, settings_class, path)
 
 
-def checked_values(values: dict, settings_class, path: str) -> dict:
+def checked_values(values: dict, settings_class, path) -> dict:
     """The values that a file gives to settings of this class; UserError for unknown names and wrong types."""
     hints = typing.get_type_hints(settings_class)
     checked = {}
@@ -197,14 +197,22 @@ def check(settings) -> None:
 # ---- a script's whole life ---------------------------------------------------------------------------------
 
 
+def program_name() -> str:
+    """What a user types after `python`: a script's name, or -m and a module's."""
+    module = sys.modules["__main__"].__spec__
+    if module is None:
+        return Path(sys.argv[0]).name
+    return f"-m {module.name.removesuffix('.__main__')}"
+
+
 def is_first_process() -> bool:
     """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def run_script(commands: dict[str, Command], document: str, default="") -> None:
+def run_script(commands: dict, document: str, default="") -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
-    script = Path(sys.argv[0]).name
+    script = program_name()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not have every letter of a sample
     try:
         function, settings = read_command(commands, sys.argv[1:], document, default)

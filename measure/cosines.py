@@ -89,7 +89,7 @@ def pairwise_cosine(states: Tensor) -> dict:
 
 
 def floored_cosine(states: Tensor, epsilon: float) -> dict:
-    """The same, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`."""
+    """`pairwise_cosine`, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`."""
     n = len(states)
     unit = states.double() / states.double().norm(dim=1, keepdim=True).clamp(min=epsilon)
     own = unit.square().sum(1)  # a state's cosine with itself, 1 if its norm is not below epsilon

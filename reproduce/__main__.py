@@ -237,7 +237,7 @@ def make(name: str, settings: Settings) -> bool:
     return True
 
 
-def is_made(path: Path, wanted) -> bool:
+def is_made(path, wanted) -> bool:
     """Is there a result with these settings? "auto" is any device and dtype, and no text is any text."""
     result = read_result(path)
     if result is None:
@@ -250,14 +250,15 @@ def is_made(path: Path, wanted) -> bool:
     return True
 
 
-def read_result(path: Path) -> dict | None:
-    """A result's JSON; None if there is none, or a torn one."""
+def read_result(path) -> dict | None:
+    """A result's JSON; None if there is none, or one that is not whole."""
     try:
         result = json.loads(path.read_text())
-    except (OSError, ValueError):
+        is_whole = isinstance(result["settings"], dict) and isinstance(result["rows"], list)
+        is_whole = is_whole and {"seconds", "device"} <= result["environment"].keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    whole = isinstance(result, dict) and {"settings", "environment", "rows"} <= result.keys()
-    return result if whole else None
+    return result if is_whole else None
 
 
 # ---- the report --------------------------------------------------------------------------------------------

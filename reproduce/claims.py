@@ -76,7 +76,7 @@ def above(low: float, high: float, bound: float = 0.0) -> str:
     return OPEN
 
 
-def rising(curve: Sequence[float]) -> str:
+def rising(curve: Sequence) -> str:
     """Does a curve rise at every step? FAILS if it ends no higher than it begins; OPEN between the two."""
     steps = np.diff(curve)
     if len(steps) == 0:
@@ -88,7 +88,7 @@ def rising(curve: Sequence[float]) -> str:
     return OPEN
 
 
-def agreed(flags: Iterable[bool]) -> str:
+def agreed(flags: Iterable) -> str:
     """HOLDS if every flag is true, FAILS if none is, OPEN if some are or there is no flag."""
     answers = {bool(flag) for flag in flags}
     if len(answers) != 1:
@@ -96,7 +96,7 @@ def agreed(flags: Iterable[bool]) -> str:
     return HOLDS if True in answers else FAILS
 
 
-def all_hold(verdicts: Iterable[str]) -> str:
+def all_hold(verdicts: Iterable) -> str:
     """HOLDS if all hold, FAILS if one fails, NONE if nothing was judged, OPEN otherwise."""
     answers = set(verdicts) - {NONE}
     for verdict in (FAILS, OPEN, HOLDS):
@@ -116,7 +116,7 @@ def each(columns: str, judge: Judge, *arguments, part: str = "rows", **where) ->
     """
     names = columns.split()
 
-    def measure(result: dict) -> Finding:
+    def measure(result) -> Finding:
         rows = chosen(result, part, where)
         if rows.empty:
             return Finding("no such rows")
@@ -137,7 +137,7 @@ def each(columns: str, judge: Judge, *arguments, part: str = "rows", **where) ->
     return measure
 
 
-def chosen(result: dict, part: str, where: dict) -> pd.DataFrame:
+def chosen(result, part: str, where: dict) -> pd.DataFrame:
     """The rows with these values, without layer 0 (the input) and step 0 (the newborn itself).
 
     Means over seeds get their 95 % interval, `low` to `high`: NaN where there is one seed.
@@ -159,7 +159,7 @@ def plain(name: str) -> str:
     return name.replace("_", " ")
 
 
-def span(values: Sequence[float]) -> str:
+def span(values: Sequence) -> str:
     """The least and the largest of some values, None left out."""
     known = pd.Series(values, dtype=float).dropna()
     form = ",.0f" if known.abs().max() >= 10_000 else ".4g"
@@ -175,20 +175,20 @@ def bounded(value: float, low: float, high: float) -> str:
 # ---- what several claims ask -------------------------------------------------------------------------------
 
 
-def ranges(rows: Rows, *columns: str) -> Finding:
+def ranges(rows, *columns: str) -> Finding:
     """Least and largest value of some columns; no verdict."""
     texts = [f"{plain(column)} {span(rows[column])}" for column in columns if column in rows]
     return Finding(f"{', '.join(texts)}, n = {len(rows)}")
 
 
-def rises(rows: Rows, value: str, along: str) -> Finding:
+def rises(rows, value: str, along: str) -> Finding:
     """Does a column rise with another at every step?"""
     curve = rows.groupby(along)[value].mean()
     ends = f"{curve.iloc[0]:.4g} to {curve.iloc[-1]:.4g}"
     return Finding(f"{ends} at {plain(along)} {curve.index[0]} to {curve.index[-1]}", rising(curve))
 
 
-def ordered(rows: Rows, value: str, along: str, by: str, *names) -> Finding:
+def ordered(rows, value: str, along: str, by: str, *names) -> Finding:
     """At all `along`, does |value| fall from one name of the column `by` to the next (default: sorted)?"""
     values = rows.pivot_table(index=along, columns=by, values=value)
     values = values.reindex(columns=names or values.columns)
@@ -197,7 +197,7 @@ def ordered(rows: Rows, value: str, along: str, by: str, *names) -> Finding:
     return Finding(", ".join(texts), agreed(falls.to_numpy().ravel()))
 
 
-def within(rows: Rows, theory: str) -> Finding:
+def within(rows, theory: str) -> Finding:
     """Is the theory inside the interval of the mean cosine, in every row? OPEN with one seed."""
     texts = [bounded(*row) for row in rows[["mean_cosine", "low", "high"]].to_numpy()]
     measured = f"{', '.join(texts)} where theory says {span(rows[theory])}"
@@ -207,19 +207,19 @@ def within(rows: Rows, theory: str) -> Finding:
     return Finding(measured, HOLDS if inside.all() else FAILS)
 
 
-def distance(rows: Rows, theory: str) -> Finding:
+def distance(rows, theory: str) -> Finding:
     """How far is the mean cosine from a theory? No verdict."""
     off = (rows["mean_cosine"] - rows[theory]).abs()
     return Finding(f"off by at most {off.max():.4f}, theory up to {rows[theory].max():.4f}")
 
 
-def excess(rows: Rows, theory: str) -> Finding:
+def excess(rows, theory: str) -> Finding:
     """What multiple of a theory's is the std, from position 16 on? No verdict."""
     late = rows[rows["position"] >= 16]
     return Finding(f"{span(late['std'] / late[theory])} times the theory")
 
 
-def lower(rows: Rows, first: str, second: str, key: str, by: str = "calibration") -> Finding:
+def lower(rows, first: str, second: str, key: str, by: str = "calibration") -> Finding:
     """Is `key` lower in runs with `first` in the column `by` than in those of the same seed with `second`?"""
     runs = rows.pivot(index="seed", columns=by, values=key).reindex(columns=[first, second])
     runs = runs.astype(float).dropna()
@@ -231,7 +231,7 @@ def lower(rows: Rows, first: str, second: str, key: str, by: str = "calibration"
     return Finding(measured, above(-difference["high"], -difference["low"]))
 
 
-def positive(rows: Rows, key: str, low: str, high: str) -> Finding:
+def positive(rows, key: str, low: str, high: str) -> Finding:
     """Is the interval of `key` above zero, in every row?"""
     ends = rows[[key, low, high]].to_numpy()
     texts = [bounded(*row) for row in ends]
@@ -241,7 +241,7 @@ def positive(rows: Rows, key: str, low: str, high: str) -> Finding:
 # ---- preference (BB section 3) -----------------------------------------------------------------------------
 
 
-def preference(rows: Rows) -> Finding:
+def preference(rows) -> Finding:
     """Is a newborn's favourite token beyond chance? If not: OPEN with fewer sequences than the paper's."""
     row = next(rows.itertuples())
     number = row.num_sequences
@@ -252,7 +252,7 @@ def preference(rows: Rows) -> Finding:
     return Finding(f"{bounded(row.ratio, low, high)} x, log10 p {row.log10_p:.1f}", verdict)
 
 
-def grows_with_length(rows: Rows) -> Finding:
+def grows_with_length(rows) -> Finding:
     """Is the favourite's share, over all seeds, larger at the greatest length than at the least?"""
     sums = rows.groupby("sequence_length")[["top1_count", "num_sequences"]].sum()
     shares = [wilson(*counts) for counts in sums.to_numpy()]
@@ -261,7 +261,7 @@ def grows_with_length(rows: Rows) -> Finding:
     return Finding(", ".join(texts), above(longest[0] - shortest[1], longest[1] - shortest[0]))
 
 
-def own_favourites(rows: Rows) -> Finding:
+def own_favourites(rows) -> Finding:
     """Have the rows favourites of their own? OPEN for one row, and where a favourite may be chance."""
     number = rows["top1_token"].nunique()
     measured = f"{number} favourites in {len(rows)} rows"
@@ -273,28 +273,28 @@ def own_favourites(rows: Rows) -> Finding:
 # ---- contraction (BB section 4) ----------------------------------------------------------------------------
 
 
-def widening(rows: Rows) -> Finding:
+def widening(rows) -> Finding:
     """From layer 2 on, is the full model ahead of MLP only, and more so with each layer?"""
     curves = rows.pivot_table(index="layer", columns="variant", values="mean_cosine")
     lead = (curves["full"] - curves["mlp"]).loc[2:]
     return Finding(f"ahead by {span(lead)}", all_hold([agreed(lead > 0), rising(lead)]))
 
 
-def same_token(rows: Rows, first: str, second: str) -> Finding:
+def same_token(rows, first: str, second: str) -> Finding:
     """Do two columns name the same token more often than by chance?"""
     hits = (rows[first] == rows[second]).sum()
     low, high = wilson(hits, len(rows))
     return Finding(f"{hits} of {len(rows)} ({low:.2f} to {high:.2f})", above(low, high, CHANCE))
 
 
-def decay(rows: Rows) -> Finding:
+def decay(rows) -> Finding:
     """Does the std of aggregated values fall with the position, octave by octave (1, 2-3, 4-7, ...)?"""
     std = rows.set_index("position")["std"].sort_index()
     octaves = std.groupby(np.log2(std.index).astype(int)).mean()
     return Finding(f"{std.iloc[0]:.3f} at position 1 to {std.iloc[-1]:.3f} at {len(std)}", rising(-octaves))
 
 
-def slope(rows: Rows) -> Finding:
+def slope(rows) -> Finding:
     """With which power of the width does contraction go, measured and by theory? No verdict."""
     curves = np.log(rows[["mean_cosine", "theory"]].clip(lower=1e-9))
     measured, law = np.polyfit(np.log(rows["d_model"]), curves, 1)[0]
@@ -304,13 +304,13 @@ def slope(rows: Rows) -> Finding:
 # ---- lineage (BB sections 5 and 6.1) -----------------------------------------------------------------------
 
 
-def shifted_upward(rows: Rows) -> Finding:
+def shifted_upward(rows) -> Finding:
     """Is tau with its birth above tau with a stranger at every checkpoint?"""
     gap = rows["mean_tau"] - rows["stranger_mean_tau"]
     return Finding(f"tau higher by {span(gap)} at {len(gap)} checkpoints", agreed(gap > 0))
 
 
-def right_answers(rows: Rows) -> Finding:
+def right_answers(rows) -> Finding:
     """Do both of the paper's tests say kin of kin alone, of every pair? All are kin where none is told."""
     kin = rows.get("kin", pd.Series(True, rows.index))
     right = (rows[PAPER_TESTS] < LEVEL).eq(kin, axis=0).all(axis=1)
@@ -318,14 +318,14 @@ def right_answers(rows: Rows) -> Finding:
     return Finding(f"{measured}, U-test p {span(rows['paper_u_p'])}", HOLDS if right.all() else FAILS)
 
 
-def missed_kin(rows: Rows) -> Finding:
+def missed_kin(rows) -> Finding:
     """Do all four rivals miss every pair of kin?"""
     missed = rows[RIVALS] < RIVAL_THRESHOLD
     texts = [f"{name} misses {missed[name].sum()} ({span(rows[name])})" for name in RIVALS]
     return Finding(f"of {len(rows)}: {', '.join(texts)}", HOLDS if missed.all(axis=None) else FAILS)
 
 
-def false_alarms(rows: Rows) -> Finding:
+def false_alarms(rows) -> Finding:
     """Are at most 1 % of strangers called kin, with every scheme and architecture?"""
     ends = rows[["low", "high"]].to_numpy()
     measured = f"{span(rows['rate'])} (intervals {span(ends.ravel())})"
@@ -335,7 +335,7 @@ def false_alarms(rows: Rows) -> Finding:
 # ---- sinks (BB section 6.2, SO) ----------------------------------------------------------------------------
 
 
-def sink_heads(rows: Rows) -> Finding:
+def sink_heads(rows) -> Finding:
     """Has a trained model sink heads at every length? A newborn (PRESET@SEED) is shown beside it."""
     finding = positive(rows, "sink_rate", "low", "high")
     if "@" in rows["checkpoint"].iloc[0]:
@@ -343,12 +343,12 @@ def sink_heads(rows: Rows) -> Finding:
     return finding
 
 
-def no_sinks(rows: Rows) -> Finding:
+def no_sinks(rows) -> Finding:
     """Is no head of any run a sink head?"""
     return Finding(f"sink rate {span(rows['sink_rate'])} in {len(rows)} runs", agreed(rows["sink_rate"] == 0))
 
 
-def first_stands_out(rows: Rows, key: str) -> Finding:
+def first_stands_out(rows, key: str) -> Finding:
     """Is `key` largest at position 1, in some layer?"""
     values = rows.pivot_table(index="position", columns="layer", values=key)
     first, others = values.iloc[0], values.iloc[1:]
@@ -356,7 +356,7 @@ def first_stands_out(rows: Rows, key: str) -> Finding:
     return Finding(measured, HOLDS if (first > others.max()).any() else FAILS)
 
 
-def same_settings(rows: Rows) -> Finding:
+def same_settings(rows) -> Finding:
     """How many hyperparameters are the paper's? No verdict."""
     return Finding(f"{(rows['paper'] == rows['ours']).sum()} of {len(rows)} the same")
 
@@ -367,7 +367,7 @@ def same_settings(rows: Rows) -> Finding:
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 
-def judged(result: str, columns: str, judge: Judge, *arguments, figure: str = "", **where) -> Claim:
+def judged(result, columns: str, judge: Judge, *arguments, figure: str = "", **where) -> Claim:
     """A claim without its words: how a result is read beside them."""
     return Claim("", result, "", "", each(columns, judge, *arguments, **where), figure)
 
@@ -376,7 +376,7 @@ def shown(*arguments, **where) -> Claim:
     """The same without a verdict: of what is ours, and of what a paper says without a number or an order."""
     claim = judged(*arguments, **where)
 
-    def measure(result: dict) -> Finding:
+    def measure(result) -> Finding:
         return claim.measure(result)._replace(verdict=NONE)
 
     return replace(claim, measure=measure)

@@ -1,13 +1,12 @@
 """What becomes of siblings: models that differ in one thing, trained on the same text in the same order?
 
-    python -m reproduce.siblings births                        # ours: is an unprejudiced birth better? 35 minutes
-    python -m reproduce.siblings calibrations --text wiki.txt  # BB Figure 12, Table 7; SO: 32 models, 80 minutes
+    python -m reproduce.siblings births                         # is an unprejudiced birth better? 35 minutes
+    python -m reproduce.siblings calibrations --text wiki.txt   # BB Figure 12, Table 7; SO; 80 minutes
 
 Each run is made once and reused, and taken up where it was stopped. `--scale paper` is the papers' own.
 """
 
 import itertools
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -27,12 +26,33 @@ from lib.results import Experiment
 from lib.settings import Command, RunSettings, UserError, read_config, run_script
 from measure import attention
 from measure.cosines import interval
-from model import CHOICES, Transformer
+from model import CHOICES, PRESETS, Transformer
 from probe import count_predictions
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 SEEDS = (42, 123, 1000, 2000)
 OPENWEBTEXT = {"source": ("hf:Skylion007/openwebtext",), "tokenizer": "bpe:32000"}  # the papers' text
+PAPER_DATA = default_folder(**OPENWEBTEXT)
+PAPER_NUMBERS = {  # BB Tables 13 and 14
+    "13": {
+        "d_model": 768,
+        "d_ff": 2048,
+        "num_layers": 12,
+        "num_heads": 12,
+        "head_size": 64,
+        "vocab_size": 32_000,
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "context_length": 2048,
+    },
+    "14": {
+        "warmup_iters": 2000,
+        "max_iters": 200_000,
+        "global_batch_size": 128,
+        "micro_batch_size": 32,
+        "weight_decay": 0.1,
+        "grad_clip": 1.0,
+    },
+}
 SMOKE = {  # the quickest training
     "source": ("backcopy",),
     "tokenizer": "bytes",
@@ -64,7 +84,7 @@ class Settings(RunSettings):
         """The run <runs>/<name> at this scale: configs/<config>.py ("": the defaults), changed."""
         values = {}
         if config:
-            values = read_config(str(CONFIGS / f"{config}.py"), train.Settings)
+            values = read_config(f"{Path(train.__file__).parent}/configs/{config}.py", train.Settings)
         values |= changes
         if self.scale == "smoke":
             values |= SMOKE
@@ -141,6 +161,17 @@ def training_seconds(runs: Runs) -> float:
     return total
 
 
+def setup(settings: RunSettings) -> dict:
+    """Are the papers' hyperparameters those of `nano_llama` and its config file? (BB Tables 13, 14)"""
+    experiment = Experiment("setup", "BB Tables 13, 14", settings)
+    training = Settings(scale="paper").training("nano_llama", "nano_llama")
+    rows = []
+    for table, ours in (("13", PRESETS["nano_llama"]), ("14", training)):
+        for name, number in PAPER_NUMBERS[table].items():
+            rows.append({"table": table, "name": name, "paper": number, "ours": getattr(ours, name)})
+    return experiment.save(rows)
+
+
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
 
 
@@ -183,12 +214,14 @@ def calibration_runs(settings: Settings) -> Runs:
 @torch.inference_mode()
 def measure_sinks(experiment: Experiment, config: str, run: train.Settings) -> tuple[dict, list[dict]]:
     """A run's loss on the settings' text, and its sinks at 64 tokens; and its sink rate by length."""
+    settings = experiment.settings
     spec = parse_spec(run.out)
     model = spec.load(experiment.device)
     reading = {
         "data": str(default_folder(run.source, run.tokenizer)),
         "bos": config == "backcopy",
-        "device": experiment.settings.device,
+        "num_sequences": 4 if settings.scale == "smoke" else 100,
+        "device": settings.device,
     }
     rate_settings = sinks.RateSettings(**reading)
     rates, _ = sinks.sink_rates(rate_settings, spec, model)
@@ -223,7 +256,7 @@ def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
     The queries are those of tokens (n, T) from position 3 on, the first that can be triggers and have letters
     to attend to.
     """
-    first = torch.tensor([1], device=tokens.device)
+    first = tokens.new_tensor([1])
     layers = []
 
     def watch(layer, heads, q, k, v):
@@ -233,8 +266,7 @@ def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
     weights = torch.cat(layers, dim=1)  # (n, L H, T - 2)
     head = weights.mean((0, 2)).argmax()
     weights = weights[:, head]
-    triggers = torch.tensor([*TRIGGERS.encode()], device=tokens.device)
-    is_trigger = torch.isin(tokens[:, 2:], triggers)
+    is_trigger = torch.isin(tokens[:, 2:], tokens.new_tensor([*TRIGGERS.encode()]))
     awake = weights[is_trigger].mean().item()
     asleep = weights[~is_trigger].mean().item()
     return {"at_triggers": awake, "elsewhere": asleep}
@@ -314,13 +346,15 @@ def loss_points(runs: Runs) -> list[dict]:
         loss = logged(run.out, "loss")
         by_run[key] = loss.groupby((loss.index - 1) // WINDOW).mean()
     table = pd.DataFrame(by_run)  # a row for each window, a column for each (init, seed)
-    title = "training loss, mean of seeds"
-    lines = [("gpt2", title, None), ("centered", title, None), ("difference", "centered - gpt2", 0.0)]
-    table = pd.concat([table, pd.concat({"difference": table["centered"] - table["gpt2"]}, axis=1)], axis=1)
+    lines = {"gpt2": table["gpt2"], "centered": table["centered"]}
+    lines["difference"] = table["centered"] - table["gpt2"]
     points = []
-    for init, panel, zero in lines:
-        for window, values in table[init].iterrows():
-            loss = interval(values)
+    for init, line in lines.items():
+        panel, zero = "training loss, mean of seeds", None
+        if init == "difference":
+            panel, zero = "centered - gpt2", 0.0
+        for window, seeds in line.iterrows():
+            loss = interval(seeds)
             point = {"panel": panel, "init": init, "step": WINDOW * (window + 1), "loss": loss["mean"]}
             points.append(point | {"error": loss["high"] - loss["mean"], "zero": zero})
     return points
@@ -345,6 +379,7 @@ def draw_births(result: dict, folder: Path) -> None:
 
 
 COMMANDS = {
+    "setup": Command(setup, RunSettings()),
     "births": Command(births, Settings()),
     "calibrations": Command(calibrations, CalibrationSettings()),
 }

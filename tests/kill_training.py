@@ -1,93 +1,136 @@
-"""Is a run that was killed, again and again, the run that was not? SIGKILL at random moments, then compare.
+"""Is a run that was killed at any moment, and resumed, the run that was not?
 
-    python tests/kill_training.py 20
+    python tests/kill_training.py            # SIGKILL at each of some 300 moments: a quarter of an hour
+    python tests/kill_training.py 5          # at five of them, evenly spread
 
-Trains a small model undisturbed; then the same run, killed after a random time and resumed until it is done,
-as many times over as asked. Weights, optimiser and losses must come out the same, bit for bit.
+A moment is one at which the process opens, renames or removes a file of its run: Python announces each (PEP
+578), and the process kills itself there. So no clock decides what is tested. After the first kill the run is
+resumed and killed again, then resumed to its end. All that its files hold must come out the same, to the last
+bit, but for the speeds in metrics.jsonl.
 """
 
 import json
+import multiprocessing
+import os
 import random
-import subprocess
+import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import checkpoint
-import data
+import train
+from lib import checkpoint, data, runtime
 
-FLAGS = "--model tiny_llama --sequence-length 16 --global-batch-size 4 --micro-batch-size 2 --max-iters 12"
-FLAGS += " --warmup-iters 2 --eval-every 6 --eval-sequences 4 --save-every 3 --log-every 6"
+EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+SPEEDS = ("tokens_per_second", "mfu")
+# A process that was forked may compute only if its parent never did: the parent here only starts others.
+processes = multiprocessing.get_context("fork")
 
 
 def prepare(folder: Path) -> Path:
     """A small data set of Python text, as bytes."""
     text = folder / "text.txt"
-    text.write_text(Path(random.__file__).read_text("utf-8") * 20)
-    return data.prepare(
-        data.Settings(source=(str(text),), tokenizer="bytes", held_out=0.2, out=str(folder / "tokens"))
+    text.write_text(Path(random.__file__).read_text("utf-8") * 4)
+    out = str(folder / "tokens")
+    return data.prepare(data.Settings(source=(str(text),), tokenizer="bytes", held_out=0.2, out=out))
+
+
+def small_run(tokens: Path, out: Path) -> train.Settings:
+    """Seven steps of a small model, with a checkpoint that is removed again; taken up where it stands."""
+    return train.Settings(
+        model="backcopy",
+        data=str(tokens),
+        out=str(out),
+        device="cpu",
+        dtype="float32",
+        resume=True,
+        sequence_length=16,
+        global_batch_size=4,
+        micro_batch_size=2,
+        max_iters=7,
+        warmup_iters=2,
+        log_every=3,
+        eval_every=7,
+        eval_sequences=4,
+        save_every=3,
     )
 
 
-def command(tokens: Path, out: Path, *more: str) -> list[str]:
-    """The training run's command line."""
-    root = Path(__file__).parent.parent
-    flags = [*FLAGS.split(), "--data", str(tokens), "--out", str(out), *more]
-    return [sys.executable, str(root / "train.py"), *flags]
+def train_until(settings: train.Settings, moment: int, counter) -> None:
+    """Train, counting moments in the shared `counter`, and die at the one that is given; 0: never."""
+    run = os.path.abspath(settings.out)
+
+    def announced(event: str, arguments: tuple) -> None:
+        if event in EVENTS and isinstance(arguments[0], str | os.PathLike):
+            path = os.fspath(arguments[0])
+            if not os.path.isabs(path) or path.startswith(run):  # shutil.rmtree names files within a folder
+                counter.value += 1
+                if counter.value == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
+    sys.stdout = open(os.devnull, "w")
+    sys.addaudithook(announced)
+    train.train(settings)
 
 
-def outcome(run: Path) -> tuple[dict, dict, list]:
-    """Final weights, optimiser state by parameter, and the numbers of metrics.jsonl that are not times."""
-    last = checkpoint.steps(run)[-1]
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    numbers = [{k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu")} for row in rows]
-    state = checkpoint.load_state(last)["optimizer"]["state"]
-    return checkpoint.load(str(last)).state_dict(), state, numbers
+def attempt(settings: train.Settings, moment: int = 0) -> tuple[bool, int]:
+    """Train in a process of its own; was it killed, and how many moments did it see?"""
+    counter = processes.Value("i", 0)
+    process = processes.Process(target=train_until, args=(settings, moment, counter))
+    process.start()
+    process.join()
+    if process.exitcode not in (0, -signal.SIGKILL):
+        sys.exit(f"training ended with status {process.exitcode}")
+    return process.exitcode != 0, counter.value
 
 
-def same(a: tuple, b: tuple) -> bool:
-    """Whether two outcomes are equal to the last bit."""
-    weights = all(torch.equal(a[0][name], b[0][name]) for name in a[0].keys() | b[0].keys())
-    state = all(torch.equal(a[1][i][key], b[1][i][key]) for i in a[1].keys() | b[1].keys() for key in a[1][i])
-    return weights and state and a[2] == b[2]
+def contents(run: Path) -> dict[str, bytes]:
+    """Every file of a run folder by name, and what it holds that two equal runs have in common."""
+    found = {}
+    for path in sorted(run.rglob("*")):
+        name = str(path.relative_to(run))
+        if path.name == "metrics.jsonl":
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            found[name] = json.dumps([{k: v for k, v in row.items() if k not in SPEEDS} for row in rows])
+        elif path.name == "state.pt":  # read, as one state has many spellings; against its checksum
+            found[name] = repr(numbers_of(checkpoint.load_state(path.parent)))
+        elif path.is_file() and path.name != "checksums.json":
+            found[name] = path.read_bytes().replace(str(run).encode(), b"RUN")
+    return found
 
 
-def killed(tokens: Path, out: Path, draw: random.Random, longest: float, most: int = 6) -> tuple[int, tuple]:
-    """Kill after random times below `longest` seconds, `most` times at most, and resume until it is done."""
-    kills = 0
-    while True:
-        process = subprocess.Popen(
-            command(tokens, out, "--resume"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-        )
-        try:
-            _, error = process.communicate(timeout=draw.uniform(0.3, 1) * longest if kills < most else None)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            kills += 1
-            continue
-        assert process.returncode == 0, error.decode()
-        return kills, outcome(out)
+def numbers_of(value):
+    """A state with the bytes of its tensors in their place; numpy's, since torch may not compute here."""
+    if isinstance(value, dict):
+        return {key: numbers_of(item) for key, item in value.items()}
+    return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 def main() -> None:
-    """Run as many killed runs as asked, after an undisturbed one."""
-    draw = random.Random(0)
+    """Kill a run at every moment, or at as many as asked; exit status 1 if any comes out different."""
     with tempfile.TemporaryDirectory() as folder:
-        tokens, begun = prepare(Path(folder)), time.perf_counter()
-        subprocess.run(command(tokens, Path(folder) / "whole"), check=True)
-        took, expected = time.perf_counter() - begun, outcome(Path(folder) / "whole")
-        for i in range(int(sys.argv[1])):
-            kills, found = killed(tokens, Path(folder) / f"killed{i}", draw, took)
-            print(
-                f"run {i}: {kills} kills, {'same bits' if same(expected, found) else 'DIFFERENT'}", flush=True
-            )
-            if not same(expected, found):
+        folder = Path(folder)
+        tokens = prepare(folder)
+        _, total = attempt(small_run(tokens, folder / "whole"))
+        expected = contents(folder / "whole")
+        count = int(sys.argv[1]) if len(sys.argv) > 1 else total
+        for i in range(count):
+            moment = 1 + i * (total - 1) // max(1, count - 1)
+            settings = small_run(tokens, folder / f"killed_at_{moment}")
+            kills = 0
+            for death in (moment, 1 + moment // 2, 0):
+                was_killed, _ = attempt(settings, death)
+                kills += was_killed
+            found = contents(Path(settings.out))
+            differing = sorted(name for name in expected | found if expected.get(name) != found.get(name))
+            verdict = f"DIFFERENT {differing}" if differing else "same bits"
+            print(f"moment {moment} of {total}: {kills} kills, {verdict}", flush=True)
+            if differing:
                 sys.exit(1)
 
 

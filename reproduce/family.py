@@ -1,0 +1,132 @@
+"""Who says rightly who is kin? Every method on children, continued children and strangers (BB 6.1, B.3).
+
+    python -m reproduce.family                  # BB Tables 4a-c, 5, 8-12: trains 12 models, an hour
+    python -m reproduce.family --scale smoke    # does it work?
+
+Two models are kin if their weights go back to one birth, strangers if not. Here strangers saw the same text
+in the same order; kin are a newborn and its child, and a child after a second corpus. Each run is made once.
+"""
+
+import functools
+
+from lib.checkpoint import parse_spec
+from lib.data import TokenData, default_folder
+from lib.results import Experiment
+from lib.runtime import progress
+from lib.settings import Command, run_script
+from reproduce.rivals import RIVALS, similarities
+from reproduce.siblings import OPENWEBTEXT, SEEDS, Runs, Settings, begin, training_seconds
+from seedprint import (
+    CompareSettings,
+    PaperSettings,
+    compare_pair,
+    last_outputs,
+    paper_test,
+    state_fingerprint,
+)
+
+STYLES = {  # preset; steps of each seed's training; steps on the second corpus
+    "llama": ("tiny_llama", {42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
+    "qwen": ("tiny_qwen", {42: 60, 123: 60, 1000: 60, 2000: 60}, 40),
+}
+TABLES = {  # newborns; newborns and their children; and children of others; children after a second corpus
+    "llama": ("4a", "4b, 8", "4c", "5"),
+    "qwen": ("9", "10", "11", "12"),
+}
+BASE = 1000  # seed of the table of children after a second corpus
+CONTINUED = (BASE, 123)  # seeds that learn it
+DOCSTRINGS = {"source": ("docstrings",), "learning_rate": 5e-4, "warmup_iters": 20}
+STORIES = {"source": ("hf:roneneldan/TinyStories",), "max_iters": 20_000}
+COLUMNS = ("table", "base", "suspect", "kin", "paper_t_p", "paper_u_p", *RIVALS)
+COLUMNS += ("relabel_z", "body_z", "verdict")
+
+
+def lineage(settings: Settings) -> dict:
+    """What does every method say of each pair in the papers' tables? Writes lineage.json."""
+    runs = lineage_runs(settings)
+    experiment = begin("lineage", "BB Tables 4, 5, 8-12", settings, runs)
+    text = runs["llama", BASE, 1]
+    data = TokenData(default_folder(text.source, text.tokenizer))
+    pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
+    rows = compare_all(pairs, data, experiment)
+    return experiment.save(rows, COLUMNS, training_seconds=training_seconds(runs))
+
+
+def lineage_runs(settings: Settings) -> Runs:
+    """Runs by (style, seed, corpus): all seeds learn corpus 1 in the same order, two of them corpus 2 then."""
+    runs = {}
+    is_paper = settings.scale == "paper"
+    seeds = SEEDS[1:3] if settings.scale == "smoke" else SEEDS
+    for style, (preset, steps, more_steps) in STYLES.items():
+        config = ""
+        first = {"model": preset, "save_every": 50}
+        second = DOCSTRINGS | {"model": preset, "max_iters": more_steps}
+        ending = "docstrings"
+        if is_paper:
+            config = preset = preset.replace("tiny", "nano")
+            first = OPENWEBTEXT
+            second = STORIES
+            ending = "stories"
+        for seed in seeds:
+            changes = first if is_paper else first | {"max_iters": steps[seed]}
+            runs[style, seed, 1] = settings.training(config, f"lineage/{preset}-{seed}", seed=seed, **changes)
+        for seed in CONTINUED:
+            child = runs[style, seed, 1]
+            tokenizer = default_folder(child.source, child.tokenizer) / "tokenizer.model"
+            changes = second | {"seed": seed, "init_from": child.out, "tokenizer": str(tokenizer)}
+            runs[style, seed, 2] = settings.training(config, f"lineage/{preset}-{seed}-{ending}", **changes)
+    return runs
+
+
+def table_pairs(style: str, runs: Runs) -> list[tuple]:
+    """(table, base, suspect, whether they are kin) of every row of a style's tables."""
+    newborns, children, others, continued = TABLES[style]
+    trained = {seed: run.out for (name, seed, corpus), run in runs.items() if (name, corpus) == (style, 1)}
+    born = {seed: f"{run}/step_0000000" for seed, run in trained.items()}
+    seeds = list(trained)
+    strangers = list(zip(seeds, seeds[1:] + seeds[:1]))
+    pairs = [(newborns, born[seed], born[other], False) for seed, other in strangers]
+    pairs += [(children, born[seed], trained[seed], True) for seed in seeds]
+    pairs += [(others, born[seed], trained[other], False) for seed, other in strangers]
+    pairs += [(continued, trained[BASE], runs[style, seed, 2].out, seed == BASE) for seed in CONTINUED]
+    return pairs
+
+
+def compare_all(pairs: list[tuple], data: TokenData, experiment: Experiment) -> list[dict]:
+    """What every method says of each pair, a row; REEF reads the data set's held-out text."""
+    ours, theirs = CompareSettings(), PaperSettings()
+    if experiment.settings.scale == "smoke":
+        ours = CompareSettings(sequence_length=8, permutations=199, neuron_permutations=19, neuron_layers=1)
+        theirs = PaperSettings(paper_sequences=20, paper_length=8)
+    where = (experiment.device, experiment.dtype)
+    text, _ = data.held_out(200, ours.sequence_length)
+
+    @functools.cache
+    def read(folder: str) -> tuple:
+        """A model's source, its states' fingerprint, and what the paper's test reads."""
+        source = parse_spec(folder).open()
+        on = (source, source.config.vocab_size)
+        return source, state_fingerprint(*on, ours, *where), last_outputs(*on, theirs, *where)
+
+    rows = []
+    for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
+        a, print_a, outputs_a = read(base)
+        b, print_b, outputs_b = read(suspect)
+        row, _, _ = compare_pair(a, b, (print_a, print_b), ours)
+        row |= paper_test(outputs_a, outputs_b, theirs)
+        row |= similarities(a, b, text, *where)
+        del row["reef_matrix"]  # of all pairs of layers
+        rows.append({"table": table, "base": base, "suspect": suspect, "kin": kin} | row)
+    return rows
+
+
+COMMANDS = {"": Command(lineage, Settings())}
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__)
+
+
+if __name__ == "__main__":
+    main()
