@@ -11,9 +11,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -83,7 +81,7 @@ class ProbeSettings(PositionSettings):
 EXPERIMENTS: dict[str, Command] = {}  # each enters itself
 
 
-def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **figure) -> Callable:
+def experiment(paper, defaults: BlockSettings, averaged=(), columns=(), **figure):
     """Make an experiment of a function that samples one model.
 
     The function takes settings and a Spec, and returns rows, and points to draw (none: the rows). Rows that
@@ -91,12 +89,12 @@ def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **f
     `curves` is told.
     """
 
-    def register(sample: Callable) -> Callable:
+    def register(sample):
         name = sample.__name__
 
         @functools.wraps(sample)
         @torch.inference_mode()
-        def run(settings: BlockSettings) -> dict:
+        def run(settings: BlockSettings):
             embedding_seed = getattr(settings, "embedding_seed", None)
             specs = chosen_models(settings.model, settings.seed, embedding_seed, settings.init)
             settings = fit_settings(settings, defaults, specs)
@@ -114,7 +112,7 @@ def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **f
             if averaged:
                 rows = mean_over_seeds(rows, averaged)
 
-            def draw(result: dict, folder: Path) -> None:
+            def draw(result, folder) -> None:
                 shown = name_models(result["points"] or result["rows"], figure["series"])
                 curves(shown, folder / f"{name}.png", **figure)
 
@@ -126,7 +124,7 @@ def experiment(paper: str, defaults: BlockSettings, averaged=(), columns=(), **f
     return register
 
 
-def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs: list) -> BlockSettings:
+def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs) -> BlockSettings:
     """The settings, with lengths that the models can read; in float32 where whole models are not read.
 
     UserError for a length of the user's own that is too long, and for models without attention or MLPs.
@@ -145,7 +143,7 @@ def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs: list) 
     return replace(settings, sequence_length=lengths or (context,))
 
 
-def without_theory(row: dict) -> dict:
+def without_theory(row):
     """The row of a trained model: theory, which is of newborns, is null."""
     theories = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")
     return row | {name: None for name in theories if name in row}
@@ -167,7 +165,7 @@ def load_blocks(settings: BlockSettings, spec: Spec, **changes) -> Transformer:
     return newborn(config, spec.seed, scheme=spec.scheme, device=settings.device)
 
 
-def gaussian_inputs(settings: SeedSettings, T: int, d: int) -> Tensor:
+def gaussian_inputs(settings: SeedSettings, T, d) -> Tensor:
     """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
     indices = range(settings.num_sequences)
     return random_vectors(settings.input_seed, indices, T, d).to(settings.device)
@@ -176,7 +174,7 @@ def gaussian_inputs(settings: SeedSettings, T: int, d: int) -> Tensor:
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
 
 
-def ablated(settings: ProbeSettings, spec: Spec) -> Iterator[tuple]:
+def ablated(settings: ProbeSettings, spec: Spec):
     """(key of a row, model, counts) of the full model, of its MLPs only and of its attention only."""
     model = load_model(settings, spec)
     for kind in ("full", "mlp", "attention"):
@@ -208,7 +206,7 @@ def ablated(settings: ProbeSettings, spec: Spec) -> Iterator[tuple]:
     xlabel="layer",
     ylabel=COSINE,
 )
-def layers(settings: ProbeSettings, spec: Spec) -> tuple:
+def layers(settings: ProbeSettings, spec: Spec):
     """Which sublayer contracts, layer by layer? Cosine of two sequences' last positions (BB Figures 2, 7)"""
     rows = []
     for key, model, counts in ablated(settings, spec):
@@ -232,7 +230,7 @@ def layers(settings: ProbeSettings, spec: Spec) -> tuple:
     xlabel="rank of the predicted token",
     ylabel="sequences that predict it",
 )
-def ablation(settings: ProbeSettings, spec: Spec) -> tuple:
+def ablation(settings: ProbeSettings, spec: Spec):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2)"""
     rows, points = [], []
     for key, model, counts in ablated(settings, spec):
@@ -260,7 +258,7 @@ def ablation(settings: ProbeSettings, spec: Spec) -> tuple:
     xlabel="layer",
     ylabel=COSINE,
 )
-def mlp(settings: BlockSettings, spec: Spec) -> tuple:
+def mlp(settings: BlockSettings, spec: Spec):
     """Does the activation's asymmetry contract stacks of MLPs? (BB Figures 4, 5, Proposition 2)"""
     standard = load_blocks(settings, spec, sublayers="mlp")
     relu = variant(standard, mlp="relu")
@@ -280,7 +278,7 @@ def mlp(settings: BlockSettings, spec: Spec) -> tuple:
     return rows, []
 
 
-def mlp0_states(model: Transformer, x: Tensor) -> list:
+def mlp0_states(model: Transformer, x: Tensor):
     """States (n, d) before and after each MLP of a stack without norm and residual (BB Definition 1)."""
     states = [x[:, 0]]
     for block in model.model.layers:
@@ -288,7 +286,7 @@ def mlp0_states(model: Transformer, x: Tensor) -> list:
     return states
 
 
-def stream_states(model: Transformer, x: Tensor) -> list:
+def stream_states(model: Transformer, x: Tensor):
     """The residual stream of vectors (n, 1, d) before and after each block, (n, d) each."""
     states = []
 
@@ -299,7 +297,7 @@ def stream_states(model: Transformer, x: Tensor) -> list:
     return states
 
 
-def cosine_rows(stack: str, states: list[Tensor], law: list) -> list:
+def cosine_rows(stack, states, law):
     """A row for each layer of a stack: the cosine of its states, and the theory's."""
     rows = []
     for layer, (state, cosine) in enumerate(zip(states, law)):
@@ -319,7 +317,7 @@ def cosine_rows(stack: str, states: list[Tensor], law: list) -> list:
     xlabel="pre-activation",
     ylabel="activation; share of the fullest bin",
 )
-def engage(settings: BlockSettings, spec: Spec) -> tuple:
+def engage(settings: BlockSettings, spec: Spec):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6)"""
     model = load_blocks(settings, spec, sublayers="mlp", num_layers=1)
     config = model.config
@@ -365,7 +363,7 @@ def engage(settings: BlockSettings, spec: Spec) -> tuple:
     xlabel="positions",
     ylabel=COSINE,
 )
-def amplify(settings: PositionSettings, spec: Spec) -> tuple:
+def amplify(settings: PositionSettings, spec: Spec):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4)"""
     model = load_blocks(settings, spec, sublayers="mlp", mlp="relu", num_layers=2)
     first_mlp, second_mlp = (block.mlp for block in model.model.layers)
@@ -398,7 +396,7 @@ def amplify(settings: PositionSettings, spec: Spec) -> tuple:
     xlabel="layer",
     ylabel="mean cosine within a sequence",
 )
-def intra(settings: PositionSettings, spec: Spec) -> tuple:
+def intra(settings: PositionSettings, spec: Spec):
     """Does attention, without residual, make a sequence's positions alike? (BB Figure 8, Proposition 5)"""
     model = load_blocks(settings, spec, sublayers="attention")
     config = model.config
@@ -443,7 +441,7 @@ def intra(settings: PositionSettings, spec: Spec) -> tuple:
     xlabel="position i",
     ylabel="std of aggregated values",
 )
-def variance(settings: PositionSettings, spec: Spec) -> tuple:
+def variance(settings: PositionSettings, spec: Spec):
     """Do the first block's aggregated values shrink along the positions? (BB Figure 9, Equation 2)"""
     model = load_blocks(settings, spec, sublayers="attention", num_layers=1)
     config = model.config
@@ -468,7 +466,7 @@ def variance(settings: PositionSettings, spec: Spec) -> tuple:
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-def on_tokens(settings: ProbeSettings, spec: Spec, scheme: str) -> tuple:
+def on_tokens(settings: ProbeSettings, spec: Spec, scheme):
     """A newborn on random tokens beside what its weights alone foretell: rows by length, points to draw."""
     drawn_by = "gpt2" if scheme == "projected" else scheme
     model = load_model(settings, replace(spec, scheme=drawn_by))
@@ -527,7 +525,7 @@ def on_tokens(settings: ProbeSettings, spec: Spec, scheme: str) -> tuple:
     xlabel="count of the contraction direction's token",
     ylabel="count of the most frequent token",
 )
-def overlap(settings: ProbeSettings, spec: Spec) -> tuple:
+def overlap(settings: ProbeSettings, spec: Spec):
     """Is the token of the contraction direction the most frequent one? (BB Finding 2.2)"""
     rows, _ = on_tokens(settings, spec, settings.init)
     return rows, []
@@ -545,7 +543,7 @@ def overlap(settings: ProbeSettings, spec: Spec) -> tuple:
     xlabel="unit direction predicted from the weights",
     ylabel="unit direction measured",
 )
-def predict(settings: ProbeSettings, spec: Spec) -> tuple:
+def predict(settings: ProbeSettings, spec: Spec):
     """Do the weights alone, without a forward pass, foretell the direction and its token? (ours)"""
     return on_tokens(settings, spec, settings.init)
 
@@ -571,7 +569,7 @@ def predict(settings: ProbeSettings, spec: Spec) -> tuple:
     xlabel="seed",
     ylabel=COSINE,
 )
-def cure(settings: ProbeSettings, spec: Spec) -> tuple:
+def cure(settings: ProbeSettings, spec: Spec):
     """Is a newborn unbiased whose down projections pass on nothing that all hidden units share? (ours)"""
     if not spec.is_newborn or settings.init != "gpt2":
         raise UserError("cure draws presets in three ways: give --model a preset, and no --init")
@@ -583,7 +581,7 @@ def cure(settings: ProbeSettings, spec: Spec) -> tuple:
 
 
 @torch.inference_mode()
-def width(settings: SeedSettings) -> dict:
+def width(settings: SeedSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours)"""
     record = Experiment("width", "ours", replace(settings, dtype="float32"))
     rows = []
@@ -592,7 +590,7 @@ def width(settings: SeedSettings) -> dict:
     return record.save(mean_over_seeds(rows, ("mean_cosine", "std_cosine")), draw=draw_width)
 
 
-def sample_width(settings: SeedSettings, seed: int) -> list:
+def sample_width(settings: SeedSettings, seed):
     """One MLP0 block, GELU and SwiGLU, on unit-variance inputs, for four widths and two weight stds."""
     rows = []
     for kind, scaling, d in itertools.product(("gelu", "swiglu"), ("1/sqrt(d)", STD), WIDTHS):
@@ -613,7 +611,7 @@ def sample_width(settings: SeedSettings, seed: int) -> list:
     return rows
 
 
-def draw_width(result: dict, folder: Path) -> None:
+def draw_width(result, folder) -> None:
     """width.png: cosine over width, a panel for each scaling of the weights."""
     curves(
         result["rows"],

@@ -15,7 +15,6 @@ token and how often (`top1_*`), how often the luckiest token of N uniform draws 
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -60,7 +59,7 @@ class Settings(RunSettings):
     """sequences in a forward pass (default: 2048 tokens' worth; on CUDA 65536)"""
 
 
-def probe(settings: Settings) -> dict:
+def probe(settings: Settings):
     """Probe every model, seed and length; write probe.json and probe.png; return the JSON."""
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
@@ -101,13 +100,13 @@ def probe(settings: Settings) -> dict:
 @torch.inference_mode()
 def count_predictions(
     model: Transformer,
-    T: int,
-    num_sequences: int,
-    batch_size: int | None = None,
-    input_seed: int = 0,
-    label: str = "",
-    vectors: bool = False,
-) -> dict:
+    T,
+    num_sequences,
+    batch_size=None,
+    input_seed=0,
+    label="",
+    vectors=False,
+):
     """Feed random sequences of tokens, or of `vectors`, and keep what does not grow with their number.
 
     Returns `token_counts` (V,) and `dimension_counts` (d,), how often each token has the largest logit and
@@ -152,7 +151,7 @@ def count_predictions(
     }
 
 
-def preference(model: Transformer, counts: dict) -> dict:
+def preference(model: Transformer, counts):
     """The part of a row that `count_predictions` decides; ties go to the lower token."""
     token_counts = counts["token_counts"]
     dimension_counts = counts["dimension_counts"]
@@ -184,7 +183,7 @@ def preference(model: Transformer, counts: dict) -> dict:
 # ---- the figure --------------------------------------------------------------------------------------------
 
 
-def figure_detail(model: Transformer, counts: dict) -> dict:
+def figure_detail(model: Transformer, counts):
     """What the figure needs beyond a row: the 1,000 favourites, all dimensions, what uniform draws give."""
     token_counts = counts["token_counts"]
     dimension_counts = counts["dimension_counts"]
@@ -200,7 +199,7 @@ def figure_detail(model: Transformer, counts: dict) -> dict:
     }
 
 
-def draw_probe(result: dict, folder: Path) -> None:
+def draw_probe(result, folder) -> None:
     """probe.png: BB Figures 1a and 10, a column for each of the first six rows; dashed: uniform draws.
 
     From the top: how often each favourite is predicted, by rank; each predicted token, by number; how often

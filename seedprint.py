@@ -13,10 +13,8 @@ block at a time: two of 7B parameters fit into a laptop's memory.
 import itertools
 import math
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -126,7 +124,7 @@ class IdentifySettings(RunSettings):
 # ---- what is compared --------------------------------------------------------------------------------------
 
 
-def comparable_models(names: tuple, scheme: str) -> list:
+def comparable_models(names, scheme):
     """The models of a command line; UserError unless there are two or more, all of one width."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
@@ -137,12 +135,12 @@ def comparable_models(names: tuple, scheme: str) -> list:
     return specs
 
 
-def common_vocabulary(specs: list) -> int:
+def common_vocabulary(specs):
     """The number of token ids that all models have."""
     return min(spec.config.vocab_size for spec in specs)
 
 
-def state_fingerprint(source, vocab_size: int, settings: StateSettings, device, dtype) -> Tensor:
+def state_fingerprint(source, vocab_size, settings: StateSettings, device, dtype) -> Tensor:
     """Fingerprint of every position of the random sequences, (n T, d): each position is a row."""
     indices = range(settings.num_sequences)
     tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
@@ -151,7 +149,7 @@ def state_fingerprint(source, vocab_size: int, settings: StateSettings, device, 
     return lineage.fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1))
 
 
-def last_outputs(source, vocab_size: int, settings: PaperSettings, device, dtype) -> Tensor:
+def last_outputs(source, vocab_size, settings: PaperSettings, device, dtype) -> Tensor:
     """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
     d = source.config.d_model
     T = settings.paper_length
@@ -170,7 +168,7 @@ def last_outputs(source, vocab_size: int, settings: PaperSettings, device, dtype
 # ---- the verdict -------------------------------------------------------------------------------------------
 
 
-def compare(settings: CompareSettings) -> dict:
+def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
     experiment, specs, sources, prints = begin("compare", "BB 6.1", settings)
     rows, points, details = [], [], []
@@ -191,7 +189,7 @@ def compare(settings: CompareSettings) -> dict:
     return result
 
 
-def begin(name: str, paper: str, settings: CompareSettings) -> tuple:
+def begin(name, paper, settings: CompareSettings):
     """Begin `compare` or `matrix`: the experiment, the models' specs, their sources, their fingerprints."""
     specs = comparable_models(settings.models, settings.init)
     check_lengths((settings.sequence_length,), shortest_context(specs))
@@ -201,7 +199,7 @@ def begin(name: str, paper: str, settings: CompareSettings) -> tuple:
     return experiment, specs, sources, [state_fingerprint(source, *on) for source in sources]
 
 
-def compare_pair(base, suspect, prints: tuple, settings: CompareSettings) -> tuple:
+def compare_pair(base, suspect, prints, settings: CompareSettings):
     """The row of two sources and their fingerprints; the correlations behind it; what was left out."""
     tests, correlations, skipped = lineage.compare_sources(
         base,
@@ -237,7 +235,7 @@ def compare_pair(base, suspect, prints: tuple, settings: CompareSettings) -> tup
     return row, correlations, skipped
 
 
-def histogram(C: Tensor, title: str, num_rows: int | None = None) -> Iterator[dict]:
+def histogram(C: Tensor, title, num_rows=None):
     """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
     edges = np.linspace(C.min().item(), C.max().item(), 61)
     centres = (edges[1:] + edges[:-1]) / 2
@@ -253,7 +251,7 @@ def histogram(C: Tensor, title: str, num_rows: int | None = None) -> Iterator[di
             yield point | {"share": share, "theory": expected}
 
 
-def draw_compare(result: dict, folder: Path) -> None:
+def draw_compare(result, folder) -> None:
     """compare.png: matched against mismatched correlations, two panels for each suspect."""
     curves(
         result["points"],
@@ -271,7 +269,7 @@ def draw_compare(result: dict, folder: Path) -> None:
     )
 
 
-def matrix(settings: CompareSettings) -> dict:
+def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
     experiment, specs, sources, prints = begin("matrix", "BB Table 4", settings)
     rows = []
@@ -282,7 +280,7 @@ def matrix(settings: CompareSettings) -> dict:
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
 
 
-def draw_matrix(result: dict, folder: Path) -> None:
+def draw_matrix(result, folder) -> None:
     """matrix.png: correlations of body weights, the z of activations written in, and the family tree."""
     names = [clipped(name) for name in result["settings"]["models"]]
     count = len(names)
@@ -311,7 +309,7 @@ def draw_matrix(result: dict, folder: Path) -> None:
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
 
 
-def paper(settings: PaperSettings) -> dict:
+def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
     specs = comparable_models(settings.models, settings.init)
     check_paper_settings(settings, specs)
@@ -325,13 +323,13 @@ def paper(settings: PaperSettings) -> dict:
     return experiment.save(rows)
 
 
-def check_paper_settings(settings: PaperSettings, specs: list) -> None:
+def check_paper_settings(settings: PaperSettings, specs) -> None:
     """UserError for a length or a number of dimensions that the models do not have."""
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     lineage.check_top_k(settings.top_k, specs[0].config.d_model)
 
 
-def paper_test(a: Tensor, b: Tensor, settings: PaperSettings) -> dict:
+def paper_test(a: Tensor, b: Tensor, settings: PaperSettings):
     """The paper's test of two models' `last_outputs`."""
     return lineage.paper_test(a, b, settings.side, settings.top_k, settings.softmax_temperature)
 
@@ -339,7 +337,7 @@ def paper_test(a: Tensor, b: Tensor, settings: PaperSettings) -> dict:
 # ---- which seed? -------------------------------------------------------------------------------------------
 
 
-def identify(settings: IdentifySettings) -> dict:
+def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
     A newborn's numbers are Gaussian, so their cosine with any fixed numbers has a known law, and the search
@@ -355,7 +353,7 @@ def identify(settings: IdentifySettings) -> dict:
     shape = source.shapes[settings.parameter]
     m = len(unit)
 
-    def cosine_of(seed: int) -> float:
+    def cosine_of(seed):
         numbers = draw(seed, settings.parameter, shape, STD, m).numpy()
         return float(numbers @ unit) / float(np.linalg.norm(numbers))
 
@@ -379,7 +377,7 @@ def identify(settings: IdentifySettings) -> dict:
     return result
 
 
-def parse_seeds(text: str) -> range:
+def parse_seeds(text):
     """The candidates of FIRST-LAST, or of one number; UserError for anything else."""
     match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
     candidates = range(0)
@@ -390,7 +388,7 @@ def parse_seeds(text: str) -> range:
     return candidates
 
 
-def unit_numbers(source, parameter: str, count: int) -> np.ndarray:
+def unit_numbers(source, parameter, count) -> np.ndarray:
     """The first numbers of a source's matrix, scaled to length 1; UserError if there is no such matrix."""
     if len(source.shapes.get(parameter, ())) != 2:
         raise UserError(f"--parameter {parameter}: expected a matrix, like {IdentifySettings.parameter}")
@@ -403,7 +401,7 @@ def unit_numbers(source, parameter: str, count: int) -> np.ndarray:
 # ---- a life ------------------------------------------------------------------------------------------------
 
 
-def persistence(settings: PersistenceSettings) -> dict:
+def persistence(settings: PersistenceSettings):
     """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
     `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions; the stranger is of the same
@@ -430,7 +428,7 @@ def persistence(settings: PersistenceSettings) -> dict:
     top_k = lineage.check_top_k(settings.top_k, birth.config.d_model)
     chosen = lineage.top_dimensions(birth_outputs.numpy(), settings.side, top_k)
 
-    def tau_statistics(outputs: Tensor, prefix: str = "") -> dict:
+    def tau_statistics(outputs: Tensor, prefix=""):
         """Mean and standard deviation of Kendall's tau with the birth, over its dimensions."""
         temperature = settings.softmax_temperature
         taus = lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, temperature)
@@ -456,7 +454,7 @@ def persistence(settings: PersistenceSettings) -> dict:
     return experiment.save(rows, (*columns, "paper_t_p", "paper_u_p"), draw_persistence)
 
 
-def draw_persistence(result: dict, folder: Path) -> None:
+def draw_persistence(result, folder) -> None:
     """persistence.png: tau with birth by step; persistence_p.png: what each test says of it."""
     taus, tests = [], []
     for row in result["rows"]:

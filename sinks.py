@@ -14,22 +14,19 @@ ourselves is called ours.
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from init import SCHEMES, newborn
 from lib.checkpoint import Spec, check_lengths, chosen_models, shortest_context
-from lib.figures import curves, save_figure
+from lib.figures import curves
 from lib.inputs import TextSettings, check_text_settings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress, rank
@@ -89,7 +86,7 @@ class InterveneSettings(LengthSettings):
 # ---- the models --------------------------------------------------------------------------------------------
 
 
-def attending_models(settings: Settings) -> list:
+def attending_models(settings: Settings):
     """The models of the command line; UserError for settings that do not fit them, or each other."""
     specs = chosen_models(settings.model, settings.seed, scheme=settings.init)
     check_text_settings(settings)
@@ -118,7 +115,7 @@ def load_model(settings: Settings, spec: Spec) -> Transformer:
     return newborn(config, spec.seed, spec.embedding_seed, settings.init, settings.device, dtype)
 
 
-def measure_models(name: str, paper: str, settings: Settings, measure: Callable) -> tuple:
+def measure_models(name, paper, settings: Settings, measure):
     """Begin an experiment and measure every model: `measure(settings, spec, model)` returns two lists.
 
     Returns the experiment and both lists, of dictionaries, for all models, the model's name in each.
@@ -138,8 +135,8 @@ def measure_models(name: str, paper: str, settings: Settings, measure: Callable)
 
 
 @torch.inference_mode()
-def rate(settings: RateSettings) -> dict:
-    """Which share of heads are sink heads, by length? (BB Figure 12) Writes rate.json, two figures."""
+def rate(settings: RateSettings):
+    """Which share of heads are sink heads, by length? (BB Figure 12)"""
     if not 0 < settings.epsilon < 1:
         raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
     experiment, rows, heads = measure_models("rate", "BB Figure 12", settings, sink_rates)
@@ -147,7 +144,7 @@ def rate(settings: RateSettings) -> dict:
     return experiment.save(rows, (*columns, "uniform_alpha1"), draw_rate, heads=heads)
 
 
-def sink_rates(settings: RateSettings, spec: Spec, model: Transformer) -> tuple:
+def sink_rates(settings: RateSettings, spec: Spec, model: Transformer):
     """A row for each length, heads thresholded in each sequence, then averaged; and alpha_1 of all heads."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
@@ -164,8 +161,8 @@ def sink_rates(settings: RateSettings, spec: Spec, model: Transformer) -> tuple:
     return rows, heads
 
 
-def draw_rate(result: dict, folder: Path) -> None:
-    """rate.png: sink rate and alpha_1 by length; rate_heads.png: alpha_1 of every head."""
+def draw_rate(result, folder) -> None:
+    """rate.png: sink rate and alpha_1 by length."""
     points = []
     for row in result["rows"]:
         point = {"checkpoint": row["checkpoint"], "sequence_length": row["sequence_length"]}
@@ -186,24 +183,6 @@ def draw_rate(result: dict, folder: Path) -> None:
         xlabel="tokens in a sequence",
         ylabel="",
     )
-    draw_heads(result["heads"], folder / "rate_heads.png")
-
-
-def draw_heads(heads: list[dict], path: Path) -> None:
-    """alpha_1 of every layer and head, at the greatest length of each checkpoint."""
-    longest = {entry["checkpoint"]: entry for entry in heads}
-    figure = Figure(figsize=(1.5 + 3.2 * len(longest), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(longest), squeeze=False)[0]
-    for axes, (label, entry) in zip(panels, longest.items()):
-        alpha = torch.tensor(entry["alpha1"]).numpy()  # (L, H)
-        L, H = alpha.shape
-        edges = (0.5, H + 0.5, L + 0.5, 0.5)
-        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=edges)
-        axes.set(xlabel="head", xticks=range(1, H + 1, 1 + H // 9))
-        axes.set(ylabel="layer", yticks=range(1, L + 1, 1 + L // 9))
-        axes.set_title(f"{label[-26:]}, T = {entry['sequence_length']}", fontsize=9)
-    figure.colorbar(image, ax=list(panels), label="alpha_1")
-    save_figure(figure, path)
 
 
 # ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
@@ -224,21 +203,21 @@ class SpreadByPosition:
         self.sums = self.sums + heads.sum((0, 1, 3)).cpu()  # (T,)
         self.squares = self.squares + heads.square().sum((0, 1, 3)).cpu()
 
-    def std(self) -> list[float]:
+    def std(self):
         """The standard deviation at positions 1..T."""
         variance = self.squares / self.count - (self.sums / self.count).square()
         return variance.clamp(min=0).sqrt().tolist()
 
 
 @torch.inference_mode()
-def variance(settings: LengthSettings) -> dict:
+def variance(settings: LengthSettings):
     """How much do aggregated values vary at each position of each layer? (BB Figure 9 on any checkpoint)"""
     experiment, rows, _ = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
     columns = ("checkpoint", "layer", "position", "std", "theory")
     return experiment.save(rows, columns, draw_variance)
 
 
-def value_spread(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple:
+def value_spread(settings: LengthSettings, spec: Spec, model: Transformer):
     """Std of aggregated values, calibrated, just before the output projection: a row a layer and position.
 
     `theory` is `theory.aggregated_std`'s, for the first layer of a newborn on random tokens.
@@ -262,14 +241,14 @@ def value_spread(settings: LengthSettings, spec: Spec, model: Transformer) -> tu
     return rows, []
 
 
-def drawn_rows(rows: list[dict]) -> list:
+def drawn_rows(rows):
     """The rows of four layers of a checkpoint, evenly spaced, with a `series`."""
     depth = max(row["layer"] for row in rows)
     layers = [1 + layer for layer in some_layers(depth, 4)]
     return [row | {"series": f"layer {row['layer']}"} for row in rows if row["layer"] in layers]
 
 
-def draw_variance(result: dict, folder: Path) -> None:
+def draw_variance(result, folder) -> None:
     """sink_variance.png, one for each checkpoint: standard deviation by position, for four layers."""
     for label, rows in by_checkpoint(result["rows"]).items():
         curves(
@@ -287,14 +266,14 @@ def draw_variance(result: dict, folder: Path) -> None:
 
 
 @torch.inference_mode()
-def anatomy(settings: LengthSettings) -> dict:
+def anatomy(settings: LengthSettings):
     """Which links of SO's chain single out the first position? Layer by layer, and super neurons (SO)."""
     experiment, rows, neurons = measure_models("anatomy", "SO", settings, dissect)
     columns = ("checkpoint", "layer", "position", "std", "dominance_ratio", "key_alignment", "alpha")
     return experiment.save(rows, columns, draw_anatomy, super_neurons=neurons)
 
 
-def dissect(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple:
+def dissect(settings: LengthSettings, spec: Spec, model: Transformer):
     """SO's chain, a row for each layer and position; and the ten strongest super neurons.
 
     `dominance_ratio` is max|h| / mean|h| of the stream after the layer; `key_alignment`, ours, is the length
@@ -350,7 +329,7 @@ def dissect(settings: LengthSettings, spec: Spec, model: Transformer) -> tuple:
     return rows, neurons[:10]
 
 
-def super_neurons(layer: int, mlp: MLP, activation: Tensor) -> list:
+def super_neurons(layer, mlp: MLP, activation: Tensor):
     """The ten hidden units of a layer for which position 1 stands out most, by mean |activation| (T, d_ff).
 
     `down_share` is the share of the unit's squared output weights that its largest, at `dimension`, holds.
@@ -385,7 +364,7 @@ LINKS = {  # of the chain that `anatomy` follows, with their titles
 }
 
 
-def draw_anatomy(result: dict, folder: Path) -> None:
+def draw_anatomy(result, folder) -> None:
     """anatomy.png, one for each checkpoint: a panel for each link, by position, for four layers."""
     for label, rows in by_checkpoint(result["rows"]).items():
         points = []
@@ -416,7 +395,7 @@ def draw_anatomy(result: dict, folder: Path) -> None:
 
 
 @torch.inference_mode()
-def intervene(settings: InterveneSettings) -> dict:
+def intervene(settings: InterveneSettings):
     """Can a position be made a sink? SO's two interventions and their control; alpha_k by layer (SO)."""
     if settings.position > settings.sequence_length:
         raise UserError(f"--position {settings.position}: the sequence has {settings.sequence_length}")
@@ -425,7 +404,7 @@ def intervene(settings: InterveneSettings) -> dict:
     return experiment.save(rows, columns, draw_intervene, summary=summary)
 
 
-def every_intervention(settings: InterveneSettings, spec: Spec, model: Transformer) -> tuple:
+def every_intervention(settings: InterveneSettings, spec: Spec, model: Transformer):
     """alpha_k before and after each intervention: rows by layer, and a summary of the layers that can tell.
 
     Weights are read before o_k is replaced, so that a layer sees what was done in those before it, and the
@@ -461,7 +440,7 @@ def every_intervention(settings: InterveneSettings, spec: Spec, model: Transform
     return rows, summary
 
 
-def replace_values(kind: str, factor, model: Transformer, position: int, layers, layer, heads, q, k, v):
+def replace_values(kind, factor, model: Transformer, position, layers, layer, heads, q, k, v):
     """An `on_heads` that changes the aggregated values o_k (B, H, 1, Dh) of a position in some `layers`.
 
     `self_mask`: token k attends to itself alone, so that o_k is its own value; `amplify`: mu + factor
@@ -481,7 +460,7 @@ def replace_values(kind: str, factor, model: Transformer, position: int, layers,
     return torch.cat([heads[:, :, : position - 1], chosen, heads[:, :, position:]], dim=2)
 
 
-def draw_intervene(result: dict, folder: Path) -> None:
+def draw_intervene(result, folder) -> None:
     """intervene.png, one for each checkpoint: alpha_k by factor, in the mean of the later layers."""
     for label, rows in by_checkpoint(result["summary"]).items():
         points = []
@@ -508,7 +487,7 @@ def draw_intervene(result: dict, folder: Path) -> None:
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
-def by_checkpoint(rows: list[dict]) -> dict[str, list]:
+def by_checkpoint(rows):
     """The rows of each checkpoint."""
     parts = defaultdict(list)
     for row in rows:
@@ -516,7 +495,7 @@ def by_checkpoint(rows: list[dict]) -> dict[str, list]:
     return parts
 
 
-def figure_name(result: dict, label: str) -> str:
+def figure_name(result, label):
     """The PNG of a checkpoint: the experiment's name, and the checkpoint's where there are several."""
     if len(by_checkpoint(result["rows"])) == 1:
         return f"{result['experiment']}.png"

@@ -19,7 +19,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -122,7 +121,7 @@ MAY_CHANGE = {
 # ---- the loop ----------------------------------------------------------------------------------------------
 
 
-def train(settings: Settings) -> Path:
+def train(settings: Settings):
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     settings, device, dtype = runtime.start(settings)
     check_run_folder(settings)
@@ -134,7 +133,7 @@ def train(settings: Settings) -> Path:
     return run
 
 
-def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torch.dtype) -> None:
+def train_alone(settings: Settings, run, device, dtype) -> None:
     """Train in a run folder that is this process group's alone."""
     T = settings.sequence_length
     is_master = runtime.rank() == 0
@@ -157,7 +156,7 @@ def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torc
     if is_master:
         begin_logs(settings, metrics, 0 if state is None else step + 1)
 
-    def evaluate_and_sample() -> dict:
+    def evaluate_and_sample():
         """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
         loss = evaluate(raw_model, *evaluation_windows, settings.micro_batch_size, device, dtype)
         if not math.isfinite(loss):
@@ -234,7 +233,7 @@ def train_alone(settings: Settings, run: Path, device: torch.device, dtype: torc
     runtime.wait_for_all(device)
 
 
-def learning_rate(step: int, settings: Settings) -> float:
+def learning_rate(step, settings: Settings):
     """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4)."""
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
@@ -253,7 +252,7 @@ def make_optimizer(model: Transformer, settings: Settings) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def accumulate(model, tokens: data.TokenData, settings: Settings, step: int, device, dtype) -> Tensor:
+def accumulate(model, tokens: data.TokenData, settings: Settings, step, device, dtype) -> Tensor:
     """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
     T = settings.sequence_length
     batch_size = settings.global_batch_size
@@ -270,13 +269,13 @@ def accumulate(model, tokens: data.TokenData, settings: Settings, step: int, dev
     return total
 
 
-def parts_of_share(count: int, size: int) -> list[range]:
+def parts_of_share(count, size):
     """This rank's share of range(count), in parts of `size`; the last one may be smaller."""
     share = runtime.share(count)
     return [share[start : start + size] for start in range(0, len(share), size)]
 
 
-def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: torch.device, dtype) -> Tensor:
+def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device, dtype) -> Tensor:
     """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
         logits = model(inputs.to(device)).float()  # (n, T, V)
@@ -284,7 +283,7 @@ def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device: to
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size: int, device, dtype) -> float:
+def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size, device, dtype):
     """Mean loss, in nats a token, of windows (n, T), some at a time, shared among the ranks."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts_of_share(len(inputs), batch_size):
@@ -292,7 +291,7 @@ def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size: in
     return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 
 
-def sinks_of(model: Transformer, tokens: Tensor) -> dict:
+def sinks_of(model: Transformer, tokens: Tensor):
     """Raw alpha_1 and the sink rate at 0.3, on held-out windows (n, T)."""
     alpha = attention.first_attention(model, tokens)  # (n, L, H)
     return {
@@ -303,7 +302,7 @@ def sinks_of(model: Transformer, tokens: Tensor) -> dict:
 
 
 @torch.no_grad()
-def generate(model: Transformer, tokenizer: data.Tokenizer, length: int, step: int) -> str:
+def generate(model: Transformer, tokenizer: data.Tokenizer, length, step):
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
     text = [tokenizer.bos]
     vocab_size = tokenizer.vocab_size
@@ -318,7 +317,7 @@ def generate(model: Transformer, tokenizer: data.Tokenizer, length: int, step: i
 
 
 @contextlib.contextmanager
-def listening_for_signals() -> Iterator[list]:
+def listening_for_signals():
     """A list that SIGTERM and SIGINT append to, instead of ending the process."""
     received = []
 
@@ -336,7 +335,7 @@ def listening_for_signals() -> Iterator[list]:
 # ---- data and model ----------------------------------------------------------------------------------------
 
 
-def open_data(settings: Settings, device: torch.device) -> data.TokenData:
+def open_data(settings: Settings, device) -> data.TokenData:
     """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
     if settings.data is not None:
         folder = Path(settings.data)
@@ -351,7 +350,7 @@ def open_data(settings: Settings, device: torch.device) -> data.TokenData:
     return tokens
 
 
-def load_model(settings: Settings, tokens: data.TokenData) -> tuple[Transformer, dict | None]:
+def load_model(settings: Settings, tokens: data.TokenData):
     """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
     state = None
     if settings.resume and checkpoint.steps(settings.out):
@@ -384,7 +383,7 @@ def config_of(settings: Settings, tokens: data.TokenData):
     return replace(preset, attn_calibration=settings.attn_calibration, vocab_size=tokens.vocab_size)
 
 
-def load_newest(run: Path) -> tuple[Transformer, dict]:
+def load_newest(run):
     """Model and state of the newest checkpoint that is whole; UserError if all are damaged."""
     reasons = []
     for folder in checkpoint.steps(run)[::-1]:
@@ -401,7 +400,7 @@ def load_newest(run: Path) -> tuple[Transformer, dict]:
 # ---- the run folder ----------------------------------------------------------------------------------------
 
 
-def stored_settings(run: Path) -> Settings | None:
+def stored_settings(run) -> Settings | None:
     """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
     path = run / "settings.json"
     if not path.exists() and not checkpoint.steps(run):
@@ -413,7 +412,7 @@ def stored_settings(run: Path) -> Settings | None:
         raise UserError(f"cannot read {path}: {error}") from None
 
 
-def default_settings(words: list[str]) -> Settings:
+def default_settings(words) -> Settings:
     """The defaults of a command line: where it resumes a run, that run's settings."""
     given = read_settings(Settings(), words, __doc__)
     if not given.resume:
@@ -421,7 +420,7 @@ def default_settings(words: list[str]) -> Settings:
     return stored_settings(Path(given.out)) or Settings()
 
 
-def check_run_folder(settings: Settings, may_change: set[str] = MAY_CHANGE) -> None:
+def check_run_folder(settings: Settings, may_change=MAY_CHANGE) -> None:
     """UserError for a folder that holds another run: one whose settings differ in what may not change."""
     run = Path(settings.out)
     if settings.global_batch_size < runtime.world_size():
@@ -435,7 +434,7 @@ def check_run_folder(settings: Settings, may_change: set[str] = MAY_CHANGE) -> N
             raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
 
 
-def begin_logs(settings: Settings, metrics: Path, num_lines: int) -> None:
+def begin_logs(settings: Settings, metrics, num_lines) -> None:
     """Write settings.json, and keep the first lines of metrics.jsonl: what came after them comes again."""
     lines = []
     if num_lines and metrics.exists():
@@ -446,7 +445,7 @@ def begin_logs(settings: Settings, metrics: Path, num_lines: int) -> None:
         temporary.write_text("".join(lines))
 
 
-def append_line(path: Path, row: dict) -> None:
+def append_line(path, row) -> None:
     """Add a row to a file of JSON lines."""
     try:
         with path.open("a") as file:
@@ -455,7 +454,7 @@ def append_line(path: Path, row: dict) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def print_progress(settings: Settings, row: dict, seconds: float, peak: float) -> None:
+def print_progress(settings: Settings, row, seconds, peak) -> None:
     """Print the loss, the speed of steps that take so many seconds, and the time left."""
     step = row["step"]
     speed = settings.global_batch_size * settings.sequence_length / seconds
@@ -464,7 +463,7 @@ def print_progress(settings: Settings, row: dict, seconds: float, peak: float) -
     print(f"{text}  MFU {100 * speed / peak:.1f} %  {left} left", flush=True)
 
 
-def prune(run: Path, keep: str) -> None:
+def prune(run, keep) -> None:
     """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
     for folder in checkpoint.steps(run)[:-2]:
         step = int(folder.name.removeprefix("step_"))
@@ -475,7 +474,7 @@ def prune(run: Path, keep: str) -> None:
             shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp")))
 
 
-def diverged(run: Path, step: int, what: str) -> UserError:
+def diverged(run, step, what) -> UserError:
     """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
     bad = run / f"step_{step:07}"
     if bad.exists() and runtime.rank() == 0:
@@ -489,7 +488,7 @@ def diverged(run: Path, step: int, what: str) -> UserError:
     return UserError(f"step {step}: {what}; try {hint}")
 
 
-def draw_loss(run: Path) -> None:
+def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
     log = pd.read_json(run / "metrics.jsonl", lines=True)
     log = log.rename(columns={"loss": "training", "val_loss": "held out"})

@@ -44,12 +44,12 @@ class Spec:
     scheme: str = "gpt2"  # how the newborn is drawn
 
     @property
-    def label(self) -> str:
+    def label(self):
         """The name, with its seed."""
         return f"{self.name}@{self.seed}" if self.name == self.preset else self.name
 
     @property
-    def is_newborn(self) -> bool:
+    def is_newborn(self):
         """Is this a newborn, and no folder?"""
         return self.folder is None
 
@@ -59,7 +59,7 @@ class Spec:
         return PRESETS[self.preset] if self.is_newborn else read_config(self.folder)
 
     @property
-    def tokenizer_file(self) -> Path | None:
+    def tokenizer_file(self):
         """The SentencePiece file beside a checkpoint, if there is one; UserError if it is damaged."""
         if self.is_newborn or not (self.folder / "tokenizer.model").is_file():
             return None
@@ -88,7 +88,7 @@ class Spec:
         return model
 
 
-def parse_spec(text: str, scheme: str = "gpt2") -> Spec:
+def parse_spec(text, scheme="gpt2") -> Spec:
     """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED or a folder names; UserError for anything else.
 
     A run folder means its newest step.
@@ -109,9 +109,7 @@ def parse_spec(text: str, scheme: str = "gpt2") -> Spec:
     raise UserError(f"no model '{text}': expected a checkpoint folder, or PRESET@SEED with one of {presets}")
 
 
-def chosen_models(
-    names: tuple, seeds: tuple, embedding_seed: int | None = None, scheme: str = "gpt2"
-) -> list:
+def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     """Every model that `--model` and `--seed` name: a preset with each of the seeds, other specs as they are.
 
     `embedding_seed` is for the presets (None: the seed). UserError for a model that is named twice.
@@ -136,17 +134,17 @@ def load(spec: str | Path | Spec, device="cpu", dtype=torch.float32) -> Transfor
     return spec.load(device, dtype)
 
 
-def steps(run: str | Path) -> list:
+def steps(run):
     """The checkpoints of a run folder, oldest first."""
     return sorted(Path(run).glob("step_" + "[0-9]" * 7))
 
 
-def shortest_context(specs: list) -> int:
+def shortest_context(specs):
     """The number of positions that every one of the models can read."""
     return min(spec.config.context_length for spec in specs)
 
 
-def check_lengths(lengths: tuple, context: int, flag: str = "--sequence-length") -> None:
+def check_lengths(lengths, context, flag="--sequence-length") -> None:
     """UserError if one of the lengths does not fit the models' context."""
     for length in lengths:
         if not 1 <= length <= context:
@@ -159,12 +157,12 @@ def check_lengths(lengths: tuple, context: int, flag: str = "--sequence-length")
 class Newborn:
     """The tensors of a newborn, each drawn when it is read; the twin of `Weights`."""
 
-    def __init__(self, config: ModelConfig, seed: int, embedding_seed: int | None = None, scheme="gpt2"):
+    def __init__(self, config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
         self.config = config
         self.shapes = parameter_shapes(config)
         self.birth = (seed, embedding_seed, scheme)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name) -> Tensor:
         """One tensor, float32."""
         return birth_value(self.config, name, self.shapes[name], *self.birth)
 
@@ -200,7 +198,7 @@ def final_states(
     return x[:, -1] if last_only else x
 
 
-def read_module(source, module: torch.nn.Module, prefix: str, device, dtype) -> None:
+def read_module(source, module: torch.nn.Module, prefix, device, dtype) -> None:
     """Fill a module with the source's tensors whose names begin with `prefix`."""
     for name in [name for name, _ in module.named_parameters()]:
         weight = source.read(f"{prefix}.{name}").to(device, dtype)
@@ -210,7 +208,7 @@ def read_module(source, module: torch.nn.Module, prefix: str, device, dtype) -> 
 # ---- folders of our own ------------------------------------------------------------------------------------
 
 
-def save(folder, model: Transformer, state: dict | None = None, tokenizer: Path | str = "") -> None:
+def save(folder, model: Transformer, state=None, tokenizer="") -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
 
     `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.
@@ -232,7 +230,7 @@ def save(folder, model: Transformer, state: dict | None = None, tokenizer: Path 
         raise UserError(f"cannot write {folder}: {str(error).splitlines()[0]}") from None
 
 
-def config_json(config: ModelConfig) -> dict:
+def config_json(config: ModelConfig):
     """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
     is_llama = config.norm == "rmsnorm" and config.mlp == "swiglu"
     is_whole = config.sublayers == "full" and config.attn_calibration == "none"
@@ -261,7 +259,7 @@ def config_json(config: ModelConfig) -> dict:
     }
 
 
-def load_state(folder) -> dict:
+def load_state(folder):
     """What state.pt holds: tensors and numbers, never code."""
     check_file(folder, "state.pt")
     try:

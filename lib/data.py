@@ -33,7 +33,7 @@ import re
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,13 +84,13 @@ class Settings:
 # ---- text --------------------------------------------------------------------------------------------------
 
 
-def documents(source: tuple, field: str) -> Iterator:
+def documents(source, field):
     """The documents of a source, in order, without empty ones; UserError, at once, if there are no files."""
     texts = [texts_of(name, field) for name in source]
     return filter(None, itertools.chain(*texts))
 
 
-def texts_of(name: str, field: str) -> Iterator:
+def texts_of(name, field):
     """The texts of one name in a source."""
     if name == "backcopy":
         return backcopy()
@@ -103,7 +103,7 @@ def texts_of(name: str, field: str) -> Iterator:
     return read(text_files(name), field)
 
 
-def python_files(with_installed: bool) -> list:
+def python_files(with_installed):
     """This Python's own files, sorted; those of installed packages too, if wanted."""
     paths = sysconfig.get_paths()
     files = set(Path(paths["stdlib"]).rglob("*.py"))
@@ -114,7 +114,7 @@ def python_files(with_installed: bool) -> list:
     return sorted(file for file in files if installed.isdisjoint(file.parts))
 
 
-def text_files(pattern: str) -> list:
+def text_files(pattern):
     """A file, or those of a glob, sorted; UserError if there is none, or one of another kind."""
     files = sorted(map(Path, glob.glob(pattern, recursive=True))) or [Path(pattern)]
     for file in files:
@@ -125,7 +125,7 @@ def text_files(pattern: str) -> list:
     return files
 
 
-def read(files: list, field: str) -> Iterator:
+def read(files, field):
     """The documents of files: of .py the whole, of .txt pages, of JSON a line each; UserError if damaged."""
     for file in files:
         opener = gzip.open if file.suffix == ".gz" else open
@@ -141,7 +141,7 @@ def read(files: list, field: str) -> Iterator:
             raise UserError(f"cannot read {file}: {error}") from None
 
 
-def pages(lines: io.TextIOBase) -> Iterator:
+def pages(lines: io.TextIOBase):
     """Pieces of PAGE characters, each with the rest of its last line."""
     while True:
         page = lines.read(PAGE) + lines.readline(PAGE)
@@ -150,14 +150,14 @@ def pages(lines: io.TextIOBase) -> Iterator:
         yield page
 
 
-def json_texts(lines: io.TextIOBase, field: str, file: Path) -> Iterator:
+def json_texts(lines: io.TextIOBase, field, file):
     """The text of each line of JSON."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield text_of(line, field, f"{file}:{number}")
 
 
-def text_of(row, field: str, place: str) -> str:
+def text_of(row, field, place):
     """The text that a row, or a line of JSON, calls `field`; UserError, which names the `place`, if none."""
     try:
         if isinstance(row, str):
@@ -168,7 +168,7 @@ def text_of(row, field: str, place: str) -> str:
         raise UserError(f"{place}: expected a JSON object with text in '{field}'; {hint}") from None
 
 
-def hub_rows(name: str) -> Iterator:
+def hub_rows(name):
     """The training rows of hf:NAME[:CONFIG], read as a stream."""
     try:
         import datasets
@@ -180,7 +180,7 @@ def hub_rows(name: str) -> Iterator:
         raise UserError(f"cannot read {name}: {error!r}") from None
 
 
-def docstrings(code: str) -> str:
+def docstrings(code):
     """The docstrings of Python code, separated by empty lines; empty for what does not parse."""
     try:
         with warnings.catch_warnings():
@@ -193,7 +193,7 @@ def docstrings(code: str) -> str:
     return "\n\n".join(filter(None, texts))
 
 
-def backcopy(count: int = 2**17, length: int = 127) -> Iterator:
+def backcopy(count=2**17, length=127):
     """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), always the same ones.
 
     A letter is drawn given the one before it; but after a trigger, the letter before the trigger comes again.
@@ -227,7 +227,7 @@ class Tokenizer:
     model: bytes | None = None  # the SentencePiece file
 
 
-def load_tokenizer(name: str, texts: Iterable = ()) -> Tokenizer:
+def load_tokenizer(name, texts=()) -> Tokenizer:
     """bytes, tiktoken:gpt2, a SentencePiece file, or bpe:N trained on `texts`; UserError for all else.
 
     >>> tokenizer = load_tokenizer("bytes")
@@ -247,17 +247,17 @@ def load_tokenizer(name: str, texts: Iterable = ()) -> Tokenizer:
         raise UserError(f"no tokenizer '{name}': expected {expected}") from None
 
 
-def encode_bytes(texts: list) -> list:
+def encode_bytes(texts):
     """The UTF-8 bytes of each text."""
     return [list(text.encode()) for text in texts]
 
 
-def decode_bytes(tokens: list) -> str:
+def decode_bytes(tokens):
     """The text of UTF-8 bytes, among which BOS, 256, may stand."""
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
-def tiktoken_tokenizer(name: str) -> Tokenizer:
+def tiktoken_tokenizer(name) -> Tokenizer:
     """One of tiktoken's, which it downloads once."""
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
@@ -267,7 +267,7 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(name, coder.n_vocab, coder.eot_token, coder.encode_ordinary_batch, coder.decode)
 
 
-def sentencepiece_tokenizer(name: str, model: bytes) -> Tokenizer:
+def sentencepiece_tokenizer(name, model) -> Tokenizer:
     """The tokenizer of a SentencePiece file's bytes; UserError, with the `name`, for what is none."""
     coder = sentencepiece_coder(name, model)
     bos = coder.bos_id()
@@ -278,7 +278,7 @@ def sentencepiece_tokenizer(name: str, model: bytes) -> Tokenizer:
     return Tokenizer(name, coder.vocab_size(), bos, coder.encode, coder.decode, model)
 
 
-def sentencepiece_coder(name: str, model: bytes) -> sentencepiece.SentencePieceProcessor:
+def sentencepiece_coder(name, model) -> sentencepiece.SentencePieceProcessor:
     """The library's coder; UserError, with the `name`, for what is no model."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -286,11 +286,11 @@ def sentencepiece_coder(name: str, model: bytes) -> sentencepiece.SentencePieceP
         raise UserError(f"{name} is no SentencePiece model") from None
 
 
-def token_text(file: Path) -> Callable:
+def token_text(file):
     """A function of a token that returns what it says, by a SentencePiece file; "" if the file has it not."""
     coder = sentencepiece_coder(str(file), file.read_bytes())
 
-    def text(token: int) -> str:
+    def text(token):
         return coder.id_to_piece(token) if token < coder.vocab_size() else ""
 
     return text
@@ -310,7 +310,7 @@ BPE = {
 }
 
 
-def train_bpe(name: str, texts: Iterable, sample: int = 400_000) -> bytes:
+def train_bpe(name, texts, sample=400_000):
     """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
     model = io.BytesIO()
     try:
@@ -326,7 +326,7 @@ def train_bpe(name: str, texts: Iterable, sample: int = 400_000) -> bytes:
     return model.getvalue()
 
 
-def pieces(texts: Iterable, longest: int = 4192) -> Iterator:
+def pieces(texts, longest=4192):
     """The lines of texts; in pieces where one has more bytes than SentencePiece reads."""
     for text in texts:
         for line in text.splitlines():
@@ -339,7 +339,7 @@ def pieces(texts: Iterable, longest: int = 4192) -> Iterator:
                 yield line[start : start + step]
 
 
-def reservoir(lines: Iterable, size: int) -> list:
+def reservoir(lines, size):
     """A random sample of lines, always the same one; SentencePiece's own is not repeatable."""
     generator = random.Random(0)
     sample = []
@@ -356,7 +356,7 @@ def reservoir(lines: Iterable, size: int) -> list:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def default_folder(source: tuple, tokenizer: str) -> Path:
+def default_folder(source, tokenizer):
     """Where a data set goes that was given no place: data/SOURCE-TOKENIZER, or a name by its hash."""
     name = "-".join([*source, tokenizer]).replace(":", "_")
     if not re.fullmatch(r"[\w+-]{1,60}", name):
@@ -364,7 +364,7 @@ def default_folder(source: tuple, tokenizer: str) -> Path:
     return Path("data") / name
 
 
-def prepare(settings: Settings) -> Path:
+def prepare(settings: Settings):
     """Tokenize a source into a folder, which appears complete or not at all; returns the folder.
 
     UserError if it exists, for what cannot be read, or no text.
@@ -386,7 +386,7 @@ def prepare(settings: Settings) -> Path:
     return out
 
 
-def write_tokens(folder, texts: Iterator, tokenizer: Tokenizer, held_out: float) -> dict:
+def write_tokens(folder, texts, tokenizer: Tokenizer, held_out):
     """Write train.bin, val.bin and tokenizer.model as the texts come; returns what meta.json says of them."""
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 2**16 else "uint32"]
     source_hash = hashlib.sha256()
@@ -424,7 +424,7 @@ def write_tokens(folder, texts: Iterator, tokenizer: Tokenizer, held_out: float)
     }
 
 
-def encoded(texts: Iterator, tokenizer: Tokenizer) -> Iterator:
+def encoded(texts, tokenizer: Tokenizer):
     """Texts, and their tokens; the threads of one call share CHUNK documents."""
     while True:
         chunk = list(itertools.islice(texts, CHUNK))
@@ -433,7 +433,7 @@ def encoded(texts: Iterator, tokenizer: Tokenizer) -> Iterator:
         yield from zip(chunk, tokenizer.encode(chunk))
 
 
-def hold_out_tail(paths: dict, dtype, held_out: float) -> None:
+def hold_out_tail(paths, dtype, held_out) -> None:
     """Divide the tokens of a few documents anew: the last share of them is held out."""
     tokens = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
     if len(tokens) < 2:
@@ -443,7 +443,7 @@ def hold_out_tail(paths: dict, dtype, held_out: float) -> None:
     paths["val"].write_bytes(tokens[cut:])
 
 
-def digests(folder) -> dict:
+def digests(folder):
     """The SHA-256 of every file of tokens, and of the tokenizer's."""
     files = sorted([*folder.glob("*.bin"), *folder.glob("*.model")])
     return {file.name: sha256(file) for file in progress(files, desc="SHA-256", leave=False)}
@@ -480,7 +480,7 @@ class TokenData:
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
 
     @property
-    def tokenizer_file(self) -> Path | None:
+    def tokenizer_file(self):
         """The data set's own SentencePiece file, if it has one."""
         return self.folder / self.tokenizer if self.tokenizer == "tokenizer.model" else None
 
@@ -494,7 +494,7 @@ class TokenData:
             if digest != self.meta["sha256"].get(name):
                 raise UserError(f"{self.folder / name} is not as it was made: prepare the data set anew")
 
-    def num_windows(self, split: str, T) -> int:
+    def num_windows(self, split, T):
         """How many windows a split has; UserError if none."""
         size = len(self.tokens[split])
         if size <= T:
@@ -503,20 +503,20 @@ class TokenData:
             raise UserError(f"{split_of} has {size} tokens, not the {T + 1} of one window: {hint}")
         return (size - 1) // T
 
-    def windows(self, split: str, numbers: Sequence, T) -> tuple:
+    def windows(self, split, numbers, T):
         """Windows as inputs and targets, (n, T) int64 each: the targets are one token ahead."""
         starts = T * np.array(numbers)[:, None]
         places = starts + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
         return window[:, :-1], window[:, 1:]
 
-    def batch(self, data_seed: int, sequences: Sequence, T) -> tuple:
+    def batch(self, data_seed, sequences, T):
         """Training sequences, a function of (data_seed, their numbers, T): an epoch permutes all windows."""
         size = self.num_windows("train", T)
         numbers = [permutation(data_seed, i // size, T, size)[i % size] for i in sequences]
         return self.windows("train", numbers, T)
 
-    def held_out(self, count: int, T) -> tuple:
+    def held_out(self, count, T):
         """Up to `count` validation windows, evenly spaced: always the same ones."""
         size = self.num_windows("val", T)
         numbers = np.linspace(0, size - 1, min(count, size)).astype(int)
@@ -524,12 +524,12 @@ class TokenData:
 
 
 @functools.lru_cache(maxsize=2)  # a batch spans two epochs at most
-def permutation(data_seed: int, epoch: int, T, size: int) -> np.ndarray:
+def permutation(data_seed, epoch, T, size) -> np.ndarray:
     """The order of an epoch's windows, (size,)."""
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-def read_meta(folder) -> dict:
+def read_meta(folder):
     """What meta.json says; TypeError, ValueError or KeyError if it is damaged, UserError if it is of old."""
     meta = dict(json.loads((folder / "meta.json").read_text()))
     if "shards" in meta:

@@ -30,20 +30,20 @@ def curves(
     points,
     path,
     *,
-    x: str,
-    y: str,
-    series: str,
-    xlabel: str,
-    ylabel: str,
-    theories: dict | None = None,
-    panel: str = "",
-    band: str = "",
-    band_label: str = "",
-    log: str = "",
-    style: str = "o-",
-    ticks: tuple = (),
-    share: str = "xy",
-    panels_in_a_row: int = 3,
+    x,
+    y,
+    series,
+    xlabel,
+    ylabel,
+    theories=None,
+    panel="",
+    band="",
+    band_label="",
+    log="",
+    style="o-",
+    ticks=(),
+    share="xy",
+    panels_in_a_row=3,
 ) -> None:
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
@@ -87,7 +87,7 @@ def curves(
     save_figure(figure, path)
 
 
-def style_axes(axes: Axes, values: pd.Series, log: str, ticks: tuple) -> None:
+def style_axes(axes: Axes, values: pd.Series, log, ticks) -> None:
     """Scales, plain ticks and spines of one panel, whose `values` lie along x."""
     for axis in log:
         axes.set(**{f"{axis}scale": "log"})
@@ -104,14 +104,14 @@ def style_axes(axes: Axes, values: pd.Series, log: str, ticks: tuple) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def name_models(points, series: str) -> list:
+def name_models(points, series):
     """The points, their series named by model too where there are several models."""
     if series == "model" or len({point["model"] for point in points}) == 1:
         return points
     return [{**point, series: f"{point['model']}, {point[series]}"} for point in points]
 
 
-def clipped(name: str, length: int = 28) -> str:
+def clipped(name, length=28):
     """The end of a long name."""
     return name if len(name) < length else "..." + name[3 - length :]
 

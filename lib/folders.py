@@ -68,7 +68,7 @@ def read_config(folder) -> ModelConfig:
     return read_family_config(family, raw, path)
 
 
-def read_family_config(family: str, raw: dict, path) -> ModelConfig:
+def read_family_config(family, raw, path) -> ModelConfig:
     """A Hugging Face configuration of one of FAMILIES as ours; UserError for what our model does not do."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
@@ -98,7 +98,7 @@ def read_family_config(family: str, raw: dict, path) -> ModelConfig:
     return checked(ModelConfig, values, path)
 
 
-def checked(kind: type, values: dict, path):
+def checked(kind: type, values, path):
     """`kind(**values)`, a dataclass from a stranger's JSON; UserError for wrong types and strange numbers."""
     hints = typing.get_type_hints(kind)
     for name, value in values.items():
@@ -114,7 +114,7 @@ def checked(kind: type, values: dict, path):
         raise UserError(f"{path}: {reason}") from None
 
 
-def parameter_shapes(config: ModelConfig, path="config") -> dict:
+def parameter_shapes(config: ModelConfig, path="config"):
     """The shapes of a model's parameters, by name; UserError for sizes beyond any memory."""
     try:
         with torch.device("meta"):
@@ -144,7 +144,7 @@ class Weights:
             self.open_file(folder / name)
         self.check_shapes()
 
-    def file_names(self) -> list:
+    def file_names(self):
         """model.safetensors, or the shards that the index names."""
         index = self.folder / "model.safetensors.index.json"
         if not index.exists():
@@ -171,7 +171,7 @@ class Weights:
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"cannot read {path}: {error}") from None
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name) -> Tensor:
         """One tensor, in memory of its own."""
         with safetensors.safe_open(self.files[name], "pt") as file:
             return file.get_tensor(name).clone()
@@ -191,13 +191,13 @@ class Weights:
                 wanted = expected.get(name, "no such tensor")
                 raise UserError(f"{self.folder}: {name} is {here}, but config.json asks for {wanted}")
 
-    def has_stored_tied_head(self) -> bool:
+    def has_stored_tied_head(self):
         """Is the head the token table, stored twice, as some tied folders have it?"""
         table = "model.embed_tokens.weight"
         return table in self.shapes and torch.equal(self.read("lm_head.weight"), self.read(table))
 
 
-def check_file(folder, name: str) -> None:
+def check_file(folder, name) -> None:
     """UserError if a file is missing, or its SHA-256 not the one in checksums.json, where there is one."""
     path = folder / name
     sums = folder / "checksums.json"

@@ -6,7 +6,6 @@ torch.Size([2, 5])
 """
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +22,14 @@ from lib.settings import RunSettings, UserError, at_least
 # ---- random inputs -----------------------------------------------------------------------------------------
 
 
-def random_streams(kind: str, input_seed: int, indices: range) -> Iterator:
+def random_streams(kind, input_seed, indices):
     """A generator for each sequence number, a function of (kind, input_seed, number) alone: counter based."""
     key = keyed_generator(kind, input_seed).bit_generator.state["state"]["key"]
     for index in indices:
         yield np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
 
 
-def random_tokens(input_seed: int, indices: range, T, vocab_size: int) -> Tensor:
+def random_tokens(input_seed, indices, T, vocab_size) -> Tensor:
     """Sequences number `indices`, (n, T) int64, i.i.d. uniform over the vocabulary.
 
     Sequence i is the same in any batch and any process, and a shorter one is the beginning of a longer one.
@@ -40,7 +39,7 @@ def random_tokens(input_seed: int, indices: range, T, vocab_size: int) -> Tensor
     return torch.from_numpy(np.stack(tokens))
 
 
-def random_vectors(input_seed: int, indices: range, T, d) -> Tensor:
+def random_vectors(input_seed, indices, T, d) -> Tensor:
     """Vectors in place of embedded tokens, (n, T, d) float32 i.i.d. N(0, 0.02^2) (BB 4.1)."""
     streams = random_streams("vectors", input_seed, indices)
     vectors = [stream.standard_normal((T, d), np.float32) for stream in streams]
@@ -114,7 +113,7 @@ open_data = functools.lru_cache(TokenData)
 
 
 @functools.lru_cache
-def encode_file(path, tokenizer: str) -> Tensor:
+def encode_file(path, tokenizer) -> Tensor:
     """A text file's tokens, (n,) int64; UserError if it cannot be read."""
     try:
         text = Path(path).read_text("utf-8", errors="replace")
@@ -124,7 +123,7 @@ def encode_file(path, tokenizer: str) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def random_windows(text: Tensor, count: int, T, seed: int) -> Tensor:
+def random_windows(text: Tensor, count, T, seed) -> Tensor:
     """Up to `count` of a text's windows of T tokens, drawn without replacement, (n, T)."""
     total = len(text) // T
     places = keyed_generator("text", seed, T).choice(total, size=min(count, total), replace=False)

@@ -14,7 +14,6 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from lib.settings import RunSettings
 class Experiment:
     """An experiment from its beginning to its JSON: settings, device and dtype are chosen when it begins."""
 
-    def __init__(self, name: str, paper: str, settings: RunSettings):
+    def __init__(self, name, paper, settings: RunSettings):
         self.name = name
         self.paper = paper
         self.settings, self.device, self.dtype = start(settings)
@@ -36,7 +35,7 @@ class Experiment:
         self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()
 
-    def save(self, rows, columns=(), draw: Callable | None = None, **more) -> dict:
+    def save(self, rows, columns=(), draw=None, **more):
         """Draw the figures, write the JSON, print the rows; returns what the JSON holds.
 
         `draw(result, folder)` comes first, so that the JSON is a sign that all is there. `columns` are the
@@ -59,7 +58,7 @@ class Experiment:
         return result
 
 
-def environment(device, dtype) -> dict:
+def environment(device, dtype):
     """What a result is made with: versions, device, commit, threads and processes."""
     device_name = processor_name()
     if device.type == "cuda":
@@ -76,7 +75,7 @@ def environment(device, dtype) -> dict:
     }
 
 
-def processor_name() -> str:
+def processor_name():
     """The processor's name as Linux tells it, elsewhere its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -85,7 +84,7 @@ def processor_name() -> str:
     return platform.machine()
 
 
-def commit() -> str | None:
+def commit():
     """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
     root = Path(__file__).parent.parent
 
@@ -116,7 +115,7 @@ def write_json(result, path) -> None:
         temporary.write_text("{\n " + ",\n ".join(parts) + "\n}\n")
 
 
-def read_json(path) -> dict:
+def read_json(path):
     """A result that was saved."""
     return json.loads(path.read_text())
 
@@ -133,12 +132,12 @@ def print_rows(rows, columns=()) -> None:
     print(table[present].fillna("n/a").to_string(index=False, float_format="{:.4g}".format))
 
 
-def is_power_of_two(number: int) -> bool:
+def is_power_of_two(number):
     """Is a whole number 1, 2, 4, 8, ...?"""
     return number > 0 and number & (number - 1) == 0
 
 
-def mean_over_seeds(samples: list, measured: tuple) -> list:
+def mean_over_seeds(samples, measured):
     """One row for samples that differ in the `measured` values only: their means.
 
     `seed_std` is the standard deviation of the first measured value. The columns' order is kept.

@@ -28,7 +28,7 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
 # ---- device ------------------------------------------------------------------------------------------------
 
 
-def start(settings: RunSettings) -> tuple:
+def start(settings: RunSettings):
     """Begin an experiment: join torchrun's processes, make `out`, choose device and dtype.
 
     Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
@@ -50,7 +50,7 @@ def start(settings: RunSettings) -> tuple:
     return settings, device, getattr(torch, dtype)
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name) -> torch.device:
     """The device of `--device`: each local rank has a GPU of its own."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
@@ -63,24 +63,24 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def bfloat16_is_fast() -> bool:
+def bfloat16_is_fast():
     """Does this CPU multiply bfloat16 matrices by instructions of their own?"""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def default_batch_size(device, sequence_length: int) -> int:
+def default_batch_size(device, sequence_length):
     """Sequences in a forward pass; two at least, since states are compared within a batch."""
     return max(2, BATCH_TOKENS[device.type] // sequence_length)
 
 
-def seconds_of(work, *arguments) -> float:
+def seconds_of(work, *arguments):
     """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
     begun = time.perf_counter()
     work(*arguments).flatten()[0].item()
     return time.perf_counter() - begun
 
 
-def matmul_peak(device, dtype) -> float:
+def matmul_peak(device, dtype):
     """FLOP/s of a large square matrix product, median of 9: the limit that MFU refers to."""
     size = 8192 if device.type == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(dtype)
@@ -91,7 +91,7 @@ def matmul_peak(device, dtype) -> float:
 
 
 @functools.cache
-def total_matmul_peak(device, dtype) -> float:
+def total_matmul_peak(device, dtype):
     """`matmul_peak` of all ranks together, measured once in a process."""
     return sum_over_ranks(torch.tensor(matmul_peak(device, dtype), device=device)).item()
 
@@ -99,17 +99,17 @@ def total_matmul_peak(device, dtype) -> float:
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
-def rank() -> int:
+def rank():
     """The number of this process in its group; 0 if it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world_size() -> int:
+def world_size():
     """The number of processes in the group; 1 if this one is alone."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def share(count: int) -> range:
+def share(count):
     """This rank's share of range(count): contiguous, every index in exactly one rank's share."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
@@ -198,7 +198,7 @@ def remove_leftovers(folder) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def sha256(path) -> str:
+def sha256(path):
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -51,12 +51,12 @@ class RunSettings:
     """folder that receives the JSON and PNG files"""
 
 
-def at_least(least: float, default):
+def at_least(least, default):
     """A dataclass field whose numbers must be finite and not below `least`."""
     return dataclasses.field(default=default, metadata={"least": least})
 
 
-def closest(name: str, choices, what: str) -> str:
+def closest(name, choices, what):
     """`name`, if it is one of `choices`; UserError, which names the closest one or all of them, if not."""
     if name in choices:
         return name
@@ -68,7 +68,7 @@ def closest(name: str, choices, what: str) -> str:
 # ---- from words to settings --------------------------------------------------------------------------------
 
 
-def read_command(commands: dict, words: list, document: str, default="") -> tuple:
+def read_command(commands, words, document, default=""):
     """The function that a command line asks for, and its settings.
 
     `commands` maps subcommands to what they do; a script that has none names its only command "". The
@@ -88,7 +88,7 @@ def read_command(commands: dict, words: list, document: str, default="") -> tupl
     return function, read_settings(defaults, words, function.__doc__ if name else document, name)
 
 
-def print_subcommands(commands: dict, document: str, default: str) -> None:
+def print_subcommands(commands, document, default) -> None:
     """Print what a script does, and one line for each of its subcommands."""
     print(document.strip())
     print("\nsubcommands (each has a --help of its own):")
@@ -98,7 +98,7 @@ def print_subcommands(commands: dict, document: str, default: str) -> None:
         print(f"  {name:12} {line}{mark}")
 
 
-def read_settings(defaults, words: list, document: str, subcommand: str = ""):
+def read_settings(defaults, words, document, subcommand=""):
     """The settings of a command line: `defaults`, then a config file's values, then flags.
 
     The config file is a word ending in .py before the first flag. A mistake in a flag ends the process with
@@ -125,7 +125,7 @@ def read_settings(defaults, words: list, document: str, subcommand: str = ""):
     return settings
 
 
-def read_config(path, settings_class) -> dict:
+def read_config(path, settings_class):
     """The values that a config file gives to settings of this class."""
     try:
         names = runpy.run_path(path)
@@ -140,7 +140,7 @@ def read_config(path, settings_class) -> dict:
     return checked_values(values, settings_class, path)
 
 
-def checked_values(values: dict, settings_class, path) -> dict:
+def checked_values(values, settings_class, path):
     """The values that a file gives to settings of this class; UserError for unknown names and wrong types."""
     hints = typing.get_type_hints(settings_class)
     checked = {}
@@ -156,7 +156,7 @@ def checked_values(values: dict, settings_class, path) -> dict:
     return checked
 
 
-def fits(value, hint) -> bool:
+def fits(value, hint):
     """Is a value of the type that a field's hint names? A whole number serves as a float."""
     options = typing.get_args(hint)
     kind = typing.get_origin(hint)
@@ -197,7 +197,7 @@ def check(settings) -> None:
 # ---- a script's whole life ---------------------------------------------------------------------------------
 
 
-def program_name() -> str:
+def program_name():
     """What a user types after `python`: a script's name, or -m and a module's."""
     module = sys.modules["__main__"].__spec__
     if module is None:
@@ -205,12 +205,12 @@ def program_name() -> str:
     return f"-m {module.name.removesuffix('.__main__')}"
 
 
-def is_first_process() -> bool:
+def is_first_process():
     """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def run_script(commands: dict, document: str, default="") -> None:
+def run_script(commands, document, default="") -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = program_name()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not have every letter of a sample

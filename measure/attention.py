@@ -62,7 +62,7 @@ def first_attention(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.cat([attention_to(model, part)[..., 0].cpu() for part in batches(tokens)])
 
 
-def batches(tokens: Tensor) -> tuple[Tensor, ...]:
+def batches(tokens: Tensor) -> tuple:
     """Sequences (n, T) in parts that fit in memory."""
     return tokens.split(max(1, BATCH_TOKENS[tokens.device.type] // tokens.shape[1]))
 
@@ -72,6 +72,6 @@ def sink_share(alpha: Tensor, epsilon: float) -> Tensor:
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
 
-def uniform_alpha(T: int, position: int = 1) -> float:
+def uniform_alpha(T, position: int = 1) -> float:
     """alpha_k of uniform attention: the mean of 1/i over the queries i = k..T."""
     return (1 / torch.arange(position, T + 1).double()).mean().item()

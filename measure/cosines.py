@@ -33,7 +33,7 @@ class CosineStatistics:
     |sum u u^T|_F^2 - n.
     """
 
-    def __init__(self, d: int, device: torch.device | str = "cpu"):
+    def __init__(self, d, device="cpu"):
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.sum = torch.zeros(d, dtype=torch.float64, device=device)
         self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
@@ -59,7 +59,7 @@ class CosineStatistics:
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
         return self.sum / self.count
 
-    def mean_and_std(self) -> tuple[float, float]:
+    def mean_and_std(self) -> tuple:
         """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2.
 
         UserError if a state was zero or not finite.
@@ -112,14 +112,14 @@ def student_log10_tail(t: float, dof: float) -> float:
     return max(SMALLEST_LOG10_P, float(student.logsf(t, dof)) / math.log(10))
 
 
-def binomial_log10_p(count: int, n: int, num_choices: int) -> float:
+def binomial_log10_p(count: int, n, num_choices: int) -> float:
     """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
 
 
 @functools.cache
-def uniform_counts(n: int, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
+def uniform_counts(n, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
     """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
 
     The first is the baseline of BB Figure 1a; for 1,000 draws of a token its standard error is below 1 %.
@@ -144,7 +144,7 @@ def interval(values, name: str = "mean", low: str = "low", high: str = "high") -
     return {name: mean, low: float(mean - error), high: float(mean + error)}
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+def wilson(successes: int, n, confidence: float = 0.95) -> tuple:
     """Wilson's interval of a rate."""
     rate = binomtest(successes, n).proportion_ci(confidence, method="wilson")
     return float(rate.low), float(rate.high)

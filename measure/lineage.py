@@ -35,7 +35,7 @@ SAME_LOG10_P = -6.0  # from here on two models are of one birth
 UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
-INCONCLUSIVE = "inconclusive: use more rows"
+INCONCLUSIVE = "inconclusive"
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
 
@@ -51,7 +51,7 @@ def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
     return diagonal_test(relation(fingerprint(a), fingerprint(b)), ("relabel", seed), permutations)
 
 
-def check_rows(a, b) -> tuple[Tensor, Tensor]:
+def check_rows(a, b) -> tuple:
     """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
     a = torch.as_tensor(a).detach().float()
     b = torch.as_tensor(b).detach().float()
@@ -63,12 +63,12 @@ def check_rows(a, b) -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def fingerprint(rows: Tensor) -> Tensor:
+def fingerprint(rows) -> Tensor:
     """What the relabelling test compares of final states (n, d): their decorrelated ranks, (n, d) float32."""
     return decorrelated(unit_ranks(rows))
 
 
-def unit_ranks(rows: Tensor) -> Tensor:
+def unit_ranks(rows) -> Tensor:
     """Columns of (n, d) by their ranks, ties averaged, centred, of norm 1 (0 if constant); float32."""
     parts = []
     columns_at_once = max(1, 2**24 // len(rows))  # ranks come in float64
@@ -109,7 +109,7 @@ class Correlation:
     Each counts with its columns centred and its mean square 1: its mean row and its scale are the data's.
     """
 
-    def __init__(self, d: int):
+    def __init__(self, d):
         self.products = torch.zeros(d, d, dtype=torch.float64)
         self.squares = torch.zeros(2, d, dtype=torch.float64)
 
@@ -141,7 +141,7 @@ class Correlation:
         return torch.where(scale > 0, self.products / scale, 0.0)
 
 
-def weight_correlations(a, b) -> tuple[dict[str, Tensor], list[str]]:
+def weight_correlations(a, b) -> tuple:
     """Correlations of the residual coordinates over the rows of all weight matrices, and the names left out.
 
     "body" has the matrices of the blocks, matched by name and shape; "embedding" has the token table and the
@@ -248,7 +248,7 @@ def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
     return {"correlation": float(correlation), **outcome(t, log10_p, at_least, permutations)}
 
 
-def neuron_grams(a, b, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def neuron_grams(a, b, count: int) -> Iterator:
     """Gram matrices of the hidden units of up to `count` layers that both models have."""
     for layer in some_layers(min(a.config.num_layers, b.config.num_layers), count):
         yield neuron_gram(a, layer), neuron_gram(b, layer)
@@ -298,7 +298,7 @@ def off_diagonal(gram: Tensor) -> Tensor:
     return (gram - mean).fill_diagonal_(0.0)
 
 
-def some_layers(depth: int, count: int) -> list[int]:
+def some_layers(depth: int, count: int) -> list:
     """Up to `count` layers of 0..depth - 1, evenly spaced."""
     numbers = np.linspace(0, depth - 1, min(count, depth)).round()
     return np.unique(numbers.astype(int)).tolist()
@@ -328,7 +328,7 @@ def compare_sources(a, b, fingerprints: tuple, seed: int, permutations: int, gra
     return tests, correlations, skipped
 
 
-def verdict(tests: dict[str, dict]) -> tuple[str, str]:
+def verdict(tests: dict) -> tuple:
     """The verdict of the tests that were made, and what it rests on: on weights, wherever they can decide.
 
     A transplanted token table ties the residual coordinates of strangers: `relabel` sees it at once,
@@ -372,7 +372,7 @@ def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | 
     return judge_taus(taus, n, d, side, top_k, temperature)
 
 
-def check_top_k(top_k: int | None, d: int) -> int:
+def check_top_k(top_k: int | None, d) -> int:
     """How many dimensions are chosen in models of width d; UserError for a number that is not in 1..d."""
     if top_k is None:
         return d // 2
@@ -381,7 +381,7 @@ def check_top_k(top_k: int | None, d: int) -> int:
     return top_k
 
 
-def top_dimensions(rows: np.ndarray, side: str, top_k: int) -> np.ndarray:
+def top_dimensions(rows, side: str, top_k: int) -> np.ndarray:
     """The `top_k` dimensions of largest mean output (n, d), or of smallest, for `side` "bottom"."""
     mean = rows.mean(axis=0, dtype=np.float64)
     if side == "top":
@@ -412,7 +412,7 @@ def identity_taus(a: np.ndarray, b: np.ndarray, side: str, top_k: int, temperatu
 
 
 @functools.lru_cache(maxsize=512)
-def null_taus(n: int, d: int, side: str, top_k: int, temperature: float | None, trial: int) -> np.ndarray:
+def null_taus(n, d, side: str, top_k: int, temperature: float | None, trial: int) -> np.ndarray:
     """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
     generator = keyed_generator("paper null", n, d, trial)
     a = generator.standard_normal((n, d), np.float32)
@@ -420,7 +420,7 @@ def null_taus(n: int, d: int, side: str, top_k: int, temperature: float | None, 
     return identity_taus(a, b, side, top_k, temperature)
 
 
-def judge_taus(taus: np.ndarray, n: int, d: int, side: str, top_k: int, temperature, nulls: int = 10) -> dict:
+def judge_taus(taus: np.ndarray, n, d, side: str, top_k: int, temperature, nulls: int = 10) -> dict:
     """What the paper's test says of the taus of the `paper_k` identity dimensions of n outputs.
 
     p of the one-sided t- and U-tests against the taus of `nulls` Gaussian pairs, averaged; `closed_form_z` is
@@ -449,6 +449,6 @@ def judge_taus(taus: np.ndarray, n: int, d: int, side: str, top_k: int, temperat
     }
 
 
-def kendall_std(n: int) -> float:
+def kendall_std(n) -> float:
     """Standard deviation of Kendall's tau between independent columns of n rows."""
     return (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5

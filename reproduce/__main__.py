@@ -193,7 +193,7 @@ def with_folders(settings: Settings) -> Settings:
     return dataclasses.replace(settings, out=out, runs=runs)
 
 
-def command_line(name: str, settings: Settings) -> str:
+def command_line(name, settings: Settings):
     """The command of a result at the settings' scale, as a user would type it after `python`."""
     result = RESULTS[name]
     parts = [result.command]
@@ -211,7 +211,7 @@ def command_line(name: str, settings: Settings) -> str:
     return text
 
 
-def read_line(name: str, settings: Settings) -> tuple:
+def read_line(name, settings: Settings):
     """The function that makes a result, and its settings."""
     words = shlex.split(command_line(name, settings))
     module = words.pop(0).removesuffix(".py")
@@ -222,7 +222,7 @@ def read_line(name: str, settings: Settings) -> tuple:
     return read_command(script.COMMANDS, words, script.__doc__)
 
 
-def make(name: str, settings: Settings) -> bool:
+def make(name, settings: Settings):
     """Make a result, and the runs that it reads, unless it is there; was it made?"""
     function, wanted = read_line(name, settings)
     path = Path(settings.out) / f"{name}.json"
@@ -237,7 +237,7 @@ def make(name: str, settings: Settings) -> bool:
     return True
 
 
-def is_made(path, wanted) -> bool:
+def is_made(path, wanted):
     """Is there a result with these settings? "auto" is any device and dtype, and no text is any text."""
     result = read_result(path)
     if result is None:
@@ -250,7 +250,7 @@ def is_made(path, wanted) -> bool:
     return True
 
 
-def read_result(path) -> dict | None:
+def read_result(path):
     """A result's JSON; None if there is none, or one that is not whole."""
     try:
         result = json.loads(path.read_text())
@@ -298,7 +298,7 @@ def write_report(settings: Settings) -> None:
         temporary.write_text(text)
 
 
-def report_line(claim: Claim, results: dict, settings: Settings) -> str:
+def report_line(claim: Claim, results, settings: Settings):
     """A line of the table; a claim whose result is not there says what would make it."""
     measured, verdict, figure = "", "", ""
     if claim.result is None:

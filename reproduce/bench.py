@@ -13,7 +13,6 @@ loss. (What streaming a 7B folder costs: tests/streaming.py.)
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -57,7 +56,7 @@ class ForwardSettings(TrainingSettings):
     """in the largest of three batches (default: 2048; on CUDA 65536)"""
 
 
-def bench(settings: ForwardSettings, with_training: bool = True) -> dict:
+def bench(settings: ForwardSettings, with_training=True):
     """Time forward passes and training steps. Writes bench.json."""
     context = shortest_context(chosen_models(settings.model, (0,)))
     check_lengths(settings.sequence_length, context)
@@ -73,12 +72,12 @@ def bench(settings: ForwardSettings, with_training: bool = True) -> dict:
     return experiment.save(rows, COLUMNS)
 
 
-def forward(settings: ForwardSettings) -> dict:
+def forward(settings: ForwardSettings):
     """Time forward passes only. Writes bench.json."""
     return bench(settings, with_training=False)
 
 
-def training(settings: TrainingSettings) -> dict:
+def training(settings: TrainingSettings):
     """Time training steps only. Writes bench.json."""
     if settings.dtype == "float32":
         raise UserError("training is timed in bfloat16, as train.py's products are: without --dtype float32")
@@ -90,7 +89,7 @@ def training(settings: TrainingSettings) -> dict:
 
 
 @torch.inference_mode()
-def forward_rows(name: str, settings: ForwardSettings, device: torch.device, dtype) -> list[dict]:
+def forward_rows(name, settings: ForwardSettings, device, dtype):
     """Last-position states of random sequences: a row for each length."""
     config = PRESETS[name]
     ours = newborn(name, 0, device=device, dtype=dtype)
@@ -119,7 +118,7 @@ def last_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens, use_cache=False)[0][:, -1]
 
 
-def best_batch(work: Callable, tokens: Tensor) -> Tensor:
+def best_batch(work, tokens: Tensor) -> Tensor:
     """The first of the tokens (n, T), n, n/2 or n/4: where `work` takes least time for a sequence."""
     work(tokens[:1])  # the first call allocates
     seconds = {}
@@ -129,7 +128,7 @@ def best_batch(work: Callable, tokens: Tensor) -> Tensor:
     return tokens[: min(seconds, key=seconds.get)]
 
 
-def training_rows(settings: TrainingSettings, device: torch.device) -> list[dict]:
+def training_rows(settings: TrainingSettings, device):
     """Training steps of ours and of transformers' model in the same loop: a row for each preset."""
     rows = []
     for name, (B, T) in TRAINED.items():
@@ -149,7 +148,7 @@ def training_rows(settings: TrainingSettings, device: torch.device) -> list[dict
     return rows
 
 
-def training_work(model: torch.nn.Module, forward: Callable, window: Tensor) -> Callable:
+def training_work(model: torch.nn.Module, forward, window: Tensor):
     """A training step on a window (B, T + 1), after its first call, which allocates."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     work = partial(training_step, model, forward, optimizer, window)
@@ -157,7 +156,7 @@ def training_work(model: torch.nn.Module, forward: Callable, window: Tensor) -> 
     return work
 
 
-def training_step(model: torch.nn.Module, forward: Callable, optimizer, window: Tensor) -> Tensor:
+def training_step(model: torch.nn.Module, forward, optimizer, window: Tensor) -> Tensor:
     """A step of train.py's loop; `forward` maps tokens to the model's logits."""
     targets = window[:, 1:]
     loss = loss_sum(forward, window[:, :-1], targets, window.device, torch.bfloat16) / targets.numel()
@@ -173,7 +172,7 @@ def logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens, use_cache=False).logits
 
 
-def transformers_model(config: ModelConfig, head: bool = False) -> torch.nn.Module | None:
+def transformers_model(config: ModelConfig, head=False) -> torch.nn.Module | None:
     """transformers' model of a preset's shape, random weights, SDPA; None if it is not installed.
 
     For the GPT-2 style it is GPT-NeoX without parallel residual: the one there with RoPE, LayerNorm and GELU.
@@ -200,7 +199,7 @@ def transformers_model(config: ModelConfig, head: bool = False) -> torch.nn.Modu
 # ---- how it is timed ---------------------------------------------------------------------------------------
 
 
-def take_turns(works: dict, flops: float, rounds: int, device: torch.device, dtype: torch.dtype) -> dict:
+def take_turns(works, flops, rounds, device, dtype):
     """Tokens a second of `works`, which take turns with each other and with the matrix product.
 
     `works` maps ours, and theirs if installed, to (what it does, of how many tokens). A token needs `flops`.

@@ -11,7 +11,7 @@ of ours: an order, a sign, a trend, a law inside an interval, its own level of s
 begins with "ours" never has one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ class Claim:
 # ---- verdicts ----------------------------------------------------------------------------------------------
 
 
-def above(low: float, high: float, bound: float = 0.0) -> str:
+def above(low, high, bound=0.0):
     """Is what lies between low and high above `bound`? OPEN where the interval has both answers."""
     if low > bound:
         return HOLDS
@@ -76,7 +76,7 @@ def above(low: float, high: float, bound: float = 0.0) -> str:
     return OPEN
 
 
-def rising(curve: Sequence) -> str:
+def rising(curve):
     """Does a curve rise at every step? FAILS if it ends no higher than it begins; OPEN between the two."""
     steps = np.diff(curve)
     if len(steps) == 0:
@@ -88,7 +88,7 @@ def rising(curve: Sequence) -> str:
     return OPEN
 
 
-def agreed(flags: Iterable) -> str:
+def agreed(flags):
     """HOLDS if every flag is true, FAILS if none is, OPEN if some are or there is no flag."""
     answers = {bool(flag) for flag in flags}
     if len(answers) != 1:
@@ -96,7 +96,7 @@ def agreed(flags: Iterable) -> str:
     return HOLDS if True in answers else FAILS
 
 
-def all_hold(verdicts: Iterable) -> str:
+def all_hold(verdicts):
     """HOLDS if all hold, FAILS if one fails, NONE if nothing was judged, OPEN otherwise."""
     answers = set(verdicts) - {NONE}
     for verdict in (FAILS, OPEN, HOLDS):
@@ -108,7 +108,7 @@ def all_hold(verdicts: Iterable) -> str:
 # ---- from a result to a finding ----------------------------------------------------------------------------
 
 
-def each(columns: str, judge: Judge, *arguments, part: str = "rows", **where) -> Measure:
+def each(columns, judge: Judge, *arguments, part="rows", **where) -> Measure:
     """The measure that judges a result apart for each value of some `columns` (names, spaced).
 
     It takes rows from `part` of the result; `where` chooses rows by a column's value, or by several;
@@ -137,7 +137,7 @@ def each(columns: str, judge: Judge, *arguments, part: str = "rows", **where) ->
     return measure
 
 
-def chosen(result, part: str, where: dict) -> pd.DataFrame:
+def chosen(result, part, where) -> pd.DataFrame:
     """The rows with these values, without layer 0 (the input) and step 0 (the newborn itself).
 
     Means over seeds get their 95 % interval, `low` to `high`: NaN where there is one seed.
@@ -154,12 +154,12 @@ def chosen(result, part: str, where: dict) -> pd.DataFrame:
     return rows
 
 
-def plain(name: str) -> str:
+def plain(name):
     """A column's name in words."""
     return name.replace("_", " ")
 
 
-def span(values: Sequence) -> str:
+def span(values):
     """The least and the largest of some values, None left out."""
     known = pd.Series(values, dtype=float).dropna()
     form = ",.0f" if known.abs().max() >= 10_000 else ".4g"
@@ -167,7 +167,7 @@ def span(values: Sequence) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def bounded(value: float, low: float, high: float) -> str:
+def bounded(value, low, high):
     """A value and its interval."""
     return f"{value:.4g} ({low:.4g} to {high:.4g})"
 
@@ -181,14 +181,14 @@ def ranges(rows, *columns: str) -> Finding:
     return Finding(f"{', '.join(texts)}, n = {len(rows)}")
 
 
-def rises(rows, value: str, along: str) -> Finding:
+def rises(rows, value, along) -> Finding:
     """Does a column rise with another at every step?"""
     curve = rows.groupby(along)[value].mean()
     ends = f"{curve.iloc[0]:.4g} to {curve.iloc[-1]:.4g}"
     return Finding(f"{ends} at {plain(along)} {curve.index[0]} to {curve.index[-1]}", rising(curve))
 
 
-def ordered(rows, value: str, along: str, by: str, *names) -> Finding:
+def ordered(rows, value, along, by, *names) -> Finding:
     """At all `along`, does |value| fall from one name of the column `by` to the next (default: sorted)?"""
     values = rows.pivot_table(index=along, columns=by, values=value)
     values = values.reindex(columns=names or values.columns)
@@ -197,7 +197,7 @@ def ordered(rows, value: str, along: str, by: str, *names) -> Finding:
     return Finding(", ".join(texts), agreed(falls.to_numpy().ravel()))
 
 
-def within(rows, theory: str) -> Finding:
+def within(rows, theory) -> Finding:
     """Is the theory inside the interval of the mean cosine, in every row? OPEN with one seed."""
     texts = [bounded(*row) for row in rows[["mean_cosine", "low", "high"]].to_numpy()]
     measured = f"{', '.join(texts)} where theory says {span(rows[theory])}"
@@ -207,19 +207,19 @@ def within(rows, theory: str) -> Finding:
     return Finding(measured, HOLDS if inside.all() else FAILS)
 
 
-def distance(rows, theory: str) -> Finding:
+def distance(rows, theory) -> Finding:
     """How far is the mean cosine from a theory? No verdict."""
     off = (rows["mean_cosine"] - rows[theory]).abs()
     return Finding(f"off by at most {off.max():.4f}, theory up to {rows[theory].max():.4f}")
 
 
-def excess(rows, theory: str) -> Finding:
+def excess(rows, theory) -> Finding:
     """What multiple of a theory's is the std, from position 16 on? No verdict."""
     late = rows[rows["position"] >= 16]
     return Finding(f"{span(late['std'] / late[theory])} times the theory")
 
 
-def lower(rows, first: str, second: str, key: str, by: str = "calibration") -> Finding:
+def lower(rows, first, second, key, by="calibration") -> Finding:
     """Is `key` lower in runs with `first` in the column `by` than in those of the same seed with `second`?"""
     runs = rows.pivot(index="seed", columns=by, values=key).reindex(columns=[first, second])
     runs = runs.astype(float).dropna()
@@ -231,7 +231,7 @@ def lower(rows, first: str, second: str, key: str, by: str = "calibration") -> F
     return Finding(measured, above(-difference["high"], -difference["low"]))
 
 
-def positive(rows, key: str, low: str, high: str) -> Finding:
+def positive(rows, key, low, high) -> Finding:
     """Is the interval of `key` above zero, in every row?"""
     ends = rows[[key, low, high]].to_numpy()
     texts = [bounded(*row) for row in ends]
@@ -280,7 +280,7 @@ def widening(rows) -> Finding:
     return Finding(f"ahead by {span(lead)}", all_hold([agreed(lead > 0), rising(lead)]))
 
 
-def same_token(rows, first: str, second: str) -> Finding:
+def same_token(rows, first, second) -> Finding:
     """Do two columns name the same token more often than by chance?"""
     hits = (rows[first] == rows[second]).sum()
     low, high = wilson(hits, len(rows))
@@ -348,7 +348,7 @@ def no_sinks(rows) -> Finding:
     return Finding(f"sink rate {span(rows['sink_rate'])} in {len(rows)} runs", agreed(rows["sink_rate"] == 0))
 
 
-def first_stands_out(rows, key: str) -> Finding:
+def first_stands_out(rows, key) -> Finding:
     """Is `key` largest at position 1, in some layer?"""
     values = rows.pivot_table(index="position", columns="layer", values=key)
     first, others = values.iloc[0], values.iloc[1:]
@@ -367,7 +367,7 @@ def same_settings(rows) -> Finding:
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 
-def judged(result, columns: str, judge: Judge, *arguments, figure: str = "", **where) -> Claim:
+def judged(result, columns, judge: Judge, *arguments, figure="", **where) -> Claim:
     """A claim without its words: how a result is read beside them."""
     return Claim("", result, "", "", each(columns, judge, *arguments, **where), figure)
 
@@ -382,7 +382,7 @@ def shown(*arguments, **where) -> Claim:
     return replace(claim, measure=measure)
 
 
-def not_run(command: str) -> Claim:
+def not_run(command) -> Claim:
     """The same of what takes a download, or weeks."""
     return Claim("", None, "", "", None, command=command)
 
@@ -535,7 +535,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "lineage", "kin", right_answers, table="12"
     ),
     ("Tables 4, 5, 8-12, their size", "12 layers, 10B tokens of OpenWebText", ""): not_run(
-        "python -m reproduce.family --size paper"
+        "python -m reproduce.family --scale paper"
     ),
     ("Table 13", "the Nano LLaMA-2 that is trained", ""): shown("setup", "", same_settings, table="13"),
     ("Table 14", "how it is trained", ""): shown("setup", "", same_settings, table="14"),

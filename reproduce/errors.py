@@ -12,7 +12,6 @@ import itertools
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -30,7 +29,6 @@ from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure.cosines import wilson
 from measure.lineage import (
     SAME_LOG10_P,
-    check_top_k,
     diagonal_test,
     fingerprint,
     gram_test,
@@ -48,7 +46,6 @@ from model import PRESETS
 from seedprint import (
     Models,
     PaperSettings,
-    check_paper_settings,
     common_vocabulary,
     comparable_models,
     last_outputs,
@@ -91,12 +88,6 @@ class RateSettings(RunSettings):
     """random sequences of the paper's test; in the paper 10000"""
     paper_length: int = 64
     """tokens in each of them; in the paper 1024"""
-    side: Literal["top", "bottom"] = "top"
-    """dimensions of the largest, or of the smallest mean output"""
-    top_k: int | None = at_least(1, None)
-    """how many of them, in each model (default: half of the width)"""
-    softmax_temperature: float | None = at_least(1e-6, None)
-    """of a softmax over the chosen dimensions; in the authors' code 10"""
     input_seed: int = 0
     """seed of the random sequences and of the permutations"""
 
@@ -120,12 +111,11 @@ class CostSettings(RunSettings):
 # ---- error rates -------------------------------------------------------------------------------------------
 
 
-def rates(settings: RateSettings) -> dict:
+def rates(settings: RateSettings):
     """How often does each test call strangers kin? Writes errors.json, errors.png and errors_tau.png."""
     specs = chosen_models(settings.model, (settings.first_seed,))
     check_lengths((settings.sequence_length,), shortest_context(specs))
-    for spec in specs:
-        check_paper_settings(settings, [spec])
+    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
     on = (settings, experiment.device, experiment.dtype)
     choices = list(itertools.product(settings.model, settings.schemes, STATE_INPUTS))
@@ -151,7 +141,7 @@ def rates(settings: RateSettings) -> dict:
     return experiment.save(rows, COLUMNS, draw_errors, points=points, taus=taus)
 
 
-def strangers(model: str, scheme: str, inputs: str, settings: RateSettings) -> list[Newborn]:
+def strangers(model, scheme, inputs, settings: RateSettings):
     """Newborns of different seeds, with token tables of their own or one for all."""
     embedding_seed = 0 if inputs == SHARED_TABLE else None
     newborns = []
@@ -160,7 +150,7 @@ def strangers(model: str, scheme: str, inputs: str, settings: RateSettings) -> l
     return newborns
 
 
-def relabelling_p(newborns: list[Newborn], inputs: str, settings: RateSettings, device, dtype) -> np.ndarray:
+def relabelling_p(newborns, inputs, settings: RateSettings, device, dtype) -> np.ndarray:
     """The p of the exact test of states, for each newborn and the six that follow it."""
     config = newborns[0].config
     drawn = (settings.input_seed, range(settings.num_sequences), settings.sequence_length)
@@ -183,7 +173,7 @@ def relabelling_p(newborns: list[Newborn], inputs: str, settings: RateSettings, 
     return np.array(p)
 
 
-def weights_p(newborns: list[Newborn], settings: RateSettings) -> dict:
+def weights_p(newborns, settings: RateSettings):
     """The p of the exact tests of weights, for each newborn and the next."""
     body_p, free_p = [], []
     for i in range(settings.num_births):
@@ -196,7 +186,7 @@ def weights_p(newborns: list[Newborn], settings: RateSettings) -> dict:
     return {"weights": np.array(body_p), "basis-free": np.array(free_p)}
 
 
-def paper_p(newborns: list[Newborn], inputs: str, settings: RateSettings, device, dtype) -> tuple:
+def paper_p(newborns, inputs, settings: RateSettings, device, dtype):
     """The p of the paper's tests, for all pairs of newborns; and the taus of all pairs."""
     config = newborns[0].config
     n = settings.paper_sequences
@@ -209,8 +199,7 @@ def paper_p(newborns: list[Newborn], inputs: str, settings: RateSettings, device
     outputs = []
     for newborn in newborns[: settings.paper_births]:
         outputs.append(last_outputs(newborn, config.vocab_size, reading, device, dtype).numpy())
-    top_k = check_top_k(settings.top_k, config.d_model)
-    chosen = (settings.side, top_k, settings.softmax_temperature)
+    chosen = ("top", config.d_model // 2, None)
     p, pooled = [], []
     for a, b in itertools.combinations(outputs, 2):
         taus = identity_taus(a, b, *chosen)
@@ -220,7 +209,7 @@ def paper_p(newborns: list[Newborn], inputs: str, settings: RateSettings, device
     return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)
 
 
-def error_rate(test: str, p: np.ndarray, paper_births: int) -> dict:
+def error_rate(test, p: np.ndarray, paper_births):
     """How often p (pairs,) rejects, the rate's 99 % interval, and the p of a test that p is uniform."""
     rejected = p <= LEVEL
     rejections = int(rejected.sum())
@@ -238,7 +227,7 @@ def error_rate(test: str, p: np.ndarray, paper_births: int) -> dict:
     }
 
 
-def interval_over_births(rejected: np.ndarray, births: int, resamples: int = 2000) -> tuple[float, float]:
+def interval_over_births(rejected: np.ndarray, births, resamples=2000):
     """99 % interval of the rate of `rejected`, (pairs,), over all pairs of births, which are resampled.
 
     Pairs that share a birth are not independent, so they cannot be resampled. Where all pairs agree, the
@@ -256,7 +245,7 @@ def interval_over_births(rejected: np.ndarray, births: int, resamples: int = 200
     return float(low), float(high)
 
 
-def quantiles(p: np.ndarray, key: dict) -> list[dict]:
+def quantiles(p: np.ndarray, key):
     """Sorted p beside what a uniform distribution gives, both as -log10, thinned to 60 points."""
     order = np.unique(np.geomspace(1, len(p), 60).round().astype(int)) - 1
     uniform = -np.log10((order + 0.5) / len(p))
@@ -265,7 +254,7 @@ def quantiles(p: np.ndarray, key: dict) -> list[dict]:
     return points.assign(**key).to_dict("records")
 
 
-def tau_histogram(taus: np.ndarray, n: int, key: dict) -> list[dict]:
+def tau_histogram(taus: np.ndarray, n, key):
     """Shares of strangers' taus over n inputs, in %, beside the Gaussian of independent rows (Figure 13)."""
     edges = np.linspace(-0.3, 0.3, 61)
     share = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
@@ -274,7 +263,7 @@ def tau_histogram(taus: np.ndarray, n: int, key: dict) -> list[dict]:
     return bins.assign(**key).to_dict("records")
 
 
-def draw_errors(result: dict, folder: Path) -> None:
+def draw_errors(result, folder) -> None:
     """errors.png: p against what it should be; errors_tau.png: Kendall's tau of strangers (Figure 13)."""
     curves(
         result["points"],
@@ -305,7 +294,7 @@ def draw_errors(result: dict, folder: Path) -> None:
 # ---- cost --------------------------------------------------------------------------------------------------
 
 
-def cost(settings: CostSettings) -> dict:
+def cost(settings: CostSettings):
     """How many tokens, and seconds, until each test says p < 1e-6 of two kin? Writes cost.json.
 
     UserError unless there are two models, of one birth as far as their weights tell.
@@ -339,7 +328,7 @@ def cost(settings: CostSettings) -> dict:
     return experiment.save(rows)
 
 
-def states_log10_p(test: str, pair: list, n: int, vocab_size: int, settings: CostSettings, device, dtype):
+def states_log10_p(test, pair, n, vocab_size, settings: CostSettings, device, dtype):
     """log10 p of a test of states, where the pair of sources read n random sequences."""
     T = settings.sequence_length
     if test in PREPARE:
@@ -359,12 +348,12 @@ def states_log10_p(test: str, pair: list, n: int, vocab_size: int, settings: Cos
     return float(log_p / np.log(10))
 
 
-def coordinates_log10_p(C: Tensor, settings: CostSettings) -> float:
+def coordinates_log10_p(C: Tensor, settings: CostSettings):
     """log10 p of the exact test of coordinates whose correlations are C, (d, d)."""
     return diagonal_test(C, (settings.input_seed,), settings.permutations)["log10_p"]
 
 
-def cost_row(test: str, tokens: int, seconds: float, log10_p: float) -> dict:
+def cost_row(test, tokens, seconds, log10_p):
     """What a test said of two kin when it had read some tokens."""
     reached = log10_p <= SAME_LOG10_P
     times_fewer = None

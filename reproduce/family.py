@@ -1,6 +1,6 @@
 """Who says rightly who is kin? Every method on children, continued children and strangers (BB 6.1, B.3).
 
-    python -m reproduce.family                  # BB Tables 4a-c, 5, 8-12: trains 12 models, an hour
+    python -m reproduce.family                  # BB Tables 4a-c, 5, 8-12: trains 12 models, 90 minutes
     python -m reproduce.family --scale smoke    # does it work?
 
 Two models are kin if their weights go back to one birth, strangers if not. Here strangers saw the same text
@@ -41,7 +41,7 @@ COLUMNS = ("table", "base", "suspect", "kin", "paper_t_p", "paper_u_p", *RIVALS)
 COLUMNS += ("relabel_z", "body_z", "verdict")
 
 
-def lineage(settings: Settings) -> dict:
+def lineage(settings: Settings):
     """What does every method say of each pair in the papers' tables? Writes lineage.json."""
     runs = lineage_runs(settings)
     experiment = begin("lineage", "BB Tables 4, 5, 8-12", settings, runs)
@@ -52,8 +52,8 @@ def lineage(settings: Settings) -> dict:
     return experiment.save(rows, COLUMNS, training_seconds=training_seconds(runs))
 
 
-def lineage_runs(settings: Settings) -> Runs:
-    """Runs by (style, seed, corpus): all seeds learn corpus 1 in the same order, two of them corpus 2 then."""
+def lineage_runs(settings: Settings):
+    """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
     runs = {}
     is_paper = settings.scale == "paper"
     seeds = SEEDS[1:3] if settings.scale == "smoke" else SEEDS
@@ -78,7 +78,7 @@ def lineage_runs(settings: Settings) -> Runs:
     return runs
 
 
-def table_pairs(style: str, runs: Runs) -> list[tuple]:
+def table_pairs(style, runs: Runs):
     """(table, base, suspect, whether they are kin) of every row of a style's tables."""
     newborns, children, others, continued = TABLES[style]
     trained = {seed: run.out for (name, seed, corpus), run in runs.items() if (name, corpus) == (style, 1)}
@@ -92,7 +92,7 @@ def table_pairs(style: str, runs: Runs) -> list[tuple]:
     return pairs
 
 
-def compare_all(pairs: list[tuple], data: TokenData, experiment: Experiment) -> list[dict]:
+def compare_all(pairs, data: TokenData, experiment: Experiment):
     """What every method says of each pair, a row; REEF reads the data set's held-out text."""
     ours, theirs = CompareSettings(), PaperSettings()
     if experiment.settings.scale == "smoke":
@@ -102,7 +102,7 @@ def compare_all(pairs: list[tuple], data: TokenData, experiment: Experiment) -> 
     text, _ = data.held_out(200, ours.sequence_length)
 
     @functools.cache
-    def read(folder: str) -> tuple:
+    def read(folder):
         """A model's source, its states' fingerprint, and what the paper's test reads."""
         source = parse_spec(folder).open()
         on = (source, source.config.vocab_size)

@@ -6,7 +6,6 @@ Kin are models of one birth; the second one here has another token table. Each s
 says kin from 0.8 on. None says what strangers would give, so name a stranger as well.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from init import SCHEMES
-from lib.checkpoint import Spec, check_lengths, final_states, shortest_context
+from lib.checkpoint import check_lengths, final_states, shortest_context
 from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
@@ -44,7 +43,7 @@ class Settings(RunSettings):
     """how newborns are drawn"""
 
 
-def rivals(settings: Settings) -> dict:
+def rivals(settings: Settings):
     """What does each rival say of each suspect? Writes rivals.json."""
     specs = comparable_models(settings.models, settings.init)
     check_lengths((settings.sequence_length,), shortest_context(specs))
@@ -62,7 +61,7 @@ def rivals(settings: Settings) -> dict:
     return experiment.save(rows, details=details)
 
 
-def read_texts(settings: Settings, specs: list[Spec]) -> Tensor:
+def read_texts(settings: Settings, specs) -> Tensor:
     """The tokens that REEF reads, (n, T); UserError for a data set that does not fit the models."""
     count = settings.num_sequences
     T = settings.sequence_length
@@ -74,7 +73,7 @@ def read_texts(settings: Settings, specs: list[Spec]) -> Tensor:
     return tokens
 
 
-def similarities(a, b, tokens: Tensor, device, dtype) -> dict:
+def similarities(a, b, tokens: Tensor, device, dtype):
     """All four of two sources, by name, and REEF's matrix; UserError for models without attention or MLP."""
     if a.config.sublayers != "full" or b.config.sublayers != "full":
         raise UserError("the rivals need models with attention and MLP")
@@ -88,7 +87,7 @@ def similarities(a, b, tokens: Tensor, device, dtype) -> dict:
     }
 
 
-def layer_weight(source, layer: int, kind: str) -> Tensor:
+def layer_weight(source, layer, kind) -> Tensor:
     """A projection of a layer, (out, in) float32; `kind` is "self_attn.q", "mlp.up" and so on."""
     return source.read(f"model.layers.{layer}.{kind}_proj.weight").float()
 
@@ -96,7 +95,7 @@ def layer_weight(source, layer: int, kind: str) -> Tensor:
 # ---- Intrinsic ---------------------------------------------------------------------------------------------
 
 
-def intrinsic(a, b) -> float:
+def intrinsic(a, b):
     """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four."""
     depth = min(a.config.num_layers, b.config.num_layers)
     correlations = []
@@ -110,7 +109,7 @@ def intrinsic(a, b) -> float:
     return float(np.mean(correlations))
 
 
-def std_profile(source, kind: str, depth: int) -> np.ndarray:
+def std_profile(source, kind, depth) -> np.ndarray:
     """Standard deviation of a kind of matrix by layer, interpolated to `depth` layers."""
     stds = []
     for layer in range(source.config.num_layers):
@@ -121,7 +120,7 @@ def std_profile(source, kind: str, depth: int) -> np.ndarray:
 # ---- REEF --------------------------------------------------------------------------------------------------
 
 
-def reef(a, b, tokens: Tensor, device, dtype) -> tuple[float, list[list[float]]]:
+def reef(a, b, tokens: Tensor, device, dtype):
     """CKA of the blocks' outputs at the last of tokens (n, T): mean over matched layers, and all pairs."""
     outputs_a = block_outputs(a, tokens, device, dtype)
     outputs_b = block_outputs(b, tokens, device, dtype)
@@ -129,18 +128,18 @@ def reef(a, b, tokens: Tensor, device, dtype) -> tuple[float, list[list[float]]]
     return float(np.mean(np.diagonal(matrix))), matrix
 
 
-def block_outputs(source, tokens: Tensor, device, dtype) -> list[Tensor]:
+def block_outputs(source, tokens: Tensor, device, dtype):
     """Last-position states after each block, (n, d) float32 each."""
     outputs = []
 
-    def keep(layer: int, x: Tensor) -> None:
+    def keep(layer, x: Tensor) -> None:
         outputs.append(x[:, -1].float().clone())
 
     final_states(source, tokens, device, dtype, on_state=keep)
     return outputs
 
 
-def cka(x: Tensor, y: Tensor) -> float:
+def cka(x: Tensor, y: Tensor):
     """Linear centred kernel alignment of features (n, d1) and (n, d2)."""
     kernel_x = centred_kernel(x)
     kernel_y = centred_kernel(y)
@@ -159,7 +158,7 @@ def centred_kernel(x: Tensor) -> Tensor:
 # ---- PCS ---------------------------------------------------------------------------------------------------
 
 
-def pcs(a, b) -> float:
+def pcs(a, b):
     """Cosine of all parameters that two sources have alike in name and shape, but for token table and head.
 
     Gains count: since they are born as 1, strangers are far from orthogonal.
@@ -179,7 +178,7 @@ def pcs(a, b) -> float:
 # ---- ICS ---------------------------------------------------------------------------------------------------
 
 
-def ics(a, b) -> float:
+def ics(a, b):
     """Cosine of the two models' X M X', centred, X (n, d) embeddings: mean over the invariant terms M."""
     n = min(4096, a.config.vocab_size, b.config.vocab_size)
     X = a.read("model.embed_tokens.weight")[:n].float()
@@ -193,7 +192,7 @@ def ics(a, b) -> float:
     return float(np.mean(cosines))
 
 
-def centred_product(X: Tensor, M: Tensor, Y: Tensor, N: Tensor) -> float:
+def centred_product(X: Tensor, M: Tensor, Y: Tensor, N: Tensor):
     """Sum of the entries of X M X', centred, times those of Y N Y'; X and Y are (n, d), M and N (d, d).
 
     Nothing (n, n) is made: with G = X'Y, the sum is that of the entries of M times those of G N G'.
@@ -203,13 +202,13 @@ def centred_product(X: Tensor, M: Tensor, Y: Tensor, N: Tensor) -> float:
     return total - table_sum(X, M) * table_sum(Y, N)
 
 
-def table_sum(X: Tensor, M: Tensor) -> float:
+def table_sum(X: Tensor, M: Tensor):
     """Sum of the entries of X M X', divided by n."""
     x = X.sum(0)
     return (x @ M @ x).item() / len(X)
 
 
-def invariant_terms(source) -> Iterator[Tensor]:
+def invariant_terms(source):
     """Q'K, V'O' and U'D' of the last two layers, the last first: (d, d) each.
 
     Matrices as they are stored, (out, in); key-value heads are repeated for their queries.

@@ -80,7 +80,7 @@ class Settings(RunSettings):
     runs: str = "runs"
     """folder of the training runs, made once and reused"""
 
-    def training(self, config: str, name: str, **changes) -> train.Settings:
+    def training(self, config, name, **changes) -> train.Settings:
         """The run <runs>/<name> at this scale: configs/<config>.py ("": the defaults), changed."""
         values = {}
         if config:
@@ -91,7 +91,7 @@ class Settings(RunSettings):
         values |= {"device": self.device, "dtype": self.dtype, "out": str(Path(self.runs, name))}
         return train.Settings(**values)
 
-    def some(self, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    def some(self, seeds):
         """The seeds; two of them at the smallest scale."""
         return seeds[:2] if self.scale == "smoke" else seeds
 
@@ -115,7 +115,7 @@ def train_all(runs: Runs) -> None:
         trained(run)
 
 
-def trained(run: train.Settings) -> str:
+def trained(run: train.Settings):
     """The folder of a run, which is trained if it is not there, and taken up again if it was stopped.
 
     UserError if the folder holds a run of other settings. A signal that stops training stops whoever asked.
@@ -133,26 +133,26 @@ def trained(run: train.Settings) -> str:
     return run.out
 
 
-def begin(name: str, paper: str, settings: Settings, runs: Runs) -> Experiment:
+def begin(name, paper, settings: Settings, runs: Runs) -> Experiment:
     """Train what is missing, then begin an experiment: its seconds are those of measuring."""
     runtime.start(settings)  # hours of training are not for a folder that cannot be written
     train_all(runs)
     return Experiment(name, paper, settings)
 
 
-def logged(run: str, key: str) -> pd.Series:
+def logged(run, key) -> pd.Series:
     """What a run's log says of `key`, by step."""
     table = pd.read_json(Path(run, "metrics.jsonl"), lines=True, precise_float=True)
     return table.set_index("step")[key].dropna()
 
 
-def losses(run: str) -> dict:
+def losses(run):
     """A run's last held-out loss, and the mean of all its evaluations after birth."""
     after_birth = logged(run, "val_loss").drop(0)
     return {"val_loss": after_birth.iloc[-1], "mean_loss": after_birth.mean()}
 
 
-def training_seconds(runs: Runs) -> float:
+def training_seconds(runs: Runs):
     """What all steps of the runs took, without evaluations and checkpoints."""
     total = 0.0
     for run in runs.values():
@@ -161,7 +161,7 @@ def training_seconds(runs: Runs) -> float:
     return total
 
 
-def setup(settings: RunSettings) -> dict:
+def setup(settings: RunSettings):
     """Are the papers' hyperparameters those of `nano_llama` and its config file? (BB Tables 13, 14)"""
     experiment = Experiment("setup", "BB Tables 13, 14", settings)
     training = Settings(scale="paper").training("nano_llama", "nano_llama")
@@ -175,7 +175,7 @@ def setup(settings: RunSettings) -> dict:
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
 
 
-def calibrations(settings: CalibrationSettings) -> dict:
+def calibrations(settings: CalibrationSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12, Table 7; SO)"""
     if settings.text and not Path(settings.text).is_file():
         raise UserError(f"no text file '{settings.text}'")
@@ -194,7 +194,7 @@ def calibrations(settings: CalibrationSettings) -> dict:
     return experiment.save(rows, columns, draw_calibrations, **more)
 
 
-def calibration_runs(settings: Settings) -> Runs:
+def calibration_runs(settings: Settings):
     """Runs of every calibration by (config, calibration, seed)."""
     seeds = {"backcopy": (*SEEDS, 7), "laptop": SEEDS[:3], "nano_llama": SEEDS[:3]}  # the task is a quick one
     configs = {"smoke": ["backcopy"], "laptop": ["laptop", "backcopy"], "paper": ["nano_llama", "backcopy"]}
@@ -212,7 +212,7 @@ def calibration_runs(settings: Settings) -> Runs:
 
 
 @torch.inference_mode()
-def measure_sinks(experiment: Experiment, config: str, run: train.Settings) -> tuple[dict, list[dict]]:
+def measure_sinks(experiment: Experiment, config, run: train.Settings):
     """A run's loss on the settings' text, and its sinks at 64 tokens; and its sink rate by length."""
     settings = experiment.settings
     spec = parse_spec(run.out)
@@ -236,7 +236,7 @@ def measure_sinks(experiment: Experiment, config: str, run: train.Settings) -> t
     return row, rates
 
 
-def text_loss(experiment: Experiment, spec: Spec, model: Transformer) -> float | None:
+def text_loss(experiment: Experiment, spec: Spec, model: Transformer):
     """Mean loss on 256 windows of the settings' text, in nats a token (BB Table 7).
 
     None without a text, or a tokenizer for it.
@@ -250,7 +250,7 @@ def text_loss(experiment: Experiment, spec: Spec, model: Transformer) -> float |
 
 
 @torch.inference_mode()
-def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
+def asleep_and_awake(model: Transformer, tokens: Tensor):
     """What the head with the largest alpha_1 pays to position 1 at `backcopy`'s triggers, and elsewhere.
 
     The queries are those of tokens (n, T) from position 3 on, the first that can be triggers and have letters
@@ -272,7 +272,7 @@ def asleep_and_awake(model: Transformer, tokens: Tensor) -> dict:
     return {"at_triggers": awake, "elsewhere": asleep}
 
 
-def draw_calibrations(result: dict, folder: Path) -> None:
+def draw_calibrations(result, folder) -> None:
     """calibrations.png: held-out loss by step; calibrated_rate.png: sink rate and alpha_1 by length."""
     later = [point for point in result["curve"] if point["step"] > 0]  # birth would hide the rest
     lengths = result["lengths"]
@@ -302,7 +302,7 @@ def draw_calibrations(result: dict, folder: Path) -> None:
     )
 
 
-def means(points: list[dict], value: str, *along: str) -> list[dict]:
+def means(points, value, *along: str):
     """Mean and standard deviation of a value over seeds, a panel for each configuration."""
     groups = pd.DataFrame(points).groupby(["config", "calibration", *along], sort=False)
     table = groups[value].agg(["mean", "std"]).reset_index()
@@ -313,7 +313,7 @@ def means(points: list[dict], value: str, *along: str) -> list[dict]:
 # ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------
 
 
-def births(settings: Settings) -> dict:
+def births(settings: Settings):
     """Is an unprejudiced birth a better one? GPT-2 styles drawn by `gpt2` and by `centered` (ours)"""
     runs = birth_runs(settings)
     experiment = begin("births", "ours", settings, runs)
@@ -327,7 +327,7 @@ def births(settings: Settings) -> dict:
     return experiment.save(rows, draw=draw_births, **more)
 
 
-def birth_runs(settings: Settings) -> Runs:
+def birth_runs(settings: Settings):
     """Runs of both births by (init, seed)."""
     config, changes = "laptop", {"model": "tiny_gpt2"}
     if settings.scale == "paper":
@@ -339,7 +339,7 @@ def birth_runs(settings: Settings) -> Runs:
     return runs
 
 
-def loss_points(runs: Runs) -> list[dict]:
+def loss_points(runs: Runs):
     """Training loss of both births by step, and the difference of paired runs, with 95 % intervals."""
     by_run = {}
     for key, run in runs.items():
@@ -360,7 +360,7 @@ def loss_points(runs: Runs) -> list[dict]:
     return points
 
 
-def draw_births(result: dict, folder: Path) -> None:
+def draw_births(result, folder) -> None:
     """births.png: the training loss of both births, and their difference, by step."""
     curves(
         result["points"],

@@ -24,6 +24,7 @@ import evidence
 from common import setting
 from experiment import conduct
 from findings import claim
+
 from init import draw
 
 

@@ -17,6 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import checkpoint  # noqa: E402
+
 from model import ModelConfig  # noqa: E402
 
 SHARD = 4e9  # bytes

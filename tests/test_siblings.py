@@ -1,0 +1,278 @@
+"""reproduce.siblings: runs made once, taken up and told apart; rows recomputed from logs and by hand."""
+
+import itertools
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import assert_refused, run_here
+from scipy.stats import ttest_rel
+
+import train
+from init import newborn
+from lib import checkpoint, data
+from lib.inputs import TextSettings, read_tokens
+from lib.results import Experiment
+from lib.settings import UserError
+from model import CHOICES, PRESETS
+from reproduce import family, siblings
+
+CPU = {"device": "cpu", "dtype": "float32"}
+
+
+def small_task(folder: Path) -> None:
+    """The default data set of the letters, but a small one, below a working directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        whole = data.backcopy
+        patch.setattr(data, "backcopy", lambda: whole(count=3000))
+        out = folder / data.default_folder(("backcopy",), "bytes")
+        data.prepare(data.Settings(source=("backcopy",), tokenizer="bytes", held_out=0.02, out=str(out)))
+
+
+@pytest.fixture
+def letters(tmp_path, monkeypatch):
+    """A working directory with the small data set."""
+    small_task(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def log_of(run) -> list[dict]:
+    """The lines of a run's log."""
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def write_log(run, lines: list[dict]) -> None:
+    """Write the log of a run."""
+    Path(run, "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# ---- runs --------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_sizes_are_the_configs():
+    makers = (siblings.calibration_runs, siblings.birth_runs, family.lineage_runs)
+    runs = [run for make in makers for run in make(siblings.Settings(scale="paper", runs="r")).values()]
+    for run in runs:
+        is_large = run.model.startswith("nano_") and run.global_batch_size * run.sequence_length >= 2**18
+        assert is_large or run.model == "backcopy"
+    assert len({run.out for run in runs}) == len(runs) == (4 * 3 + 4 * 5) + 8 + 12
+    small = siblings.Settings(scale="smoke", runs="r")
+    assert {run.max_iters for make in makers for run in make(small).values()} == {2}
+    laptop = siblings.Settings(runs="./some//runs/")
+    births = siblings.birth_runs(laptop)
+    assert sum(run.max_iters for run in births.values()) == 1200
+    assert births["gpt2", 42].out == "some/runs/births/laptop-gpt2-42"
+    plain = siblings.calibration_runs(laptop)["backcopy", "none", 42]
+    assert (plain.out, plain.source, plain.attn_calibration) == ("some/runs/backcopy", ("backcopy",), "none")
+
+
+@pytest.mark.usefixtures("quick_training")
+def test_a_run_is_taken_up_where_it_was_stopped(letters, monkeypatch):
+    run = siblings.Settings(scale="smoke", runs="runs", **CPU).training("backcopy", "a")
+    siblings.trained(replace(run, out="runs/whole"))
+
+    def killed(step, settings):
+        if step == 1:
+            raise RuntimeError("killed")
+        return rate(step, settings)
+
+    rate = train.learning_rate
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "learning_rate", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            siblings.trained(run)
+    assert checkpoint.steps(run.out)[-1].name == "step_0000001"
+    siblings.train_all({"a": run})
+    assert [line["step"] for line in log_of(run.out)] == [0, 1, 2]
+    ends = [Path(out, "step_0000002/model.safetensors").read_bytes() for out in (run.out, "runs/whole")]
+    assert ends[0] == ends[1]
+    monkeypatch.setattr(train, "train", None)  # it is made once
+    assert siblings.trained(run) == "runs/a"
+
+
+def test_a_run_that_was_stopped_stops_what_asked_for_it(tmp_path, monkeypatch):
+    """A signal ends `train` early and without an error: siblings must not be measured then."""
+
+    def stopped(run):
+        checkpoint.save(tmp_path / "run/step_0000003", newborn("backcopy", 1))
+
+    monkeypatch.setattr(train, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        siblings.trained(train.Settings(out=str(tmp_path / "run"), max_iters=5, **CPU))
+
+
+def test_a_run_of_other_settings_is_not_reused(tmp_path):
+    run = train.Settings(out=str(tmp_path / "run"), max_iters=5, **CPU)
+    checkpoint.save(tmp_path / "run/step_0000005", newborn("backcopy", 1))
+    (tmp_path / "run/settings.json").write_text(json.dumps(asdict(run)))
+    assert siblings.trained(run) == run.out
+    assert siblings.trained(replace(run, keep="last", log_every=1)) == run.out  # as train.py may leave a run
+    changes = {
+        "max_iters": 4,
+        "eval_every": 7,
+        "eval_sequences": 3,
+        "learning_rate": 0.5,
+        "dtype": "bfloat16",
+    }
+    for name, value in changes.items():
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')}.*--runs"):
+            siblings.trained(replace(run, **{name: value}))
+
+
+def test_logs_are_read_to_the_last_bit(tmp_path):
+    losses = np.random.default_rng(0).lognormal(size=200).tolist()
+    write_log(tmp_path, [{"step": i, "loss": loss} | {"val_loss": 2.0} for i, loss in enumerate(losses)])
+    assert siblings.logged(tmp_path, "loss").tolist() == losses
+    write_log(
+        tmp_path, [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "val_loss": 7.0}]
+    )
+    assert siblings.logged(tmp_path, "val_loss").to_dict() == {0: 9.0, 2: 7.0}
+
+
+def test_mistakes(tmp_path):
+    assert_refused(run_here("reproduce.siblings"), "births", "calibrations")  # each takes an hour
+    assert_refused(run_here("reproduce.siblings", "birth"), "did you mean births?")
+    missing = run_here("reproduce.siblings", "calibrations", "--text", tmp_path / "missing.txt")
+    assert_refused(missing, "missing.txt")
+    (tmp_path / "file").write_text("")
+    full = run_here("reproduce.siblings", "births", "--out", tmp_path / "file", "--runs", tmp_path / "runs")
+    assert_refused(full, "--out")  # before hours of training
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- calibrations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("quick_training")
+def test_calibrations(letters, monkeypatch):
+    """All of them, two steps long: rows from the logs, curve, sinks by length, figures."""
+    settings = siblings.CalibrationSettings(scale="smoke", out="out", **CPU)
+    result = siblings.calibrations(settings)
+    kinds = CHOICES["attn_calibration"]
+    keys = [(row["config"], row["calibration"], row["seed"]) for row in result["rows"]]
+    assert keys == list(itertools.product(("backcopy",), kinds, (42, 123)))
+    seconds = 0.0
+    for row, run in zip(result["rows"], siblings.calibration_runs(settings).values()):
+        log = log_of(run.out)
+        assert row["val_loss"] == row["mean_loss"] == log[-1]["val_loss"] < log[0]["val_loss"]
+        seconds += sum(4 * 32 / line["tokens_per_second"] for line in log[1:])
+        assert row["text_loss"] is None and row["sink_rate"] == 0
+        assert row["mean_alpha1"] == pytest.approx(row["uniform_alpha1"], rel=0.15)
+        assert row["at_triggers"] == pytest.approx(row["elsewhere"], rel=0.3)
+    assert result["training_seconds"] == pytest.approx(seconds)
+    assert [point["step"] for point in result["curve"]] == [0, 2] * 8
+    assert [point["sequence_length"] for point in result["lengths"]] == [32, 64, 128] * 8
+    assert {path.name for path in Path("out").iterdir()} == {
+        "calibrations.json",
+        "calibrations.png",
+        "calibrated_rate.png",
+    }
+    monkeypatch.setattr(train, "train", None)  # runs are made once
+    siblings.train_all(siblings.calibration_runs(settings))
+
+
+def test_points_of_a_figure_are_means_over_seeds():
+    points = []
+    for seed, alpha in enumerate((1.0, 2.0, 6.0)):
+        for T in (32, 64):
+            point = {"config": "x", "calibration": "none", "seed": seed, "sequence_length": T}
+            points.append(point | {"mean_alpha1": alpha * T, "uniform_alpha1": 1 / T})
+    first, second = siblings.means(points, "mean_alpha1", "sequence_length", "uniform_alpha1")
+    assert first["panel"] == "x: mean alpha1" and (first["mean"], first["uniform_alpha1"]) == (96, 1 / 32)
+    assert second["mean"] == 192 and second["std"] == pytest.approx(64 * np.std([1, 2, 6], ddof=1))
+
+
+def test_text_loss_is_the_cross_entropy(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
+    folder = data.prepare(
+        data.Settings(source=(str(text),), tokenizer="bpe:290", held_out=0.5, out=str(tmp_path / "data"))
+    )
+    config = replace(PRESETS["tiny_llama"], vocab_size=290, context_length=32, num_layers=1)
+    checkpoint.save(tmp_path / "a", newborn(config, 1), tokenizer=folder / "tokenizer.model")
+    spec = checkpoint.parse_spec(str(tmp_path / "a"))
+    model = spec.load()
+    settings = siblings.CalibrationSettings(text=str(text), out=str(tmp_path / "out"), **CPU)
+    experiment = Experiment("x", "", settings)
+    loss = siblings.text_loss(experiment, spec, model)
+    tokens = read_tokens(TextSettings(text=str(text), num_sequences=256, device="cpu"), spec, 33)
+    with torch.inference_mode():
+        p = model(tokens[:, :-1]).double().softmax(-1)
+    assert loss == pytest.approx(-p.gather(2, tokens[:, 1:, None]).log().mean().item(), rel=1e-5)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert siblings.text_loss(experiment, spec, model) == pytest.approx(math.log(290), rel=1e-6)
+    assert siblings.text_loss(experiment, checkpoint.parse_spec("tiny_llama@1"), model) is None
+    experiment.settings.text = None
+    assert siblings.text_loss(experiment, spec, model) is None
+
+
+def test_asleep_and_awake_against_explicit_attention():
+    model = newborn("backcopy", 3)
+    tokens = torch.randint(97, 123, (5, 40))
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_proj.weight.mul_(5)
+            block.self_attn.k_proj.weight.mul_(5)
+    heads = []
+
+    def watch(layer, o, q, k, v):
+        scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+        scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), -math.inf)
+        heads.append(scores.softmax(-1)[:, 0, :, 0])
+
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=watch)
+    weights = max(heads, key=lambda head: head[:, 2:].mean())[:, 2:]
+    trigger = torch.tensor([[chr(token) in data.TRIGGERS for token in row] for row in tokens.tolist()])[:, 2:]
+    shares = siblings.asleep_and_awake(model, tokens)
+    assert shares["at_triggers"] == pytest.approx(weights[trigger].mean().item(), rel=1e-4)
+    assert shares["elsewhere"] == pytest.approx(weights[~trigger].mean().item(), rel=1e-4)
+
+
+# ---- births ------------------------------------------------------------------------------------------------
+
+
+def test_births(tmp_path, monkeypatch):
+    """Newborns as if they were trained: `centered` is better by a gain, in a seed's own noise."""
+    generator = np.random.default_rng(0)
+    gains = dict(zip(siblings.SEEDS, (0.10, 0.12, 0.11, 0.13)))
+    noise = {seed: generator.normal(size=20) for seed in gains}
+    small = replace(PRESETS["tiny_gpt2"], num_layers=2, vocab_size=300)
+    settings = siblings.Settings(runs=str(tmp_path / "runs"), out=str(tmp_path / "out"), **CPU)
+    for (init, seed), run in siblings.birth_runs(settings).items():
+        loss = 5 + noise[seed] - (gains[seed] if init == "centered" else 0.0)
+        checkpoint.save(Path(run.out, "step_0000020"), newborn(small, seed, scheme=init))
+        lines = [{"step": i + 1, "loss": x, "tokens_per_second": 8192 / 4} for i, x in enumerate(loss)]
+        lines[9]["val_loss"] = 7.0
+        lines[-1]["val_loss"] = loss[-1]
+        write_log(run.out, [{"step": 0, "val_loss": 8.0}, *lines])
+    monkeypatch.setattr(siblings, "trained", lambda run: run.out)
+    result = siblings.births(settings)
+    assert result["training_seconds"] == pytest.approx(8 * 20 * 4)
+    for row in result["rows"]:
+        last = 5 + noise[row["seed"]][-1] - (gains[row["seed"]] if row["init"] == "centered" else 0.0)
+        assert row["birth_loss"] == 8.0 and row["val_loss"] == last
+        assert row["mean_loss"] == pytest.approx((7 + last) / 2)
+        assert (row["mean_cosine"] > 0.05) == (row["init"] == "gpt2")  # the centered do not contract
+    points = {(point["init"], point["step"]): point for point in result["points"]}
+    assert list(points) == list(itertools.product(("gpt2", "centered", "difference"), (10, 20)))
+    for step in (10, 20):
+        plain = [5 + noise[seed][step - 10 : step].mean() for seed in gains]
+        better = [loss - gain for loss, gain in zip(plain, gains.values())]
+        expected = ttest_rel(better, plain).confidence_interval(0.95)  # the noise is the pair's own
+        difference = points["difference", step]
+        assert difference["loss"] == pytest.approx(-0.115) and difference["zero"] == 0
+        assert difference["loss"] + difference["error"] == pytest.approx(expected.high)
+        assert points["gpt2", step]["loss"] == pytest.approx(np.mean(plain))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"births.json", "births.png"}
+
+
+def test_setup_is_the_papers(tmp_path):
+    rows = siblings.setup(siblings.RunSettings(out=str(tmp_path), **CPU))["rows"]
+    assert len(rows) == 15 and all(row["paper"] == row["ours"] for row in rows)
