@@ -639,18 +639,10 @@ class AllSettings(RunSettings):
     """presets, PRESET@SEED, or checkpoint folders"""
     seed: tuple[int, ...] | None = None
     """seeds of the presets' weights"""
-    embedding_seed: int | None = None
-    """seed of embedding and head"""
-    init: Literal[SCHEMES] | None = None
-    """how newborns are drawn"""
-    input_seed: int | None = None
-    """seed of the random inputs"""
     num_sequences: int | None = at_least(2, None)
     """random sequences, or vectors, for each seed and length"""
     sequence_length: tuple[int, ...] | None = None
     """positions in a sequence"""
-    batch_size: int | None = at_least(1, None)
-    """sequences in a forward pass"""
 
 
 def run_all(settings: AllSettings) -> None:

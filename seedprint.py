@@ -46,39 +46,33 @@ Models = Annotated[
 
 
 @dataclass
-class StateSettings(RunSettings):
-    """What the exact test reads, and how often it permutes."""
+class PairSettings(RunSettings):
+    """What every comparison can be told."""
 
-    num_sequences: int = at_least(1, 16)
-    """random sequences of the exact test; each of their positions is a row"""
-    sequence_length: int = 64
-    """tokens in each of them"""
+    models: Models = ()
+    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
     input_seed: int = 0
     """seed of the random sequences and of the permutations"""
-    permutations: int = at_least(199, 9999)
-    """relabellings; the smallest p is 1 / (1 + this)"""
     init: Literal[SCHEMES] = "gpt2"
     """how newborns are drawn"""
 
 
 @dataclass
-class CompareSettings(StateSettings):
-    """What `compare` and `matrix` can be told."""
+class CompareSettings(PairSettings):
+    """What the exact test reads, and how often it permutes."""
 
-    models: Models = ()
-    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
-    neuron_permutations: int = at_least(19, 99)
-    """relabellings of hidden units or coordinates, where the tests that no new basis fools are made"""
-    neuron_layers: int = at_least(1, 4)
-    """layers that those tests read"""
+    num_sequences: int = at_least(1, 16)
+    """random sequences; each of their positions is a row"""
+    sequence_length: int = 64
+    """tokens in a sequence"""
+    permutations: int = at_least(199, 9999)
+    """relabellings; the smallest p is 1 / (1 + this)"""
 
 
 @dataclass
-class PaperSettings(RunSettings):
+class PaperSettings(PairSettings):
     """What the paper's test can be told."""
 
-    models: Models = ()
-    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
     inputs: Literal["tokens", "gaussian"] = "tokens"
     """what the models read; gaussian makes strangers look like kin"""
     paper_sequences: int = at_least(3, 1000)
@@ -91,18 +85,12 @@ class PaperSettings(RunSettings):
     """how many of them, in each model (default: half of the width)"""
     softmax_temperature: float | None = at_least(1e-6, None)
     """of a softmax over the chosen dimensions; in the authors' code 10"""
-    input_seed: int = 0
-    """seed of the random sequences"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how newborns are drawn"""
 
 
 @dataclass
-class PersistenceSettings(PaperSettings, StateSettings):
+class PersistenceSettings(PaperSettings, CompareSettings):
     """What `persistence` can be told: the settings of both tests."""
 
-    models: Models = ()
-    """one run folder"""
     stranger: str | None = None
     """run of another birth (default: a newborn of another seed)"""
 
@@ -140,7 +128,7 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
-def state_fingerprint(source, vocab_size, settings: StateSettings, device, dtype) -> Tensor:
+def state_fingerprint(source, vocab_size, settings: CompareSettings, device, dtype) -> Tensor:
     """Fingerprint of every position of the random sequences, (n T, d): each position is a row."""
     indices = range(settings.num_sequences)
     tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
@@ -202,13 +190,7 @@ def begin(name, paper, settings: CompareSettings):
 def compare_pair(base, suspect, prints, settings: CompareSettings):
     """The row of two sources and their fingerprints; the correlations behind it; what was left out."""
     tests, correlations, skipped = lineage.compare_sources(
-        base,
-        suspect,
-        prints,
-        settings.input_seed,
-        settings.permutations,
-        settings.neuron_permutations,
-        settings.neuron_layers,
+        base, suspect, prints, settings.input_seed, settings.permutations
     )
     verdict, reason = lineage.verdict(tests)
     relabel = tests["relabel"]

@@ -16,6 +16,7 @@ import json
 import shlex
 import sys
 import time
+import tomllib
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,110 +27,10 @@ from lib.settings import Command, RunSettings, UserError, read_command, run_scri
 from reproduce import family, siblings
 from reproduce.claims import CLAIMS, Claim
 
-
-@dataclass(frozen=True)
-class Result:
-    """A result: its command at laptop scale, what other scales add to it, and which runs it reads.
-
-    Words in braces depend on the scale.
-    """
-
-    command: str
-    smoke: str = ""
-    paper: str = ""
-    runs: str = ""
-
-
-CHILD = "{runs}/lineage/{size}_llama-1000"
-STRANGER = "{runs}/lineage/{size}_llama-123"
-TINY = "--model tiny_gpt2 --seed 1 2 --num-sequences 8"  # makes contraction.py quick
-SHORT = f"{TINY} --sequence-length 12"
-QUICK_PROBE = "--model tiny_gpt2 --num-sequences 20 --sequence-length 4 8"
-QUICK_SINKS = "--num-sequences 20"
-PROTOCOL = "--num-sequences 10000 --sequence-length 1024"  # the papers'
-TOY = "--model {runs}/backcopy --data data/backcopy-bytes --bos"
-TEXT = "{runs}/{text} --data {data}"
-RESULTS = {
-    "setup": Result("-m reproduce.siblings setup"),
-    "probe": Result("probe.py --seed 42 43", QUICK_PROBE, PROTOCOL),
-    "ten_thousand/probe": Result("probe.py --seed 42 --num-sequences 10000", QUICK_PROBE, PROTOCOL),
-    "lengths/probe": Result(
-        "probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500",
-        QUICK_PROBE,
-        "--num-sequences 10000 --sequence-length 64 256 1024",
-    ),
-    "nano_llama/probe": Result("probe.py --model nano_llama", QUICK_PROBE, PROTOCOL),
-    "gpt2_1b/probe": Result("probe.py --model gpt2_1b --num-sequences 300", QUICK_PROBE, PROTOCOL),
-    "centered/probe": Result("probe.py --seed 42 43 --init centered", QUICK_PROBE, PROTOCOL),
-    "layers": Result("contraction.py layers", SHORT, PROTOCOL),
-    "nano_llama/layers": Result(
-        "contraction.py layers --model nano_llama --seed 42 --num-sequences 300 --sequence-length 64",
-        SHORT,
-        PROTOCOL,
-    ),
-    "ablation": Result("contraction.py ablation", SHORT, PROTOCOL),
-    "overlap": Result("contraction.py overlap", SHORT, PROTOCOL),
-    "mlp": Result("contraction.py mlp", TINY, "--num-sequences 10000"),
-    "engage": Result("contraction.py engage", TINY, "--num-sequences 10000"),
-    "amplify": Result("contraction.py amplify", SHORT),
-    "intra": Result("contraction.py intra", SHORT),
-    "variance": Result("contraction.py variance", f"{TINY} --sequence-length 32"),
-    "predict": Result("contraction.py predict", SHORT, PROTOCOL),
-    "cure": Result("contraction.py cure", SHORT, PROTOCOL),
-    "nano_llama/cure": Result("contraction.py cure --model nano_llama --seed 42 43", SHORT, PROTOCOL),
-    "width": Result("contraction.py width", "--seed 1 2 --num-sequences 200"),
-    "lineage": Result("-m reproduce.family --runs {runs} --scale {scale}"),
-    "calibrations": Result("-m reproduce.siblings calibrations --runs {runs} --scale {scale}"),
-    "births": Result("-m reproduce.siblings births --runs {runs} --scale {scale}"),
-    "compare": Result(
-        f"seedprint.py compare {{size}}_llama@1000 {CHILD} {CHILD}-{{second}} {STRANGER} "
-        "{size}_llama@123:1000",
-        runs="lineage",
-    ),
-    "matrix": Result(
-        f"seedprint.py matrix {{size}}_llama@1000 {{size}}_llama@123 {CHILD} {STRANGER} {CHILD}-{{second}} "
-        f"{STRANGER}-{{second}}",
-        runs="lineage",
-    ),
-    "identify": Result(f"seedprint.py identify {CHILD}", "--seeds 990-1010", runs="lineage"),
-    "outside/identify": Result(
-        f"seedprint.py identify {CHILD} --seeds 2000-101999", "--seeds 2000-2020", runs="lineage"
-    ),
-    "cost": Result(
-        f"-m reproduce.errors cost {{size}}_llama@1000 {CHILD}", "--permutations 199", runs="lineage"
-    ),
-    "errors": Result(
-        "-m reproduce.errors rates",
-        "--model tiny_gpt2 --schemes gpt2 --num-births 14 --num-sequences 2 --sequence-length 8 "
-        "--paper-births 3 --paper-sequences 20 --permutations 199",
-        "--paper-sequences 10000",
-    ),
-    "persistence": Result(
-        f"seedprint.py persistence {CHILD} --stranger {STRANGER}", "--paper-sequences 50", runs="lineage"
-    ),
-    "qwen/persistence": Result(
-        "seedprint.py persistence {runs}/lineage/{size}_qwen-1000 --stranger {runs}/lineage/{size}_qwen-123",
-        "--paper-sequences 50",
-        runs="lineage",
-    ),
-    "sink_variance": Result(
-        "sinks.py variance --model nano_gpt2 --sequence-length 256",
-        f"--model tiny_gpt2 --sequence-length 32 {QUICK_SINKS}",
-        "--sequence-length 1024",
-    ),
-    "backcopy/rate": Result(f"sinks.py rate {TOY}", QUICK_SINKS, runs="calibrations"),
-    "backcopy/anatomy": Result(
-        f"sinks.py anatomy {TOY} --sequence-length 128", QUICK_SINKS, runs="calibrations"
-    ),
-    "backcopy/intervene": Result(
-        f"sinks.py intervene {TOY} --sequence-length 128", QUICK_SINKS, runs="calibrations"
-    ),
-    "laptop/rate": Result(
-        f"sinks.py rate --model {{size}}_llama@42 {TEXT}", QUICK_SINKS, runs="calibrations"
-    ),
-    "laptop/anatomy": Result(f"sinks.py anatomy --model {TEXT}", QUICK_SINKS, runs="calibrations"),
-    "laptop/intervene": Result(f"sinks.py intervene --model {TEXT}", QUICK_SINKS, runs="calibrations"),
-}
+COMMANDS_FILE = Path(__file__).with_name("commands.toml")
+RESULTS = tomllib.loads(
+    COMMANDS_FILE.read_text()
+)  # name: its command, what scales add to it, what runs it reads
 WORDS = {  # what the braces mean
     "smoke": {"size": "tiny", "second": "docstrings", "text": "backcopy", "data": "data/backcopy-bytes"},
     "laptop": {"size": "tiny", "second": "docstrings", "text": "laptop", "data": "data/python-bpe_4096"},
@@ -195,14 +96,8 @@ def with_folders(settings: Settings) -> Settings:
 
 def command_line(name, settings: Settings):
     """The command of a result at the settings' scale, as a user would type it after `python`."""
-    result = RESULTS[name]
-    parts = [result.command]
-    if settings.scale == "smoke":
-        parts.append(result.smoke)
-    if settings.scale == "paper":
-        parts.append(result.paper)
     words = {"runs": shlex.quote(settings.runs), "scale": settings.scale} | WORDS[settings.scale]
-    text = " ".join(part for part in parts if part).format(**words)
+    text = f"{RESULTS[name]['command']} {RESULTS[name].get(settings.scale, '')}".strip().format(**words)
     if settings.text is not None and name == "calibrations":
         text += f" --text {shlex.quote(settings.text)}"
     folder = (Path(settings.out) / name).parent
@@ -229,9 +124,10 @@ def make(name, settings: Settings):
     if is_made(path, wanted):
         return False
     scale = siblings.Settings(settings.device, settings.dtype, settings.out, settings.scale, settings.runs)
-    if RESULTS[name].runs == "lineage":
+    runs = RESULTS[name].get("runs")
+    if runs == "lineage":
         siblings.train_all(family.lineage_runs(scale))
-    if RESULTS[name].runs == "calibrations":
+    if runs == "calibrations":
         siblings.train_all(siblings.calibration_runs(scale))
     function(wanted)
     return True

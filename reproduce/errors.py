@@ -44,7 +44,7 @@ from measure.lineage import (
 )
 from model import PRESETS
 from seedprint import (
-    Models,
+    PairSettings,
     PaperSettings,
     common_vocabulary,
     comparable_models,
@@ -93,19 +93,13 @@ class RateSettings(RunSettings):
 
 
 @dataclass
-class CostSettings(RunSettings):
+class CostSettings(PairSettings):
     """What `cost` can be told."""
 
-    models: Models = ()
-    """BASE and CHILD, of one birth: checkpoint folders, or PRESET@SEED"""
     sequence_length: int = 64
     """tokens in a sequence"""
-    input_seed: int = 0
-    """seed of the random sequences and of the permutations"""
     permutations: int = at_least(199, 9999)
     """relabellings; the smallest p is 1 / (1 + this)"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how newborns are drawn"""
 
 
 # ---- error rates -------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def compare_all(pairs, data: TokenData, experiment: Experiment):
     """What every method says of each pair, a row; REEF reads the data set's held-out text."""
     ours, theirs = CompareSettings(), PaperSettings()
     if experiment.settings.scale == "smoke":
-        ours = CompareSettings(sequence_length=8, permutations=199, neuron_permutations=19, neuron_layers=1)
+        ours = CompareSettings(sequence_length=8, permutations=199)
         theirs = PaperSettings(paper_sequences=20, paper_length=8)
     where = (experiment.device, experiment.dtype)
     text, _ = data.held_out(200, ours.sequence_length)

@@ -7,18 +7,16 @@ says kin from 0.8 on. None says what strangers would give, so name a stranger as
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
-from init import SCHEMES
 from lib.checkpoint import check_lengths, final_states, shortest_context
 from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from seedprint import Models, common_vocabulary, comparable_models
+from lib.settings import Command, UserError, at_least, run_script
+from seedprint import PairSettings, common_vocabulary, comparable_models
 
 RIVALS = ("intrinsic", "reef", "pcs", "ics")
 THRESHOLD = 0.8  # of all four (BB B.3.2, after REEF)
@@ -26,21 +24,15 @@ TABLES = ("model.embed_tokens", "lm_head")
 
 
 @dataclass
-class Settings(RunSettings):
+class Settings(PairSettings):
     """What `python -m reproduce.rivals` can be told."""
 
-    models: Models = ()
-    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
     data: str | None = None
     """folder of a prepared data set, whose held-out text REEF reads (default: random tokens)"""
     num_sequences: int = at_least(2, 200)
     """sequences that REEF reads"""
     sequence_length: int = 64
     """tokens in a sequence"""
-    input_seed: int = 0
-    """seed of the random tokens"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how newborns are drawn"""
 
 
 def rivals(settings: Settings):

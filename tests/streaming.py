@@ -1,6 +1,6 @@
 """Is a 7B folder compared in a laptop's memory? Against a noised copy and a stranger, made as they are read.
 
-    python tests/write_shards.py /tmp/7b && python tests/streaming.py --folder /tmp/7b    # 13 GB
+    python tests/write_shards.py /tmp/7b && python tests/streaming.py --folder /tmp/7b   # 13 GB, half an hour
 
 Needs Linux. Writes bench_streaming.json: seconds, and the peak of anonymous resident memory.
 """
@@ -11,90 +11,105 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import checkpoint
-import common
-import evidence
-from common import setting
-from experiment import conduct
-from findings import claim
+import torch
 
+import seedprint
 from init import draw
+from lib.checkpoint import Newborn, parse_spec
+from lib.results import Experiment
+from lib.settings import Command, RunSettings, run_script
+
+READ = seedprint.CompareSettings()  # what the tests read of a model, by default
+KEYS = ("verdict", "relabel_z", "body_z", "basis_free_z")  # of a row of `compare`
 
 
 @dataclass
-class Settings(common.RunSettings):
+class Settings(RunSettings):
     """What it can be told."""
 
-    folder: str = setting("/tmp/7b", "checkpoint folder")
+    folder: str = "/tmp/7b"
+    """checkpoint folder"""
 
 
 class Noised:
     """A source's tensors in bfloat16 with noise of `share` of their own std, made as they are read."""
 
     def __init__(self, source, share: float):
-        self.source, self.share, self.config, self.shapes = source, share, source.config, source.shapes
+        self.source = source
+        self.share = share
+        self.config = source.config
+        self.shapes = source.shapes
 
     def read(self, name: str) -> torch.Tensor:
+        """One tensor; the noise is the same at each reading."""
         weight = self.source.read(name)
-        if weight.ndim == 2 and self.share:
-            weight.add_(draw(-1, name, weight.shape, self.share * weight[:1024].float().std().item()))
+        if weight.ndim == 2 and self.share > 0:
+            std = weight[:1024].float().std().item()
+            weight.add_(draw(-1, name, weight.shape, self.share * std))
         return weight.bfloat16()
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that no file backs (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 @contextlib.contextmanager
 def anonymous_peak():
-    """A list that receives the peak of anonymous resident memory in the block, in bytes (Linux)."""
-    peak, done = [0], threading.Event()
+    """A list of anonymous resident memory in the block, every 50 ms, in bytes."""
+    samples = [anonymous_bytes()]
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(0.05):
-            status = Path("/proc/self/status").read_text()
-            peak[0] = max(peak[0], 1024 * int(status.split("RssAnon:")[1].split()[0]))
+            samples.append(anonymous_bytes())
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield peak
+        yield samples
     finally:
         done.set()
         thread.join()
 
 
-def measure(s: Settings, device, dtype) -> dict:
-    base, rows = checkpoint.tensors(s.folder), []
-    at = (16, 64, 0, base.config.vocab_size, device, dtype)
+def stream(settings: Settings) -> dict:
+    """Compare the folder with a noised copy and with a stranger."""
+    base = parse_spec(settings.folder).open()
+    experiment = Experiment("bench_streaming", "", settings)
+    on = (base.config.vocab_size, READ, experiment.device, experiment.dtype)
     size = sum(math.prod(shape) for shape in base.shapes.values())
-    suspects = {"noised copy": Noised(base, 0.1), "stranger": Noised(checkpoint.Newborn(base.config, 1), 0)}
+    suspects = {"noised copy": Noised(base, 0.1), "stranger": Noised(Newborn(base.config, 1), 0)}
+    rows = []
     for name, suspect in suspects.items():
         begun = time.perf_counter()
-        with anonymous_peak() as peak:
-            prints = [evidence.all_positions(source, *at) for source in (base, suspect)]
-            read = time.perf_counter() - begun
-            row, _ = evidence.compare_pair(base, suspect, prints, 0, 9999)
-        row = {key: row[key] for key in ("verdict", "relabel_z", "body_z", "basis_free_z")}
-        times = dict(states_seconds=read, seconds=time.perf_counter() - begun)
-        rows.append(dict(suspect=name, parameters=size) | times | dict(anonymous_gb=peak[0] / 1e9) | row)
-    return dict(rows=rows)
+        with anonymous_peak() as samples:
+            prints = [seedprint.state_fingerprint(source, *on) for source in (base, suspect)]
+            states_seconds = time.perf_counter() - begun
+            compared, _, _ = seedprint.compare_pair(base, suspect, prints, READ)
+        row = {
+            "suspect": name,
+            "parameters": size,
+            "states_seconds": states_seconds,
+            "seconds": time.perf_counter() - begun,
+            "anonymous_gb": max(samples) / 1e9,
+        }
+        rows.append(row | {key: compared[key] for key in KEYS})
+    return experiment.save(rows)
 
 
-def judge(rows: list[dict]) -> list[dict]:
-    peak, found = max(row["anonymous_gb"] for row in rows), [row["verdict"] for row in rows]
-    text = f"{rows[0]['parameters'] / 1e9:.1f}B parameters are compared in less than 3 GB of memory"
-    right, text_right = found == ["same birth", "no evidence"], "the copy is kin and the stranger is not"
-    return [claim(text, None, f"{peak:.2f} GB", peak < 3), claim(text_right, None, ", ".join(found), right)]
+COMMANDS = {"": Command(stream, Settings())}
 
 
-def plan(words: list[str]) -> list:
-    s = common.parse_settings(Settings, __doc__, words)
-    return [(s, partial(conduct, s, "bench_streaming", "", measure, judge=judge, plot=None))]
+def main() -> None:
+    """Do what the command line asks."""
+    run_script(COMMANDS, __doc__)
 
 
 if __name__ == "__main__":
-    common.run(plan)
+    main()

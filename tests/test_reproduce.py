@@ -25,9 +25,9 @@ def few(tmp_path, monkeypatch):
     folder = tmp_path / "a b"
     chosen = {
         "setup": main.RESULTS["setup"],
-        "deep/probe": main.Result(PROBE),
-        "rate": main.Result("sinks.py rate --model nowhere"),
-        "width": main.Result(WIDTH),
+        "deep/probe": {"command": PROBE},
+        "rate": {"command": "sinks.py rate --model nowhere"},
+        "width": {"command": WIDTH},
     }
     monkeypatch.setattr(main, "RESULTS", chosen)
     claims = [claim for claim in CLAIMS if claim.result in (None, "setup", "width")]
@@ -71,8 +71,8 @@ def test_what_is_there_is_left_out_unless_its_settings_changed(few, capsys):
     main.reproduce(replace(few, device="auto", dtype="auto"))  # any device and dtype will do
     assert capsys.readouterr().out.count(", 0 made now") == 2
     assert {name: (folder / f"{name}.json").stat().st_mtime_ns for name in few.only} == before
-    main.RESULTS["width"] = main.Result(WIDTH + " --input-seed 3")
-    main.RESULTS["deep/probe"] = main.Result(PROBE.replace("4", "5"))
+    main.RESULTS["width"] = {"command": WIDTH + " --input-seed 3"}
+    main.RESULTS["deep/probe"] = {"command": PROBE.replace("4", "5")}
     main.reproduce(few)
     assert ", 2 made now" in capsys.readouterr().out
 
@@ -95,7 +95,7 @@ def test_a_damaged_result_is_made_anew(few, old, new):
 def test_a_figure_that_fails_leaves_no_result(few, monkeypatch):
     """The JSON is written last: it says that all is there."""
 
-    def no_disk(*_):
+    def no_disk(*_, **__):
         raise UserError("no disk left")
 
     monkeypatch.setattr("contraction.curves", no_disk)
@@ -112,7 +112,7 @@ def test_every_run_that_a_command_reads_is_trained(scale, tmp_path, monkeypatch)
     runs = {"lineage": family.lineage_runs(family_settings), "": {}}
     runs["calibrations"] = siblings.calibration_runs(family_settings)
     for name, result in main.RESULTS.items():
-        folders = {run.out: run for run in runs[result.runs].values()}
+        folders = {run.out: run for run in runs[result.get("runs", "")].values()}
         words = shlex.split(main.command_line(name, settings))
         read = [word for word in words if word.startswith("r/")]
         assert set(read) <= set(folders), name

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+import write_shards
 from conftest import ROOT, assert_refused, plain, random_model, run_here, run_script
 from evade import evade
 
@@ -382,7 +383,7 @@ PAIR = ["tiny_llama@1", "tiny_llama@2"]
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ([], ["subcommand", "compare"]),
+        ([], ["subcommand", "compare", "persistence"]),
         (["compare", "tiny_llama@1"], ["at least 2 models"]),
         (["matrix", "tiny_llama@1", "nothing/here"], ["nothing/here"]),
         (["compare", *PAIR, "--permutations", 198], ["--permutations 198", "199"]),
@@ -469,6 +470,26 @@ def test_help_of_each_subcommand(name):
             default = getattr(defaults, field.name)
             assert f"--{field.name.replace('_', '-')} " in text
             assert f"(default: {default})" in text or default is None
+
+
+# ---- the tools that measure 7B -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
+def test_shards_are_written_and_streamed(tmp_path):
+    config = replace(write_shards.llama(layers=2, width=128), vocab_size=500)
+    write_shards.write(tmp_path / "shards", config, shard_bytes=2e5)
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    loaded = checkpoint.load(tmp_path / "shards").state_dict()
+    for name, weight in init.newborn(config, 0).state_dict().items():
+        assert torch.equal(loaded[name], weight.bfloat16().float())
+    done = run_here("streaming", "--folder", tmp_path / "shards", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = read_json(tmp_path / "bench_streaming.json")["rows"]
+    assert [row["verdict"] for row in rows] == ["same birth", "no evidence"]
+    for row in rows:
+        assert row["parameters"] == sum(weight.numel() for weight in loaded.values())
+        assert 0 < row["states_seconds"] < row["seconds"] and row["anonymous_gb"] > 0.01
 
 
 # ---- a committed result ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""sinks.py: rates, values, chain and interventions against explicit attention, closed forms and plain loops."""
+"""sinks.py: rates, values, chain and interventions against explicit attention and plain loops."""
 
 import itertools
 import json
@@ -542,7 +542,7 @@ def test_committed_variance_of_the_first_positions(tmp_path):
     assert len(theirs) == len(ours)
     for row in theirs:
         std = ours[row["layer"], row["position"]]["std"]
-        # bfloat16 rounds every weight and state by up to 2^-9 of itself; over 76,800 numbers that averages out
+        # bfloat16 rounds every weight and state by up to 2^-9 of itself; of 76,800 numbers the std less so
         assert std == pytest.approx(row["std"], rel=2e-3)
         theory_of_row = ours[row["layer"], row["position"]]["theory"]
         assert theory_of_row == (pytest.approx(row["theory"], rel=1e-9) if row["theory"] else None)
