@@ -43,23 +43,21 @@ def keyed_generator(*key) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(seed: int, name: str, shape: tuple, std: float, count: int | None = None) -> Tensor:
+def draw(seed, name, shape, std, count=None) -> Tensor:
     """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its first `count` numbers, flat."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
 
 
-def residual_std(config: ModelConfig, scheme: str) -> float:
+def residual_std(config: ModelConfig, scheme):
     """Standard deviation of the attention output and MLP down projections."""
     if scheme == "normal":
         return STD
     return STD / math.sqrt(2 * config.num_layers)
 
 
-def birth_value(
-    config: ModelConfig, name: str, shape, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
-) -> Tensor:
+def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
     """The parameter `name` at birth, float32 on the CPU, by the table above; ValueError: unknown scheme.
 
     Embedding and head draw from `embedding_seed` (None: `seed`); giving all models the same one isolates the
@@ -81,12 +79,10 @@ def birth_value(
     return weight
 
 
-def initialize(
-    model: Transformer, seed: int, embedding_seed: int | None = None, scheme: str = "gpt2"
-) -> None:
+def initialize(model: Transformer, seed, embedding_seed=None, scheme="gpt2") -> None:
     """Fill every parameter of `model`, in place, with its `birth_value`."""
 
-    def fill(name: str, parameter: Tensor) -> None:
+    def fill(name, parameter: Tensor) -> None:
         value = birth_value(model.config, name, parameter.shape, seed, embedding_seed, scheme)
         parameter.data.copy_(value)
 
@@ -96,9 +92,9 @@ def initialize(
 
 def newborn(
     model: str | ModelConfig,
-    seed: int,
-    embedding_seed: int | None = None,
-    scheme: str = "gpt2",
+    seed,
+    embedding_seed=None,
+    scheme="gpt2",
     device="cpu",
     dtype=torch.float32,
 ) -> Transformer:

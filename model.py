@@ -14,7 +14,6 @@ Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,12 +67,12 @@ class ModelConfig:
     attn_calibration: str = "none"  # of the aggregated heads (BB 6.2)
 
     @property
-    def kv_heads(self) -> int:
+    def kv_heads(self):
         """G, the number of key-value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
-    def head_size(self) -> int:
+    def head_size(self):
         """Dh, the width of one head."""
         return self.head_dim or self.d_model // self.num_heads
 
@@ -103,7 +102,7 @@ PRESETS = {
 class RMSNorm(nn.Module):
     """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is at least float32."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width, eps):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(width))
@@ -131,7 +130,7 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
-def rope_table(config: ModelConfig, x: Tensor) -> tuple:
+def rope_table(config: ModelConfig, x: Tensor):
     """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
     angle = torch.outer(torch.arange(x.shape[1]), rope_frequencies(config)).to(x.device)  # radians
     return angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
@@ -173,7 +172,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.head_norm = RMSNorm(Dh, HEADNORM_EPSILON) if config.attn_calibration == "headnorm" else None
 
-    def forward(self, x: Tensor, rope: tuple, last_only: bool, on_heads: Callable | None) -> Tensor:
+    def forward(self, x: Tensor, rope, last_only, on_heads) -> Tensor:
         B, T, _ = x.shape
         Dh = self.config.head_size
         queries = 1 if last_only else T
@@ -233,7 +232,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm() if has_mlp else None
         self.mlp = MLP(config) if has_mlp else None
 
-    def forward(self, x: Tensor, rope: tuple, last_only: bool, on_heads: Callable | None) -> Tensor:
+    def forward(self, x: Tensor, rope, last_only, on_heads) -> Tensor:
         stream = x[:, -1:] if last_only else x
         if self.self_attn is not None:
             stream = stream + self.self_attn(self.input_layernorm(x), rope, last_only, on_heads)
@@ -262,9 +261,7 @@ class Transformer(nn.Module):
         self.model.layers.to(dtype)
         return self
 
-    def hidden(
-        self, inputs: Tensor, last_only=False, on_state: Callable = None, on_heads: Callable = None
-    ) -> Tensor:
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only`, (B, d): the last block then computes its last query alone; the result is the same.
@@ -305,7 +302,7 @@ class Transformer(nn.Module):
         return self.unembed(self.hidden(tokens))
 
 
-def forward_flops(config: ModelConfig, T, last_only: bool = False) -> int:
+def forward_flops(config: ModelConfig, T, last_only=False):
     """FLOPs of the matrix products one sequence of T tokens needs for `hidden`: two per multiply-add.
 
     Masked attention is not counted, though kernels may compute it, nor are norms, activations and softmax.
@@ -329,7 +326,7 @@ def forward_flops(config: ModelConfig, T, last_only: bool = False) -> int:
     return (config.num_layers - 1) * full_layer + last_layer
 
 
-def training_flops(config: ModelConfig, T) -> float:
+def training_flops(config: ModelConfig, T):
     """FLOPs of a token of a training step, with logits: a backward pass costs two forward ones."""
     forward = forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size
     return 3 * forward

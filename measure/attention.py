@@ -62,16 +62,16 @@ def first_attention(model: Transformer, tokens: Tensor) -> Tensor:
     return torch.cat([attention_to(model, part)[..., 0].cpu() for part in batches(tokens)])
 
 
-def batches(tokens: Tensor) -> tuple:
+def batches(tokens: Tensor):
     """Sequences (n, T) in parts that fit in memory."""
     return tokens.split(max(1, BATCH_TOKENS[tokens.device.type] // tokens.shape[1]))
 
 
-def sink_share(alpha: Tensor, epsilon: float) -> Tensor:
+def sink_share(alpha: Tensor, epsilon) -> Tensor:
     """The share of sink heads in each sequence, (n,), of alpha (n, L, H); its mean is the sink rate."""
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
 
-def uniform_alpha(T, position: int = 1) -> float:
+def uniform_alpha(T, position=1):
     """alpha_k of uniform attention: the mean of 1/i over the queries i = k..T."""
     return (1 / torch.arange(position, T + 1).double()).mean().item()

@@ -59,7 +59,7 @@ class CosineStatistics:
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
         return self.sum / self.count
 
-    def mean_and_std(self) -> tuple:
+    def mean_and_std(self):
         """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2.
 
         UserError if a state was zero or not finite.
@@ -71,7 +71,7 @@ class CosineStatistics:
         mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
         return mean, max(0.0, mean_square - mean**2) ** 0.5
 
-    def log10_p(self) -> float | None:
+    def log10_p(self):
         """One-sample t-test of the cosines of disjoint pairs, which are independent, against a mean of 0."""
         n, total, squares = self.pairs.tolist()
         if n < 2:
@@ -80,7 +80,7 @@ class CosineStatistics:
         return student_log10_p(total / math.sqrt(n * variance), n - 1)
 
 
-def pairwise_cosine(states: Tensor) -> dict:
+def pairwise_cosine(states: Tensor):
     """Mean and standard deviation of the cosine over all pairs of states (n, d)."""
     statistics = CosineStatistics(states.shape[1], states.device)
     statistics.update(states)
@@ -88,7 +88,7 @@ def pairwise_cosine(states: Tensor) -> dict:
     return {"mean_cosine": mean, "std_cosine": std}
 
 
-def floored_cosine(states: Tensor, epsilon: float) -> dict:
+def floored_cosine(states: Tensor, epsilon):
     """`pairwise_cosine`, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`."""
     n = len(states)
     unit = states.double() / states.double().norm(dim=1, keepdim=True).clamp(min=epsilon)
@@ -101,25 +101,25 @@ def floored_cosine(states: Tensor, epsilon: float) -> dict:
 # ---- odds --------------------------------------------------------------------------------------------------
 
 
-def student_log10_p(t: float, dof: float) -> float:
+def student_log10_p(t, dof):
     """log10 of the two-sided p of Student's t, from -300 on."""
     log_p = math.log(2) + float(student.logsf(abs(t), dof))
     return min(0.0, max(SMALLEST_LOG10_P, log_p / math.log(10)))
 
 
-def student_log10_tail(t: float, dof: float) -> float:
+def student_log10_tail(t, dof):
     """log10 of the one-sided P[T > t] of Student's t, from -300 on."""
     return max(SMALLEST_LOG10_P, float(student.logsf(t, dof)) / math.log(10))
 
 
-def binomial_log10_p(count: int, n, num_choices: int) -> float:
+def binomial_log10_p(count, n, num_choices):
     """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
 
 
 @functools.cache
-def uniform_counts(n, num_choices: int, ranks: int, repetitions: int = 1000) -> np.ndarray:
+def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
     """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
 
     The first is the baseline of BB Figure 1a; for 1,000 draws of a token its standard error is below 1 %.
@@ -136,7 +136,7 @@ def uniform_counts(n, num_choices: int, ranks: int, repetitions: int = 1000) -> 
 # ---- intervals ---------------------------------------------------------------------------------------------
 
 
-def interval(values, name: str = "mean", low: str = "low", high: str = "high") -> dict:
+def interval(values, name="mean", low="low", high="high"):
     """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
     values = np.asarray(values, np.float64)
     mean = float(values.mean())
@@ -144,7 +144,7 @@ def interval(values, name: str = "mean", low: str = "low", high: str = "high") -
     return {name: mean, low: float(mean - error), high: float(mean + error)}
 
 
-def wilson(successes: int, n, confidence: float = 0.95) -> tuple:
+def wilson(successes, n, confidence=0.95):
     """Wilson's interval of a rate."""
     rate = binomtest(successes, n).proportion_ci(confidence, method="wilson")
     return float(rate.low), float(rate.high)

@@ -18,7 +18,6 @@ A model comes as a source, `Spec.open()`, whose parameters are read one at a tim
 import functools
 import math
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ ROW_BATCH = 2048  # rows of a weight matrix converted at once
 # ---- coordinates of states ---------------------------------------------------------------------------------
 
 
-def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
+def relabelling_test(a, b, seed=0, permutations=9999):
     """The `diagonal_test` of two models' states on the same inputs, arrays (n, d).
 
     UserError unless the arrays are of one shape, n at least 3, d at least 2, and finite.
@@ -51,7 +50,7 @@ def relabelling_test(a, b, seed: int = 0, permutations: int = 9999) -> dict:
     return diagonal_test(relation(fingerprint(a), fingerprint(b)), ("relabel", seed), permutations)
 
 
-def check_rows(a, b) -> tuple:
+def check_rows(a, b):
     """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
     a = torch.as_tensor(a).detach().float()
     b = torch.as_tensor(b).detach().float()
@@ -79,7 +78,7 @@ def unit_ranks(rows) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def decorrelated(ranks: Tensor, ridge: float = 0.03) -> Tensor:
+def decorrelated(ranks: Tensor, ridge=0.03) -> Tensor:
     """R (R'R + ridge)^(-1/2) of R (n, d), whose columns have norm 1, and again scaled to it.
 
     What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
@@ -141,7 +140,7 @@ class Correlation:
         return torch.where(scale > 0, self.products / scale, 0.0)
 
 
-def weight_correlations(a, b) -> tuple:
+def weight_correlations(a, b):
     """Correlations of the residual coordinates over the rows of all weight matrices, and the names left out.
 
     "body" has the matrices of the blocks, matched by name and shape; "embedding" has the token table and the
@@ -165,7 +164,7 @@ def weight_correlations(a, b) -> tuple:
     return {kind: value for kind, value in values.items() if value is not None}, skipped
 
 
-def residual_columns(source, name: str) -> Tensor:
+def residual_columns(source, name) -> Tensor:
     """A matrix with its residual axis as columns, (n, d): attention output and MLP down are transposed."""
     weight = source.read(name)
     if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -176,7 +175,7 @@ def residual_columns(source, name: str) -> Tensor:
 # ---- the exact test of coordinates -------------------------------------------------------------------------
 
 
-def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
+def diagonal_test(C: Tensor, key, permutations=9999):
     """Is the mean of C's diagonal, (d, d), above that of C with its columns relabelled?
 
     S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
@@ -209,7 +208,7 @@ def diagonal_test(C: Tensor, key: tuple, permutations: int = 9999) -> dict:
     }
 
 
-def outcome(z: float, log10_p: float, at_least: int, permutations: int) -> dict:
+def outcome(z, log10_p, at_least, permutations):
     """`z`, its tail `log10_p`, the exact `p` of the permutations, and whether the two say `same` birth.
 
     The tail is an approximation: a z of 250 is an effect, not a probability.
@@ -222,7 +221,7 @@ def outcome(z: float, log10_p: float, at_least: int, permutations: int) -> dict:
 # ---- Gram matrices: what no new basis, or no new order of neurons, alters ----------------------------------
 
 
-def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
+def gram_test(pairs, key, permutations=99):
     """Are the Gram matrices of each pair alike in the order they come in? Mantel's permutation test.
 
     `pairs` yields (m, m) matrices of A and B; each pair has permutations of its own, of B's rows and columns
@@ -248,13 +247,13 @@ def gram_test(pairs, key: tuple, permutations: int = 99) -> dict:
     return {"correlation": float(correlation), **outcome(t, log10_p, at_least, permutations)}
 
 
-def neuron_grams(a, b, count: int) -> Iterator:
+def neuron_grams(a, b, count):
     """Gram matrices of the hidden units of up to `count` layers that both models have."""
     for layer in some_layers(min(a.config.num_layers, b.config.num_layers), count):
         yield neuron_gram(a, layer), neuron_gram(b, layer)
 
 
-def neuron_gram(source, layer: int, limit: int = 1024) -> Tensor:
+def neuron_gram(source, layer, limit=1024) -> Tensor:
     """How alike the hidden units of a layer's MLP are, (m, m), m the first units up to `limit`.
 
     For W (m, d), gate and up rows with the norm's gain folded in, and down columns: W (W'W + ridge)^-1 W',
@@ -278,7 +277,7 @@ def neuron_gram(source, layer: int, limit: int = 1024) -> Tensor:
     return off_diagonal(gram)
 
 
-def coordinate_gram(source, count: int) -> Tensor:
+def coordinate_gram(source, count) -> Tensor:
     """Products of the residual coordinates over some layers, which no order of neurons alters: (d, d)."""
     d = source.config.d_model
     total = torch.zeros(d, d)
@@ -298,7 +297,7 @@ def off_diagonal(gram: Tensor) -> Tensor:
     return (gram - mean).fill_diagonal_(0.0)
 
 
-def some_layers(depth: int, count: int) -> list:
+def some_layers(depth, count):
     """Up to `count` layers of 0..depth - 1, evenly spaced."""
     numbers = np.linspace(0, depth - 1, min(count, depth)).round()
     return np.unique(numbers.astype(int)).tolist()
@@ -307,7 +306,7 @@ def some_layers(depth: int, count: int) -> list:
 # ---- the verdict -------------------------------------------------------------------------------------------
 
 
-def compare_sources(a, b, fingerprints: tuple, seed: int, permutations: int, grams=99, layers=4) -> tuple:
+def compare_sources(a, b, fingerprints, seed, permutations, grams=99, layers=4):
     """Every test of two sources and their states' fingerprints, (n, d) each.
 
     The two tests by Gram matrices, of `grams` permutations and `layers` layers, are made if the others find
@@ -328,7 +327,7 @@ def compare_sources(a, b, fingerprints: tuple, seed: int, permutations: int, gra
     return tests, correlations, skipped
 
 
-def verdict(tests: dict) -> tuple:
+def verdict(tests):
     """The verdict of the tests that were made, and what it rests on: on weights, wherever they can decide.
 
     A transplanted token table ties the residual coordinates of strangers: `relabel` sees it at once,
@@ -358,7 +357,7 @@ def verdict(tests: dict) -> tuple:
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
 
 
-def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | None = None) -> dict:
+def paper_test(a, b, side="top", top_k=None, temperature=None):
     """The paper's test of two models' last-position states on the same inputs, arrays (n, d).
 
     `top_k` (None: half of the width) is how many dimensions of largest mean output, or of smallest, for
@@ -372,7 +371,7 @@ def paper_test(a, b, side="top", top_k: int | None = None, temperature: float | 
     return judge_taus(taus, n, d, side, top_k, temperature)
 
 
-def check_top_k(top_k: int | None, d) -> int:
+def check_top_k(top_k, d):
     """How many dimensions are chosen in models of width d; UserError for a number that is not in 1..d."""
     if top_k is None:
         return d // 2
@@ -381,7 +380,7 @@ def check_top_k(top_k: int | None, d) -> int:
     return top_k
 
 
-def top_dimensions(rows, side: str, top_k: int) -> np.ndarray:
+def top_dimensions(rows, side, top_k):
     """The `top_k` dimensions of largest mean output (n, d), or of smallest, for `side` "bottom"."""
     mean = rows.mean(axis=0, dtype=np.float64)
     if side == "top":
@@ -389,7 +388,7 @@ def top_dimensions(rows, side: str, top_k: int) -> np.ndarray:
     return np.argsort(mean, kind="stable")[:top_k]
 
 
-def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float | None = None) -> np.ndarray:
+def kendall(a, b, chosen, temperature=None):
     """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column.
 
     With a `temperature`, of their softmax over the chosen columns, as in the authors' code.
@@ -403,7 +402,7 @@ def kendall(a: np.ndarray, b: np.ndarray, chosen: np.ndarray, temperature: float
     return np.nan_to_num(np.array(taus, dtype=float))
 
 
-def identity_taus(a: np.ndarray, b: np.ndarray, side: str, top_k: int, temperature=None) -> np.ndarray:
+def identity_taus(a, b, side, top_k, temperature=None):
     """Kendall's tau of arrays (n, d) on the dimensions that are among the `top_k` of both."""
     chosen = np.intersect1d(top_dimensions(a, side, top_k), top_dimensions(b, side, top_k))
     if len(chosen) == 0:
@@ -412,7 +411,7 @@ def identity_taus(a: np.ndarray, b: np.ndarray, side: str, top_k: int, temperatu
 
 
 @functools.lru_cache(maxsize=512)
-def null_taus(n, d, side: str, top_k: int, temperature: float | None, trial: int) -> np.ndarray:
+def null_taus(n, d, side, top_k, temperature, trial):
     """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
     generator = keyed_generator("paper null", n, d, trial)
     a = generator.standard_normal((n, d), np.float32)
@@ -420,7 +419,7 @@ def null_taus(n, d, side: str, top_k: int, temperature: float | None, trial: int
     return identity_taus(a, b, side, top_k, temperature)
 
 
-def judge_taus(taus: np.ndarray, n, d, side: str, top_k: int, temperature, nulls: int = 10) -> dict:
+def judge_taus(taus, n, d, side, top_k, temperature, nulls=10):
     """What the paper's test says of the taus of the `paper_k` identity dimensions of n outputs.
 
     p of the one-sided t- and U-tests against the taus of `nulls` Gaussian pairs, averaged; `closed_form_z` is
@@ -449,6 +448,6 @@ def judge_taus(taus: np.ndarray, n, d, side: str, top_k: int, temperature, nulls
     }
 
 
-def kendall_std(n) -> float:
+def kendall_std(n):
     """Standard deviation of Kendall's tau between independent columns of n rows."""
     return (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5

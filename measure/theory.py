@@ -19,7 +19,7 @@ from init import STD, residual_std
 from model import ACTIVATIONS, MLP, ModelConfig, Transformer, rope_frequencies
 
 
-def gaussian_grid(points, device="cpu") -> tuple:
+def gaussian_grid(points, device="cpu"):
     """Nodes z and weights w, (points,) float64: sum(w f(z)) is E f(z), z ~ N(0, 1), kinks at 0 included."""
     z = torch.linspace(-9, 9, points, dtype=torch.float64, device=device)
     return z, torch.exp(-z.square() / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
@@ -28,7 +28,7 @@ def gaussian_grid(points, device="cpu") -> tuple:
 # ---- one layer: the activation's kernel --------------------------------------------------------------------
 
 
-def hermite_kernel(phi, terms: int = 64) -> Tensor:
+def hermite_kernel(phi, terms=64) -> Tensor:
     """The k_n >= 0, (terms,), of E phi(a) phi(b) = sum_n k_n rho^n for normal a, b of correlation rho.
 
     k_n is the square of E phi(z) h_n(z), h_n the normalised Hermite polynomials; what is left of E phi(z)^2
@@ -46,7 +46,7 @@ def hermite_kernel(phi, terms: int = 64) -> Tensor:
     return kernel
 
 
-def mlp_kernel(mlp: str, s: float, d) -> Tensor:
+def mlp_kernel(mlp, s, d) -> Tensor:
     """The hidden layer's k_n, (terms,): its units' mean product for inputs of cosine rho is sum k_n rho^n.
 
     `s` is the standard deviation of a pre-activation. k_0 > 0 is all of the contraction: orthogonal inputs
@@ -76,13 +76,13 @@ def evaluate(kernel: Tensor, rho: Tensor) -> Tensor:
     return value
 
 
-def one_block_cosine(mlp: str, s: float, d) -> float:
+def one_block_cosine(mlp, s, d):
     """Cosine of one MLP0 block's outputs for orthogonal inputs; GELU, s -> 0: s^2 2/pi; SwiGLU: ~ 1/d."""
     kernel = mlp_kernel(mlp, s, d)
     return float(kernel[0] / kernel.sum())
 
 
-def relu_recursion(layers: int) -> list:
+def relu_recursion(layers):
     """c_0 = 0, ..., c_layers: cosines along a stack of wide ReLU MLP0 blocks (BB Proposition 2)."""
     c = 0.0
     cosines = [c]
@@ -92,7 +92,7 @@ def relu_recursion(layers: int) -> list:
     return cosines
 
 
-def amplifier(c: float, T) -> float:
+def amplifier(c, T):
     """Cosine after averaging T positions whose cosines, within and between sequences, are c (BB Prop. 4)."""
     return c / (1 / T + (1 - 1 / T) * c)
 
@@ -106,13 +106,13 @@ def average(S: Tensor) -> Tensor:
     return S.cumsum(-2).cumsum(-1) / i.outer(i)
 
 
-def scales(S: Tensor, epsilon: float = 0.0) -> Tensor:
+def scales(S: Tensor, epsilon=0.0) -> Tensor:
     """sqrt(D_i D_j), (T, T), D_i = S_ii + epsilon: S divided by it is a matrix of cosines."""
     D = S.diag() + epsilon
     return D.outer(D).sqrt()
 
 
-def averaging_stack(T, layers: int) -> list:
+def averaging_stack(T, layers):
     """Mean cosine within a sequence after 1..layers of Attn0, diagonal included: exact in T, for wide states.
 
     The covariance of positions starts as I, and each layer makes it M S M^T.
@@ -125,7 +125,7 @@ def averaging_stack(T, layers: int) -> list:
     return cosines
 
 
-def averaging_limit(T, layers: int) -> list:
+def averaging_limit(T, layers):
     """Mean cosine within a sequence after 1..layers of Attn0, by BB Proposition 5: 1/T + (1 - 1/T) rho_L.
 
     The proposition's rho_L is the limit of infinite T.
@@ -139,7 +139,7 @@ def averaging_limit(T, layers: int) -> list:
     return cosines
 
 
-def attention_concentration(T, s: float) -> Tensor:
+def attention_concentration(T, s) -> Tensor:
     """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, s^2), (T,); uniform: 1/i.
 
     With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
@@ -156,7 +156,7 @@ def attention_concentration(T, s: float) -> Tensor:
     return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
 
 
-def aggregated_std(config: ModelConfig, T, tokens: bool = False) -> Tensor:
+def aggregated_std(config: ModelConfig, T, tokens=False) -> Tensor:
     """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
 
     With sigma^2 = 0.02^2 d that of a value and s^2 that of a logit, Var o_i is sigma^2 times
@@ -188,7 +188,7 @@ def aggregated_std(config: ModelConfig, T, tokens: bool = False) -> Tensor:
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
-def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True) -> tuple:
+def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
     """Cosines before (0) and after each block: of two sequences' last states, and the mean within a sequence.
 
     In the limit of infinite width the newborn is two (T, T) matrices: S_ij, the covariance of positions i and
@@ -233,7 +233,7 @@ def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True) -> tu
     return inter, intra
 
 
-def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor) -> tuple:
+def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor):
     """E h, Var h and slope, (d_ff,) float64, of an MLP's hidden units h for inputs N(mean, diag(noise)).
 
     For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
@@ -258,7 +258,7 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor) -> tuple:
     return expected, variance, slope
 
 
-def normed(norm: nn.Module, mean: Tensor, K: Tensor) -> tuple:
+def normed(norm: nn.Module, mean: Tensor, K: Tensor):
     """What a norm makes of states of mean (d,) and covariance K (T, T), all positions taken like the last.
 
     Returns their normed mean (d,), the squares of the gains (d,), and K before the gains (T, T).
@@ -274,7 +274,7 @@ def normed(norm: nn.Module, mean: Tensor, K: Tensor) -> tuple:
 
 
 @torch.inference_mode()
-def mean_field(model: Transformer, T) -> tuple:
+def mean_field(model: Transformer, T):
     """From the weights: contraction direction, (d,) of unit length, and mean cosine, for T random tokens.
 
     Carries through the layers what all sequences share, a mean vector, and the covariance K (T, T) over

@@ -46,11 +46,6 @@ class Finding(NamedTuple):
     verdict: str = NONE
 
 
-Rows = pd.DataFrame
-Measure = Callable[[dict], Finding]
-Judge = Callable[..., Finding]  # of rows, and of what else `each` is given
-
-
 @dataclass(frozen=True)
 class Claim:
     """An entry: what the paper says, and how the result is read beside it."""
@@ -59,7 +54,7 @@ class Claim:
     result: str | None  # its path under results/, without .json; None: not run here
     says: str  # in our words; of our own items, the question
     number: str  # the paper's, or the theory's for ours; "" if none survives
-    measure: Measure | None
+    measure: Callable | None
     figure: str = ""  # PNG under results/; "": the result's own, if it has one
     command: str = ""  # what would make the result, where it is not run here
 
@@ -108,7 +103,7 @@ def all_hold(verdicts):
 # ---- from a result to a finding ----------------------------------------------------------------------------
 
 
-def each(columns, judge: Judge, *arguments, part="rows", **where) -> Measure:
+def each(columns, judge, *arguments, part="rows", **where):
     """The measure that judges a result apart for each value of some `columns` (names, spaced).
 
     It takes rows from `part` of the result; `where` chooses rows by a column's value, or by several;
@@ -116,7 +111,7 @@ def each(columns, judge: Judge, *arguments, part="rows", **where) -> Measure:
     """
     names = columns.split()
 
-    def measure(result) -> Finding:
+    def measure(result):
         rows = chosen(result, part, where)
         if rows.empty:
             return Finding("no such rows")
@@ -137,7 +132,7 @@ def each(columns, judge: Judge, *arguments, part="rows", **where) -> Measure:
     return measure
 
 
-def chosen(result, part, where) -> pd.DataFrame:
+def chosen(result, part, where):
     """The rows with these values, without layer 0 (the input) and step 0 (the newborn itself).
 
     Means over seeds get their 95 % interval, `low` to `high`: NaN where there is one seed.
@@ -175,20 +170,20 @@ def bounded(value, low, high):
 # ---- what several claims ask -------------------------------------------------------------------------------
 
 
-def ranges(rows, *columns: str) -> Finding:
+def ranges(rows, *columns: str):
     """Least and largest value of some columns; no verdict."""
     texts = [f"{plain(column)} {span(rows[column])}" for column in columns if column in rows]
     return Finding(f"{', '.join(texts)}, n = {len(rows)}")
 
 
-def rises(rows, value, along) -> Finding:
+def rises(rows, value, along):
     """Does a column rise with another at every step?"""
     curve = rows.groupby(along)[value].mean()
     ends = f"{curve.iloc[0]:.4g} to {curve.iloc[-1]:.4g}"
     return Finding(f"{ends} at {plain(along)} {curve.index[0]} to {curve.index[-1]}", rising(curve))
 
 
-def ordered(rows, value, along, by, *names) -> Finding:
+def ordered(rows, value, along, by, *names):
     """At all `along`, does |value| fall from one name of the column `by` to the next (default: sorted)?"""
     values = rows.pivot_table(index=along, columns=by, values=value)
     values = values.reindex(columns=names or values.columns)
@@ -197,7 +192,7 @@ def ordered(rows, value, along, by, *names) -> Finding:
     return Finding(", ".join(texts), agreed(falls.to_numpy().ravel()))
 
 
-def within(rows, theory) -> Finding:
+def within(rows, theory):
     """Is the theory inside the interval of the mean cosine, in every row? OPEN with one seed."""
     texts = [bounded(*row) for row in rows[["mean_cosine", "low", "high"]].to_numpy()]
     measured = f"{', '.join(texts)} where theory says {span(rows[theory])}"
@@ -207,19 +202,19 @@ def within(rows, theory) -> Finding:
     return Finding(measured, HOLDS if inside.all() else FAILS)
 
 
-def distance(rows, theory) -> Finding:
+def distance(rows, theory):
     """How far is the mean cosine from a theory? No verdict."""
     off = (rows["mean_cosine"] - rows[theory]).abs()
     return Finding(f"off by at most {off.max():.4f}, theory up to {rows[theory].max():.4f}")
 
 
-def excess(rows, theory) -> Finding:
+def excess(rows, theory):
     """What multiple of a theory's is the std, from position 16 on? No verdict."""
     late = rows[rows["position"] >= 16]
     return Finding(f"{span(late['std'] / late[theory])} times the theory")
 
 
-def lower(rows, first, second, key, by="calibration") -> Finding:
+def lower(rows, first, second, key, by="calibration"):
     """Is `key` lower in runs with `first` in the column `by` than in those of the same seed with `second`?"""
     runs = rows.pivot(index="seed", columns=by, values=key).reindex(columns=[first, second])
     runs = runs.astype(float).dropna()
@@ -231,7 +226,7 @@ def lower(rows, first, second, key, by="calibration") -> Finding:
     return Finding(measured, above(-difference["high"], -difference["low"]))
 
 
-def positive(rows, key, low, high) -> Finding:
+def positive(rows, key, low, high):
     """Is the interval of `key` above zero, in every row?"""
     ends = rows[[key, low, high]].to_numpy()
     texts = [bounded(*row) for row in ends]
@@ -241,7 +236,7 @@ def positive(rows, key, low, high) -> Finding:
 # ---- preference (BB section 3) -----------------------------------------------------------------------------
 
 
-def preference(rows) -> Finding:
+def preference(rows):
     """Is a newborn's favourite token beyond chance? If not: OPEN with fewer sequences than the paper's."""
     row = next(rows.itertuples())
     number = row.num_sequences
@@ -252,7 +247,7 @@ def preference(rows) -> Finding:
     return Finding(f"{bounded(row.ratio, low, high)} x, log10 p {row.log10_p:.1f}", verdict)
 
 
-def grows_with_length(rows) -> Finding:
+def grows_with_length(rows):
     """Is the favourite's share, over all seeds, larger at the greatest length than at the least?"""
     sums = rows.groupby("sequence_length")[["top1_count", "num_sequences"]].sum()
     shares = [wilson(*counts) for counts in sums.to_numpy()]
@@ -261,7 +256,7 @@ def grows_with_length(rows) -> Finding:
     return Finding(", ".join(texts), above(longest[0] - shortest[1], longest[1] - shortest[0]))
 
 
-def own_favourites(rows) -> Finding:
+def own_favourites(rows):
     """Have the rows favourites of their own? OPEN for one row, and where a favourite may be chance."""
     number = rows["top1_token"].nunique()
     measured = f"{number} favourites in {len(rows)} rows"
@@ -273,28 +268,28 @@ def own_favourites(rows) -> Finding:
 # ---- contraction (BB section 4) ----------------------------------------------------------------------------
 
 
-def widening(rows) -> Finding:
+def widening(rows):
     """From layer 2 on, is the full model ahead of MLP only, and more so with each layer?"""
     curves = rows.pivot_table(index="layer", columns="variant", values="mean_cosine")
     lead = (curves["full"] - curves["mlp"]).loc[2:]
     return Finding(f"ahead by {span(lead)}", all_hold([agreed(lead > 0), rising(lead)]))
 
 
-def same_token(rows, first, second) -> Finding:
+def same_token(rows, first, second):
     """Do two columns name the same token more often than by chance?"""
     hits = (rows[first] == rows[second]).sum()
     low, high = wilson(hits, len(rows))
     return Finding(f"{hits} of {len(rows)} ({low:.2f} to {high:.2f})", above(low, high, CHANCE))
 
 
-def decay(rows) -> Finding:
+def decay(rows):
     """Does the std of aggregated values fall with the position, octave by octave (1, 2-3, 4-7, ...)?"""
     std = rows.set_index("position")["std"].sort_index()
     octaves = std.groupby(np.log2(std.index).astype(int)).mean()
     return Finding(f"{std.iloc[0]:.3f} at position 1 to {std.iloc[-1]:.3f} at {len(std)}", rising(-octaves))
 
 
-def slope(rows) -> Finding:
+def slope(rows):
     """With which power of the width does contraction go, measured and by theory? No verdict."""
     curves = np.log(rows[["mean_cosine", "theory"]].clip(lower=1e-9))
     measured, law = np.polyfit(np.log(rows["d_model"]), curves, 1)[0]
@@ -304,13 +299,13 @@ def slope(rows) -> Finding:
 # ---- lineage (BB sections 5 and 6.1) -----------------------------------------------------------------------
 
 
-def shifted_upward(rows) -> Finding:
+def shifted_upward(rows):
     """Is tau with its birth above tau with a stranger at every checkpoint?"""
     gap = rows["mean_tau"] - rows["stranger_mean_tau"]
     return Finding(f"tau higher by {span(gap)} at {len(gap)} checkpoints", agreed(gap > 0))
 
 
-def right_answers(rows) -> Finding:
+def right_answers(rows):
     """Do both of the paper's tests say kin of kin alone, of every pair? All are kin where none is told."""
     kin = rows.get("kin", pd.Series(True, rows.index))
     right = (rows[PAPER_TESTS] < LEVEL).eq(kin, axis=0).all(axis=1)
@@ -318,14 +313,14 @@ def right_answers(rows) -> Finding:
     return Finding(f"{measured}, U-test p {span(rows['paper_u_p'])}", HOLDS if right.all() else FAILS)
 
 
-def missed_kin(rows) -> Finding:
+def missed_kin(rows):
     """Do all four rivals miss every pair of kin?"""
     missed = rows[RIVALS] < RIVAL_THRESHOLD
     texts = [f"{name} misses {missed[name].sum()} ({span(rows[name])})" for name in RIVALS]
     return Finding(f"of {len(rows)}: {', '.join(texts)}", HOLDS if missed.all(axis=None) else FAILS)
 
 
-def false_alarms(rows) -> Finding:
+def false_alarms(rows):
     """Are at most 1 % of strangers called kin, with every scheme and architecture?"""
     ends = rows[["low", "high"]].to_numpy()
     measured = f"{span(rows['rate'])} (intervals {span(ends.ravel())})"
@@ -335,7 +330,7 @@ def false_alarms(rows) -> Finding:
 # ---- sinks (BB section 6.2, SO) ----------------------------------------------------------------------------
 
 
-def sink_heads(rows) -> Finding:
+def sink_heads(rows):
     """Has a trained model sink heads at every length? A newborn (PRESET@SEED) is shown beside it."""
     finding = positive(rows, "sink_rate", "low", "high")
     if "@" in rows["checkpoint"].iloc[0]:
@@ -343,12 +338,12 @@ def sink_heads(rows) -> Finding:
     return finding
 
 
-def no_sinks(rows) -> Finding:
+def no_sinks(rows):
     """Is no head of any run a sink head?"""
     return Finding(f"sink rate {span(rows['sink_rate'])} in {len(rows)} runs", agreed(rows["sink_rate"] == 0))
 
 
-def first_stands_out(rows, key) -> Finding:
+def first_stands_out(rows, key):
     """Is `key` largest at position 1, in some layer?"""
     values = rows.pivot_table(index="position", columns="layer", values=key)
     first, others = values.iloc[0], values.iloc[1:]
@@ -356,7 +351,7 @@ def first_stands_out(rows, key) -> Finding:
     return Finding(measured, HOLDS if (first > others.max()).any() else FAILS)
 
 
-def same_settings(rows) -> Finding:
+def same_settings(rows):
     """How many hyperparameters are the paper's? No verdict."""
     return Finding(f"{(rows['paper'] == rows['ours']).sum()} of {len(rows)} the same")
 
@@ -367,22 +362,22 @@ def same_settings(rows) -> Finding:
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 
-def judged(result, columns, judge: Judge, *arguments, figure="", **where) -> Claim:
+def judged(result, columns, judge, *arguments, figure="", **where):
     """A claim without its words: how a result is read beside them."""
     return Claim("", result, "", "", each(columns, judge, *arguments, **where), figure)
 
 
-def shown(*arguments, **where) -> Claim:
+def shown(*arguments, **where):
     """The same without a verdict: of what is ours, and of what a paper says without a number or an order."""
     claim = judged(*arguments, **where)
 
-    def measure(result) -> Finding:
+    def measure(result):
         return claim.measure(result)._replace(verdict=NONE)
 
     return replace(claim, measure=measure)
 
 
-def not_run(command) -> Claim:
+def not_run(command):
     """The same of what takes a download, or weeks."""
     return Claim("", None, "", "", None, command=command)
 

@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 from scipy.stats import kstest, norm
-from torch import Tensor
 
 from init import SCHEMES, keyed_generator
 from lib.checkpoint import Newborn, check_lengths, chosen_models, final_states, shortest_context
@@ -39,7 +38,6 @@ from measure.lineage import (
     null_taus,
     paper_test,
     relation,
-    unit_ranks,
     weight_correlations,
 )
 from model import PRESETS
@@ -54,7 +52,6 @@ from seedprint import (
 LEVEL = 0.01  # from here on down, a test calls two models kin
 PAPER_TESTS = ("t-test", "U-test", "closed form")
 PAPER_KEYS = {"t-test": "paper_t_p", "U-test": "paper_u_p"}
-PREPARE = {"relabelling": fingerprint, "relabelling, plain ranks": unit_ranks}  # of states, in `cost`
 OWN_TABLE = "own embedding"
 SHARED_TABLE = "shared embedding"
 VECTORS = "gaussian"
@@ -144,7 +141,7 @@ def strangers(model, scheme, inputs, settings: RateSettings):
     return newborns
 
 
-def relabelling_p(newborns, inputs, settings: RateSettings, device, dtype) -> np.ndarray:
+def relabelling_p(newborns, inputs, settings: RateSettings, device, dtype):
     """The p of the exact test of states, for each newborn and the six that follow it."""
     config = newborns[0].config
     drawn = (settings.input_seed, range(settings.num_sequences), settings.sequence_length)
@@ -203,7 +200,7 @@ def paper_p(newborns, inputs, settings: RateSettings, device, dtype):
     return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)
 
 
-def error_rate(test, p: np.ndarray, paper_births):
+def error_rate(test, p, paper_births):
     """How often p (pairs,) rejects, the rate's 99 % interval, and the p of a test that p is uniform."""
     rejected = p <= LEVEL
     rejections = int(rejected.sum())
@@ -221,7 +218,7 @@ def error_rate(test, p: np.ndarray, paper_births):
     }
 
 
-def interval_over_births(rejected: np.ndarray, births, resamples=2000):
+def interval_over_births(rejected, births, resamples=2000):
     """99 % interval of the rate of `rejected`, (pairs,), over all pairs of births, which are resampled.
 
     Pairs that share a birth are not independent, so they cannot be resampled. Where all pairs agree, the
@@ -239,7 +236,7 @@ def interval_over_births(rejected: np.ndarray, births, resamples=2000):
     return float(low), float(high)
 
 
-def quantiles(p: np.ndarray, key):
+def quantiles(p, key):
     """Sorted p beside what a uniform distribution gives, both as -log10, thinned to 60 points."""
     order = np.unique(np.geomspace(1, len(p), 60).round().astype(int)) - 1
     uniform = -np.log10((order + 0.5) / len(p))
@@ -248,7 +245,7 @@ def quantiles(p: np.ndarray, key):
     return points.assign(**key).to_dict("records")
 
 
-def tau_histogram(taus: np.ndarray, n, key):
+def tau_histogram(taus, n, key):
     """Shares of strangers' taus over n inputs, in %, beside the Gaussian of independent rows (Figure 13)."""
     edges = np.linspace(-0.3, 0.3, 61)
     share = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
@@ -296,20 +293,19 @@ def cost(settings: CostSettings):
     if len(settings.models) != 2:
         raise UserError("cost expects two models of one birth")
     specs = comparable_models(settings.models, settings.init)
-    check_lengths((settings.sequence_length,), shortest_context(specs))
+    T = settings.sequence_length
+    check_lengths((T,), shortest_context(specs))
     experiment = Experiment("cost", "BB 5, 6.1", settings)
     pair = [spec.open() for spec in specs]
     on = (common_vocabulary(specs), settings, experiment.device, experiment.dtype)
     begun = time.perf_counter()
     correlations, _ = weight_correlations(*pair)
-    rows = []
-    if "body" in correlations:
-        log10_p = coordinates_log10_p(correlations["body"], settings)
-        if log10_p > SAME_LOG10_P:  # a million rows would not show it either
-            raise UserError("cost expects two models of one birth, but their weights do not agree")
-        rows.append(cost_row("weights", 0, time.perf_counter() - begun, log10_p))
-    fewest = math.ceil(3 / settings.sequence_length)  # three rows at least
-    for test in progress((*PREPARE, "closed form", *PAPER_KEYS), desc="cost"):
+    log10_p = coordinates_log10_p(correlations["body"], settings) if "body" in correlations else 0.0
+    if log10_p > SAME_LOG10_P:  # a million rows would not show it either
+        raise UserError("cost expects two models of one birth, but their weights do not agree")
+    rows = [{"test": "weights", "tokens": 0, "seconds": time.perf_counter() - begun, "log10_p": log10_p}]
+    for test in progress(("relabelling", *PAPER_TESTS), desc="cost"):
+        fewest = math.ceil(3 / T) if test == "relabelling" else 4  # sequences that give it enough rows
         for doublings in range(15):
             n = fewest * 2**doublings
             null_taus.cache_clear()
@@ -318,49 +314,31 @@ def cost(settings: CostSettings):
             seconds = time.perf_counter() - begun
             if log10_p <= SAME_LOG10_P:
                 break
-        rows.append(cost_row(test, n * settings.sequence_length, seconds, log10_p))
+        rows.append({"test": test, "tokens": n * T, "seconds": seconds, "log10_p": log10_p})
+    for row in rows:
+        row["reached"] = row["log10_p"] <= SAME_LOG10_P
+        row["times_fewer_tokens"] = AUTHORS_TOKENS / row["tokens"] if row["tokens"] else None
     return experiment.save(rows)
 
 
 def states_log10_p(test, pair, n, vocab_size, settings: CostSettings, device, dtype):
     """log10 p of a test of states, where the pair of sources read n random sequences."""
     T = settings.sequence_length
-    if test in PREPARE:
+    if test == "relabelling":
         tokens = random_tokens(settings.input_seed, range(n), T, vocab_size)
-        a, b = [final_states(source, tokens, device, dtype).flatten(0, 1) for source in pair]
-        prepare = PREPARE[test]
-        return coordinates_log10_p(relation(prepare(a), prepare(b)), settings)
-    if n < 4:
-        return 0.0
+        a, b = [fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1)) for source in pair]
+        return coordinates_log10_p(relation(a, b), settings)
     reading = PaperSettings(paper_sequences=n, paper_length=T, input_seed=settings.input_seed)
     a, b = [last_outputs(source, vocab_size, reading, device, dtype) for source in pair]
     result = paper_test(a, b)
     if test == "closed form":
-        log_p = norm.logsf(result["closed_form_z"])
-    else:
-        log_p = np.log(max(result[PAPER_KEYS[test]], 1e-300))
-    return float(log_p / np.log(10))
+        return norm.logsf(result["closed_form_z"]) / math.log(10)
+    return math.log10(max(result[PAPER_KEYS[test]], 1e-300))
 
 
-def coordinates_log10_p(C: Tensor, settings: CostSettings):
+def coordinates_log10_p(C, settings: CostSettings):
     """log10 p of the exact test of coordinates whose correlations are C, (d, d)."""
     return diagonal_test(C, (settings.input_seed,), settings.permutations)["log10_p"]
-
-
-def cost_row(test, tokens, seconds, log10_p):
-    """What a test said of two kin when it had read some tokens."""
-    reached = log10_p <= SAME_LOG10_P
-    times_fewer = None
-    if reached and tokens:
-        times_fewer = AUTHORS_TOKENS / tokens
-    return {
-        "test": test,
-        "tokens": tokens,
-        "seconds": seconds,
-        "log10_p": log10_p,
-        "reached": reached,
-        "times_fewer_tokens": times_fewer,
-    }
 
 
 COMMANDS = {"rates": Command(rates, RateSettings()), "cost": Command(cost, CostSettings())}

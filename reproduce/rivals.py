@@ -101,7 +101,7 @@ def intrinsic(a, b):
     return float(np.mean(correlations))
 
 
-def std_profile(source, kind, depth) -> np.ndarray:
+def std_profile(source, kind, depth):
     """Standard deviation of a kind of matrix by layer, interpolated to `depth` layers."""
     stds = []
     for layer in range(source.config.num_layers):
