@@ -16,10 +16,9 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from init import SCHEMES, STD, newborn, variant
-from lib.checkpoint import Spec, check_lengths, chosen_models, shortest_context
+from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.figures import COSINE, curves, name_models
 from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
@@ -27,7 +26,7 @@ from lib.runtime import progress
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import theory
 from measure.cosines import floored_cosine, pairwise_cosine, uniform_counts
-from model import ACTIVATIONS, ModelConfig, Transformer, rope_table
+from model import ACTIVATIONS, ModelConfig, rope_table
 from probe import RANKS, count_predictions, preference
 
 EIGHT_SEEDS = tuple(range(42, 50))
@@ -149,12 +148,12 @@ def without_theory(row):
     return row | {name: None for name in theories if name in row}
 
 
-def load_model(settings: ProbeSettings, spec: Spec) -> Transformer:
+def load_model(settings: ProbeSettings, spec):
     """The model of a spec on the settings' device, in their dtype."""
     return spec.load(settings.device, getattr(torch, settings.dtype))
 
 
-def load_blocks(settings: BlockSettings, spec: Spec, **changes) -> Transformer:
+def load_blocks(settings: BlockSettings, spec, **changes):
     """A model with another configuration, in float32; a newborn comes without vocabulary.
 
     Its `block.mlp` alone is MLP0 (BB Definition 1).
@@ -165,7 +164,7 @@ def load_blocks(settings: BlockSettings, spec: Spec, **changes) -> Transformer:
     return newborn(config, spec.seed, scheme=spec.scheme, device=settings.device)
 
 
-def gaussian_inputs(settings: SeedSettings, T, d) -> Tensor:
+def gaussian_inputs(settings: SeedSettings, T, d):
     """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
     indices = range(settings.num_sequences)
     return random_vectors(settings.input_seed, indices, T, d).to(settings.device)
@@ -174,7 +173,7 @@ def gaussian_inputs(settings: SeedSettings, T, d) -> Tensor:
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
 
 
-def ablated(settings: ProbeSettings, spec: Spec):
+def ablated(settings: ProbeSettings, spec):
     """(key of a row, model, counts) of the full model, of its MLPs only and of its attention only."""
     model = load_model(settings, spec)
     for kind in ("full", "mlp", "attention"):
@@ -206,7 +205,7 @@ def ablated(settings: ProbeSettings, spec: Spec):
     xlabel="layer",
     ylabel=COSINE,
 )
-def layers(settings: ProbeSettings, spec: Spec):
+def layers(settings: ProbeSettings, spec):
     """Which sublayer contracts, layer by layer? Cosine of two sequences' last positions (BB Figures 2, 7)"""
     rows = []
     for key, model, counts in ablated(settings, spec):
@@ -230,7 +229,7 @@ def layers(settings: ProbeSettings, spec: Spec):
     xlabel="rank of the predicted token",
     ylabel="sequences that predict it",
 )
-def ablation(settings: ProbeSettings, spec: Spec):
+def ablation(settings: ProbeSettings, spec):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2)"""
     rows, points = [], []
     for key, model, counts in ablated(settings, spec):
@@ -258,7 +257,7 @@ def ablation(settings: ProbeSettings, spec: Spec):
     xlabel="layer",
     ylabel=COSINE,
 )
-def mlp(settings: BlockSettings, spec: Spec):
+def mlp(settings: BlockSettings, spec):
     """Does the activation's asymmetry contract stacks of MLPs? (BB Figures 4, 5, Proposition 2)"""
     standard = load_blocks(settings, spec, sublayers="mlp")
     relu = variant(standard, mlp="relu")
@@ -278,7 +277,7 @@ def mlp(settings: BlockSettings, spec: Spec):
     return rows, []
 
 
-def mlp0_states(model: Transformer, x: Tensor):
+def mlp0_states(model, x):
     """States (n, d) before and after each MLP of a stack without norm and residual (BB Definition 1)."""
     states = [x[:, 0]]
     for block in model.model.layers:
@@ -286,7 +285,7 @@ def mlp0_states(model: Transformer, x: Tensor):
     return states
 
 
-def stream_states(model: Transformer, x: Tensor):
+def stream_states(model, x):
     """The residual stream of vectors (n, 1, d) before and after each block, (n, d) each."""
     states = []
 
@@ -317,7 +316,7 @@ def cosine_rows(stack, states, law):
     xlabel="pre-activation",
     ylabel="activation; share of the fullest bin",
 )
-def engage(settings: BlockSettings, spec: Spec):
+def engage(settings: BlockSettings, spec):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6)"""
     model = load_blocks(settings, spec, sublayers="mlp", num_layers=1)
     config = model.config
@@ -363,7 +362,7 @@ def engage(settings: BlockSettings, spec: Spec):
     xlabel="positions",
     ylabel=COSINE,
 )
-def amplify(settings: PositionSettings, spec: Spec):
+def amplify(settings: PositionSettings, spec):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4)"""
     model = load_blocks(settings, spec, sublayers="mlp", mlp="relu", num_layers=2)
     first_mlp, second_mlp = (block.mlp for block in model.model.layers)
@@ -396,7 +395,7 @@ def amplify(settings: PositionSettings, spec: Spec):
     xlabel="layer",
     ylabel="mean cosine within a sequence",
 )
-def intra(settings: PositionSettings, spec: Spec):
+def intra(settings: PositionSettings, spec):
     """Does attention, without residual, make a sequence's positions alike? (BB Figure 8, Proposition 5)"""
     model = load_blocks(settings, spec, sublayers="attention")
     config = model.config
@@ -441,7 +440,7 @@ def intra(settings: PositionSettings, spec: Spec):
     xlabel="position i",
     ylabel="std of aggregated values",
 )
-def variance(settings: PositionSettings, spec: Spec):
+def variance(settings: PositionSettings, spec):
     """Do the first block's aggregated values shrink along the positions? (BB Figure 9, Equation 2)"""
     model = load_blocks(settings, spec, sublayers="attention", num_layers=1)
     config = model.config
@@ -466,7 +465,7 @@ def variance(settings: PositionSettings, spec: Spec):
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-def on_tokens(settings: ProbeSettings, spec: Spec, scheme):
+def on_tokens(settings: ProbeSettings, spec, scheme):
     """A newborn on random tokens beside what its weights alone foretell: rows by length, points to draw."""
     drawn_by = "gpt2" if scheme == "projected" else scheme
     model = load_model(settings, replace(spec, scheme=drawn_by))
@@ -525,7 +524,7 @@ def on_tokens(settings: ProbeSettings, spec: Spec, scheme):
     xlabel="count of the contraction direction's token",
     ylabel="count of the most frequent token",
 )
-def overlap(settings: ProbeSettings, spec: Spec):
+def overlap(settings: ProbeSettings, spec):
     """Is the token of the contraction direction the most frequent one? (BB Finding 2.2)"""
     rows, _ = on_tokens(settings, spec, settings.init)
     return rows, []
@@ -543,7 +542,7 @@ def overlap(settings: ProbeSettings, spec: Spec):
     xlabel="unit direction predicted from the weights",
     ylabel="unit direction measured",
 )
-def predict(settings: ProbeSettings, spec: Spec):
+def predict(settings: ProbeSettings, spec):
     """Do the weights alone, without a forward pass, foretell the direction and its token? (ours)"""
     return on_tokens(settings, spec, settings.init)
 
@@ -569,7 +568,7 @@ def predict(settings: ProbeSettings, spec: Spec):
     xlabel="seed",
     ylabel=COSINE,
 )
-def cure(settings: ProbeSettings, spec: Spec):
+def cure(settings: ProbeSettings, spec):
     """Is a newborn unbiased whose down projections pass on nothing that all hidden units share? (ours)"""
     if not spec.is_newborn or settings.init != "gpt2":
         raise UserError("cure draws presets in three ways: give --model a preset, and no --init")

@@ -30,7 +30,7 @@ from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, share, sum_over_ranks, total_matmul_peak
 from lib.settings import Command, RunSettings, at_least, run_script
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
-from model import Transformer, forward_flops
+from model import forward_flops
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
@@ -99,7 +99,7 @@ def probe(settings: Settings):
 
 @torch.inference_mode()
 def count_predictions(
-    model: Transformer,
+    model,
     T,
     num_sequences,
     batch_size=None,
@@ -151,7 +151,7 @@ def count_predictions(
     }
 
 
-def preference(model: Transformer, counts):
+def preference(model, counts):
     """The part of a row that `count_predictions` decides; ties go to the lower token."""
     token_counts = counts["token_counts"]
     dimension_counts = counts["dimension_counts"]
@@ -183,7 +183,7 @@ def preference(model: Transformer, counts):
 # ---- the figure --------------------------------------------------------------------------------------------
 
 
-def figure_detail(model: Transformer, counts):
+def figure_detail(model, counts):
     """What the figure needs beyond a row: the 1,000 favourites, all dimensions, what uniform draws give."""
     token_counts = counts["token_counts"]
     dimension_counts = counts["dimension_counts"]

@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from scipy.cluster.hierarchy import dendrogram, linkage
 from scipy.spatial.distance import squareform
 from scipy.stats import norm
-from torch import Tensor
 
 from init import SCHEMES, STD, draw
 from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
@@ -128,7 +127,7 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
-def state_fingerprint(source, vocab_size, settings: CompareSettings, device, dtype) -> Tensor:
+def state_fingerprint(source, vocab_size, settings: CompareSettings, device, dtype):
     """Fingerprint of every position of the random sequences, (n T, d): each position is a row."""
     indices = range(settings.num_sequences)
     tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
@@ -137,7 +136,7 @@ def state_fingerprint(source, vocab_size, settings: CompareSettings, device, dty
     return lineage.fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1))
 
 
-def last_outputs(source, vocab_size, settings: PaperSettings, device, dtype) -> Tensor:
+def last_outputs(source, vocab_size, settings: PaperSettings, device, dtype):
     """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
     d = source.config.d_model
     T = settings.paper_length
@@ -217,7 +216,7 @@ def compare_pair(base, suspect, prints, settings: CompareSettings):
     return row, correlations, skipped
 
 
-def histogram(C: Tensor, title, num_rows=None):
+def histogram(C, title, num_rows=None):
     """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
     edges = np.linspace(C.min().item(), C.max().item(), 61)
     centres = (edges[1:] + edges[:-1]) / 2
@@ -311,7 +310,7 @@ def check_paper_settings(settings: PaperSettings, specs) -> None:
     lineage.check_top_k(settings.top_k, specs[0].config.d_model)
 
 
-def paper_test(a: Tensor, b: Tensor, settings: PaperSettings):
+def paper_test(a, b, settings: PaperSettings):
     """The paper's test of two models' `last_outputs`."""
     return lineage.paper_test(a, b, settings.side, settings.top_k, settings.softmax_temperature)
 
@@ -410,7 +409,7 @@ def persistence(settings: PersistenceSettings):
     top_k = lineage.check_top_k(settings.top_k, birth.config.d_model)
     chosen = lineage.top_dimensions(birth_outputs.numpy(), settings.side, top_k)
 
-    def tau_statistics(outputs: Tensor, prefix=""):
+    def tau_statistics(outputs, prefix=""):
         """Mean and standard deviation of Kendall's tau with the birth, over its dimensions."""
         temperature = settings.softmax_temperature
         taus = lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, temperature)

@@ -22,10 +22,9 @@ from typing import Literal
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from init import SCHEMES, newborn
-from lib.checkpoint import Spec, check_lengths, chosen_models, shortest_context
+from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.figures import curves
 from lib.inputs import TextSettings, check_text_settings, read_tokens
 from lib.results import Experiment
@@ -34,7 +33,7 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure import attention, theory
 from measure.cosines import interval
 from measure.lineage import some_layers
-from model import CHOICES, MLP, Transformer
+from model import CHOICES
 
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 
@@ -106,7 +105,7 @@ def attending_models(settings: Settings):
     return specs
 
 
-def load_model(settings: Settings, spec: Spec) -> Transformer:
+def load_model(settings: Settings, spec):
     """A model on the settings' device, in their dtype; a newborn with their calibration."""
     dtype = getattr(torch, settings.dtype)
     if not spec.is_newborn:
@@ -144,7 +143,7 @@ def rate(settings: RateSettings):
     return experiment.save(rows, (*columns, "uniform_alpha1"), draw_rate, heads=heads)
 
 
-def sink_rates(settings: RateSettings, spec: Spec, model: Transformer):
+def sink_rates(settings: RateSettings, spec, model):
     """A row for each length, heads thresholded in each sequence, then averaged; and alpha_1 of all heads."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
@@ -196,7 +195,7 @@ class SpreadByPosition:
         self.sums = 0.0
         self.squares = 0.0
 
-    def update(self, heads: Tensor) -> None:
+    def update(self, heads) -> None:
         """Add heads (B, H, T, Dh)."""
         heads = heads.double()
         self.count += heads.numel() // heads.shape[2]
@@ -217,7 +216,7 @@ def variance(settings: LengthSettings):
     return experiment.save(rows, columns, draw_variance)
 
 
-def value_spread(settings: LengthSettings, spec: Spec, model: Transformer):
+def value_spread(settings: LengthSettings, spec, model):
     """Std of aggregated values, calibrated, just before the output projection: a row a layer and position.
 
     `theory` is `theory.aggregated_std`'s, for the first layer of a newborn on random tokens.
@@ -273,7 +272,7 @@ def anatomy(settings: LengthSettings):
     return experiment.save(rows, columns, draw_anatomy, super_neurons=neurons)
 
 
-def dissect(settings: LengthSettings, spec: Spec, model: Transformer):
+def dissect(settings: LengthSettings, spec, model):
     """SO's chain, a row for each layer and position; and the ten strongest super neurons.
 
     `dominance_ratio` is max|h| / mean|h| of the stream after the layer; `key_alignment`, ours, is the length
@@ -329,7 +328,7 @@ def dissect(settings: LengthSettings, spec: Spec, model: Transformer):
     return rows, neurons[:10]
 
 
-def super_neurons(layer, mlp: MLP, activation: Tensor):
+def super_neurons(layer, mlp, activation):
     """The ten hidden units of a layer for which position 1 stands out most, by mean |activation| (T, d_ff).
 
     `down_share` is the share of the unit's squared output weights that its largest, at `dimension`, holds.
@@ -404,7 +403,7 @@ def intervene(settings: InterveneSettings):
     return experiment.save(rows, columns, draw_intervene, summary=summary)
 
 
-def every_intervention(settings: InterveneSettings, spec: Spec, model: Transformer):
+def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k before and after each intervention: rows by layer, and a summary of the layers that can tell.
 
     Weights are read before o_k is replaced, so that a layer sees what was done in those before it, and the
@@ -440,7 +439,7 @@ def every_intervention(settings: InterveneSettings, spec: Spec, model: Transform
     return rows, summary
 
 
-def replace_values(kind, factor, model: Transformer, position, layers, layer, heads, q, k, v):
+def replace_values(kind, factor, model, position, layers, layer, heads, q, k, v):
     """An `on_heads` that changes the aggregated values o_k (B, H, 1, Dh) of a position in some `layers`.
 
     `self_mask`: token k attends to itself alone, so that o_k is its own value; `amplify`: mu + factor

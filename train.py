@@ -28,7 +28,6 @@ from typing import Literal
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, keyed_generator, newborn
@@ -39,7 +38,7 @@ from lib.inputs import check_tokenizer
 from lib.results import is_power_of_two
 from lib.settings import Command, RunSettings, UserError, at_least, checked_values, read_settings, run_script
 from measure import attention
-from model import CHOICES, PRESETS, Transformer, training_flops
+from model import CHOICES, PRESETS, training_flops
 
 
 @dataclass
@@ -241,7 +240,7 @@ def learning_rate(step, settings: Settings):
     return settings.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
-def make_optimizer(model: Transformer, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model, settings: Settings):
     """AdamW with weight decay on matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
@@ -252,7 +251,7 @@ def make_optimizer(model: Transformer, settings: Settings) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def accumulate(model, tokens: data.TokenData, settings: Settings, step, device, dtype) -> Tensor:
+def accumulate(model, tokens, settings: Settings, step, device, dtype):
     """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
     T = settings.sequence_length
     batch_size = settings.global_batch_size
@@ -275,7 +274,7 @@ def parts_of_share(count, size):
     return [share[start : start + size] for start in range(0, len(share), size)]
 
 
-def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device, dtype) -> Tensor:
+def loss_sum(model, inputs, targets, device, dtype):
     """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
         logits = model(inputs.to(device)).float()  # (n, T, V)
@@ -283,7 +282,7 @@ def loss_sum(model: torch.nn.Module, inputs: Tensor, targets: Tensor, device, dt
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size, device, dtype):
+def evaluate(model, inputs, targets, batch_size, device, dtype):
     """Mean loss, in nats a token, of windows (n, T), some at a time, shared among the ranks."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts_of_share(len(inputs), batch_size):
@@ -291,7 +290,7 @@ def evaluate(model: Transformer, inputs: Tensor, targets: Tensor, batch_size, de
     return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 
 
-def sinks_of(model: Transformer, tokens: Tensor):
+def sinks_of(model, tokens):
     """Raw alpha_1 and the sink rate at 0.3, on held-out windows (n, T)."""
     alpha = attention.first_attention(model, tokens)  # (n, L, H)
     return {
@@ -302,7 +301,7 @@ def sinks_of(model: Transformer, tokens: Tensor):
 
 
 @torch.no_grad()
-def generate(model: Transformer, tokenizer: data.Tokenizer, length, step):
+def generate(model, tokenizer, length, step):
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
     text = [tokenizer.bos]
     vocab_size = tokenizer.vocab_size
@@ -335,7 +334,7 @@ def listening_for_signals():
 # ---- data and model ----------------------------------------------------------------------------------------
 
 
-def open_data(settings: Settings, device) -> data.TokenData:
+def open_data(settings: Settings, device):
     """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
     if settings.data is not None:
         folder = Path(settings.data)
@@ -350,7 +349,7 @@ def open_data(settings: Settings, device) -> data.TokenData:
     return tokens
 
 
-def load_model(settings: Settings, tokens: data.TokenData):
+def load_model(settings: Settings, tokens):
     """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
     state = None
     if settings.resume and checkpoint.steps(settings.out):
@@ -375,7 +374,7 @@ def load_model(settings: Settings, tokens: data.TokenData):
     return model, state
 
 
-def config_of(settings: Settings, tokens: data.TokenData):
+def config_of(settings: Settings, tokens):
     """The preset's configuration, with the calibration asked for and the vocabulary of the tokenizer."""
     preset = PRESETS[settings.model]
     if preset.vocab_size != tokens.vocab_size and runtime.rank() == 0:

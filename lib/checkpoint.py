@@ -21,7 +21,6 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from init import birth_value, newborn
 from lib import runtime
@@ -72,7 +71,7 @@ class Spec:
             return Weights(self.folder)
         return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
 
-    def load(self, device="cpu", dtype=torch.float32) -> Transformer:
+    def load(self, device="cpu", dtype=torch.float32):
         """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
         if self.is_newborn:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
@@ -88,7 +87,7 @@ class Spec:
         return model
 
 
-def parse_spec(text, scheme="gpt2") -> Spec:
+def parse_spec(text, scheme="gpt2"):
     """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED or a folder names; UserError for anything else.
 
     A run folder means its newest step.
@@ -127,7 +126,7 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     return specs
 
 
-def load(spec: str | Path | Spec, device="cpu", dtype=torch.float32) -> Transformer:
+def load(spec: str | Path | Spec, device="cpu", dtype=torch.float32):
     """The model of a spec or folder, in eval mode, its blocks in `dtype`."""
     if not isinstance(spec, Spec):
         spec = parse_spec(str(spec))
@@ -162,15 +161,13 @@ class Newborn:
         self.shapes = parameter_shapes(config)
         self.birth = (seed, embedding_seed, scheme)
 
-    def read(self, name) -> Tensor:
+    def read(self, name):
         """One tensor, float32."""
         return birth_value(self.config, name, self.shapes[name], *self.birth)
 
 
 @torch.inference_mode()
-def final_states(
-    source, inputs: Tensor, device="cpu", dtype=torch.float32, last_only=False, on_state=None
-) -> Tensor:
+def final_states(source, inputs, device="cpu", dtype=torch.float32, last_only=False, on_state=None):
     """`Transformer.hidden` with one block in memory: final-norm states, (n, T, d) float32, or (n, d).
 
     `inputs` are tokens (n, T) or vectors (n, T, d); `on_state(layer, x)` sees the stream after each block,
@@ -198,7 +195,7 @@ def final_states(
     return x[:, -1] if last_only else x
 
 
-def read_module(source, module: torch.nn.Module, prefix, device, dtype) -> None:
+def read_module(source, module, prefix, device, dtype) -> None:
     """Fill a module with the source's tensors whose names begin with `prefix`."""
     for name in [name for name, _ in module.named_parameters()]:
         weight = source.read(f"{prefix}.{name}").to(device, dtype)
@@ -208,7 +205,7 @@ def read_module(source, module: torch.nn.Module, prefix, device, dtype) -> None:
 # ---- folders of our own ------------------------------------------------------------------------------------
 
 
-def save(folder, model: Transformer, state=None, tokenizer="") -> None:
+def save(folder, model, state=None, tokenizer="") -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
 
     `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.

@@ -227,7 +227,7 @@ class Tokenizer:
     model: bytes | None = None  # the SentencePiece file
 
 
-def load_tokenizer(name, texts=()) -> Tokenizer:
+def load_tokenizer(name, texts=()):
     """bytes, tiktoken:gpt2, a SentencePiece file, or bpe:N trained on `texts`; UserError for all else.
 
     >>> tokenizer = load_tokenizer("bytes")
@@ -257,7 +257,7 @@ def decode_bytes(tokens):
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
-def tiktoken_tokenizer(name) -> Tokenizer:
+def tiktoken_tokenizer(name):
     """One of tiktoken's, which it downloads once."""
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
@@ -267,7 +267,7 @@ def tiktoken_tokenizer(name) -> Tokenizer:
     return Tokenizer(name, coder.n_vocab, coder.eot_token, coder.encode_ordinary_batch, coder.decode)
 
 
-def sentencepiece_tokenizer(name, model) -> Tokenizer:
+def sentencepiece_tokenizer(name, model):
     """The tokenizer of a SentencePiece file's bytes; UserError, with the `name`, for what is none."""
     coder = sentencepiece_coder(name, model)
     bos = coder.bos_id()
@@ -386,7 +386,7 @@ def prepare(settings: Settings):
     return out
 
 
-def write_tokens(folder, texts, tokenizer: Tokenizer, held_out):
+def write_tokens(folder, texts, tokenizer, held_out):
     """Write train.bin, val.bin and tokenizer.model as the texts come; returns what meta.json says of them."""
     dtype = DTYPES["uint16" if tokenizer.vocab_size <= 2**16 else "uint32"]
     source_hash = hashlib.sha256()
@@ -424,7 +424,7 @@ def write_tokens(folder, texts, tokenizer: Tokenizer, held_out):
     }
 
 
-def encoded(texts, tokenizer: Tokenizer):
+def encoded(texts, tokenizer):
     """Texts, and their tokens; the threads of one call share CHUNK documents."""
     while True:
         chunk = list(itertools.islice(texts, CHUNK))
@@ -484,7 +484,7 @@ class TokenData:
         """The data set's own SentencePiece file, if it has one."""
         return self.folder / self.tokenizer if self.tokenizer == "tokenizer.model" else None
 
-    def load_tokenizer(self) -> Tokenizer:
+    def load_tokenizer(self):
         """The tokenizer that made the data set."""
         return load_tokenizer(str(self.tokenizer_file or self.tokenizer))
 

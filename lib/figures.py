@@ -4,7 +4,6 @@ import itertools
 
 import pandas as pd
 from matplotlib import rcParams
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 
@@ -87,7 +86,7 @@ def curves(
     save_figure(figure, path)
 
 
-def style_axes(axes: Axes, values: pd.Series, log, ticks) -> None:
+def style_axes(axes, values: pd.Series, log, ticks) -> None:
     """Scales, plain ticks and spines of one panel, whose `values` lie along x."""
     for axis in log:
         axes.set(**{f"{axis}scale": "log"})

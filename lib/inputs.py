@@ -11,10 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from init import STD, keyed_generator
-from lib.checkpoint import Spec
 from lib.data import TokenData, load_tokenizer
 from lib.folders import check_file
 from lib.settings import RunSettings, UserError, at_least
@@ -29,7 +27,7 @@ def random_streams(kind, input_seed, indices):
         yield np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
 
 
-def random_tokens(input_seed, indices, T, vocab_size) -> Tensor:
+def random_tokens(input_seed, indices, T, vocab_size):
     """Sequences number `indices`, (n, T) int64, i.i.d. uniform over the vocabulary.
 
     Sequence i is the same in any batch and any process, and a shorter one is the beginning of a longer one.
@@ -39,7 +37,7 @@ def random_tokens(input_seed, indices, T, vocab_size) -> Tensor:
     return torch.from_numpy(np.stack(tokens))
 
 
-def random_vectors(input_seed, indices, T, d) -> Tensor:
+def random_vectors(input_seed, indices, T, d):
     """Vectors in place of embedded tokens, (n, T, d) float32 i.i.d. N(0, 0.02^2) (BB 4.1)."""
     streams = random_streams("vectors", input_seed, indices)
     vectors = [stream.standard_normal((T, d), np.float32) for stream in streams]
@@ -76,7 +74,7 @@ def check_text_settings(settings: TextSettings) -> None:
         raise UserError("--data has a tokenizer of its own; --tokenizer is for --text, and for --bos")
 
 
-def read_tokens(settings: TextSettings, spec: Spec, T) -> Tensor:
+def read_tokens(settings: TextSettings, spec, T):
     """What the model of a spec reads, (n, T) int64 on the settings' device.
 
     UserError for text that is not there, is too short, or was cut by another tokenizer than the model's.
@@ -113,7 +111,7 @@ open_data = functools.lru_cache(TokenData)
 
 
 @functools.lru_cache
-def encode_file(path, tokenizer) -> Tensor:
+def encode_file(path, tokenizer):
     """A text file's tokens, (n,) int64; UserError if it cannot be read."""
     try:
         text = Path(path).read_text("utf-8", errors="replace")
@@ -123,14 +121,14 @@ def encode_file(path, tokenizer) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def random_windows(text: Tensor, count, T, seed) -> Tensor:
+def random_windows(text, count, T, seed):
     """Up to `count` of a text's windows of T tokens, drawn without replacement, (n, T)."""
     total = len(text) // T
     places = keyed_generator("text", seed, T).choice(total, size=min(count, total), replace=False)
     return text[: total * T].view(total, T)[places]
 
 
-def check_tokenizer(spec: Spec, data: TokenData) -> None:
+def check_tokenizer(spec, data) -> None:
     """UserError where a checkpoint has a tokenizer beside it, and the data set was made by another one."""
     if spec.is_newborn:
         return

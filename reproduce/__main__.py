@@ -25,7 +25,7 @@ from typing import Literal
 from lib import runtime
 from lib.settings import Command, RunSettings, UserError, read_command, run_script
 from reproduce import family, siblings
-from reproduce.claims import CLAIMS, Claim
+from reproduce.claims import CLAIMS
 
 COMMANDS_FILE = Path(__file__).with_name("commands.toml")
 RESULTS = tomllib.loads(
@@ -194,7 +194,7 @@ def write_report(settings: Settings) -> None:
         temporary.write_text(text)
 
 
-def report_line(claim: Claim, results, settings: Settings):
+def report_line(claim, results, settings: Settings):
     """A line of the table; a claim whose result is not there says what would make it."""
     measured, verdict, figure = "", "", ""
     if claim.result is None:

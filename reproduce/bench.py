@@ -19,7 +19,6 @@ from typing import Literal
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from init import newborn
 from lib.checkpoint import check_lengths, chosen_models, config_json, shortest_context
@@ -113,12 +112,12 @@ def forward_rows(name, settings: ForwardSettings, device, dtype):
     return rows
 
 
-def last_states(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+def last_states(model, tokens):
     """Final last-position states of a model of transformers, (n, d)."""
     return model(tokens, use_cache=False)[0][:, -1]
 
 
-def best_batch(work, tokens: Tensor) -> Tensor:
+def best_batch(work, tokens):
     """The first of the tokens (n, T), n, n/2 or n/4: where `work` takes least time for a sequence."""
     work(tokens[:1])  # the first call allocates
     seconds = {}
@@ -148,7 +147,7 @@ def training_rows(settings: TrainingSettings, device):
     return rows
 
 
-def training_work(model: torch.nn.Module, forward, window: Tensor):
+def training_work(model, forward, window):
     """A training step on a window (B, T + 1), after its first call, which allocates."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     work = partial(training_step, model, forward, optimizer, window)
@@ -156,7 +155,7 @@ def training_work(model: torch.nn.Module, forward, window: Tensor):
     return work
 
 
-def training_step(model: torch.nn.Module, forward, optimizer, window: Tensor) -> Tensor:
+def training_step(model, forward, optimizer, window):
     """A step of train.py's loop; `forward` maps tokens to the model's logits."""
     targets = window[:, 1:]
     loss = loss_sum(forward, window[:, :-1], targets, window.device, torch.bfloat16) / targets.numel()
@@ -167,12 +166,12 @@ def training_step(model: torch.nn.Module, forward, optimizer, window: Tensor) ->
     return loss.detach()
 
 
-def logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+def logits(model, tokens):
     """Logits of a model of transformers, (B, T, V)."""
     return model(tokens, use_cache=False).logits
 
 
-def transformers_model(config: ModelConfig, head=False) -> torch.nn.Module | None:
+def transformers_model(config: ModelConfig, head=False):
     """transformers' model of a preset's shape, random weights, SDPA; None if it is not installed.
 
     For the GPT-2 style it is GPT-NeoX without parallel residual: the one there with RoPE, LayerNorm and GELU.

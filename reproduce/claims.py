@@ -12,7 +12,7 @@ begins with "ours" never has one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -48,15 +48,50 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """An entry: what the paper says, and how the result is read beside it."""
+    """What a paper says, or what we ask, and how a result is read beside it."""
 
-    item: str  # "Figure 1a"; "ours: the cure"
-    result: str | None  # its path under results/, without .json; None: not run here
-    says: str  # in our words; of our own items, the question
-    number: str  # the paper's, or the theory's for ours; "" if none survives
-    measure: Callable | None
-    figure: str = ""  # PNG under results/; "": the result's own, if it has one
-    command: str = ""  # what would make the result, where it is not run here
+    item: str
+    """"Figure 1a"; "ours: the cure", which never gets a verdict"""
+    says: str
+    """in our words; of our own items, the question"""
+    number: str = ""
+    """the paper's number, or the theory's for ours"""
+    result: str | None = None
+    """path of the result under results/, without .json; None: not run here"""
+    by: str = ""
+    """columns, spaced, for each of whose values the rows are judged apart"""
+    judge: Callable | None = None
+    """function of a group of rows, and of the arguments, that returns a Finding"""
+    arguments: tuple = ()
+    """what else the judge is given"""
+    where: dict = field(default_factory=dict)
+    """the rows to read: columns with the value, or the values, that they must have"""
+    part: str = "rows"
+    """part of the result that holds the rows"""
+    is_judged: bool = True
+    """is there a verdict? Not of what a paper says without a number or an order"""
+    figure: str = ""
+    """PNG under results/ (default: the result's own)"""
+    command: str = ""
+    """what would make the result, where it is not run here"""
+
+    def measure(self, result):
+        """The Finding of a result, a dictionary: those of all groups of rows in one."""
+        rows = chosen(result, self.part, self.where)
+        if rows.empty:
+            return Finding("no such rows")
+        names = self.by.split()
+        groups = rows.groupby(names) if names else [((), rows)]
+        texts, verdicts = [], []
+        for values, group in groups:
+            finding = self.judge(group, *self.arguments)
+            labels = [f"{plain(name)} {value}" for name, value in zip(names, values, strict=True)]
+            texts.append(f"{', '.join(labels)}: {finding.measured}")
+            verdicts.append(finding.verdict)
+        measured = "; ".join(texts) if len(texts) > 1 else finding.measured
+        if self.item.startswith("ours") or not self.is_judged:
+            return Finding(measured)
+        return Finding(measured, all_hold(verdicts))
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------
@@ -101,35 +136,6 @@ def all_hold(verdicts):
 
 
 # ---- from a result to a finding ----------------------------------------------------------------------------
-
-
-def each(columns, judge, *arguments, part="rows", **where):
-    """The measure that judges a result apart for each value of some `columns` (names, spaced).
-
-    It takes rows from `part` of the result; `where` chooses rows by a column's value, or by several;
-    `judge(rows, *arguments)` returns the finding of a group.
-    """
-    names = columns.split()
-
-    def measure(result):
-        rows = chosen(result, part, where)
-        if rows.empty:
-            return Finding("no such rows")
-        groups = [((), rows)]
-        if names:
-            groups = rows.groupby(names)
-        texts = []
-        verdicts = []
-        for values, group in groups:
-            finding = judge(group, *arguments)
-            labels = [f"{plain(name)} {value}" for name, value in zip(names, values, strict=True)]
-            texts.append(f"{', '.join(labels)}: {finding.measured}")
-            verdicts.append(finding.verdict)
-        if len(texts) == 1:  # no label is needed
-            return finding
-        return Finding("; ".join(texts), all_hold(verdicts))
-
-    return measure
 
 
 def chosen(result, part, where):
@@ -362,345 +368,646 @@ def same_settings(rows):
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 
-def judged(result, columns, judge, *arguments, figure="", **where):
-    """A claim without its words: how a result is read beside them."""
-    return Claim("", result, "", "", each(columns, judge, *arguments, **where), figure)
-
-
-def shown(*arguments, **where):
-    """The same without a verdict: of what is ours, and of what a paper says without a number or an order."""
-    claim = judged(*arguments, **where)
-
-    def measure(result):
-        return claim.measure(result)._replace(verdict=NONE)
-
-    return replace(claim, measure=measure)
-
-
-def not_run(command):
-    """The same of what takes a download, or weeks."""
-    return Claim("", None, "", "", None, command=command)
-
-
 SAID = {  # (item, what the paper says or we ask, its number or the theory's): how a result is read beside it
-    ("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x"): judged(
-        "ten_thousand/probe", "model seed sequence_length", preference
-    ),
-    ("Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance", ""): judged(
-        "probe", "model seed sequence_length", preference
-    ),
-    ("Table 1b, Finding 1.1", "so does Nano LLaMA-2, with 10,000 sequences", ""): judged(
-        "nano_llama/probe", "model seed sequence_length", preference
-    ),
-    ("Table 1c, Finding 1.1", "so does the 1.2B GPT-2", ""): judged(
-        "gpt2_1b/probe", "model seed sequence_length", preference
-    ),
-    ("Table 1, its size", "10,000 sequences of up to 1,024 tokens", ""): not_run(
-        "python probe.py --model nano_gpt2 nano_llama gpt2_1b --seed 42 43 --num-sequences 10000 "
-        "--sequence-length 64 256 1024"
-    ),
-    ("Finding 1.2, length", "the favourite's share grows with the sequence length", ""): judged(
-        "lengths/probe", "model", grows_with_length
-    ),
-    ("Finding 1.2, scale", "and is larger in the 1.2B model than in the nano one of Table 1a", ""): shown(
-        "gpt2_1b/probe", "model", grows_with_length
-    ),
-    ("Finding 1.3", "each seed has a favourite of its own, though token tables agree", ""): judged(
-        "lengths/probe", "model sequence_length", own_favourites
-    ),
-    ("Finding 1.3, 1.2B", "a seed keeps its favourite at every length (ours: nano)", "23062; 20694"): shown(
-        "lengths/probe", "model seed", own_favourites
-    ),
-    ("Figure 1b", "the preference comes of states that contract along a direction", ""): shown(
-        "probe", "model", ranges, "mean_cosine"
-    ),
-    ("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer", ""): judged(
-        "layers", "sequence_length", rises, "mean_cosine", "layer", variant="full"
-    ),
-    ("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", ""): judged(
-        "overlap", "model", same_token, "direction_token", "top1_token"
-    ),
-    ("Table 2", "final cosine: full > MLP only > attention only, which is about 0", ""): judged(
-        "ablation", "model", ordered, "mean_cosine", "seed", "variant", "full", "mlp", "attention"
-    ),
-    ("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", ""): judged(
-        "ablation", "model", ordered, "ratio", "seed", "variant", "full", "mlp", "attention"
-    ),
-    ("Figure 4", "MLP only contracts with every block", ""): judged(
-        "mlp", "stack", rises, "mean_cosine", "layer", stack="standard"
-    ),
-    ("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh", ""): judged(
-        "mlp", "model", ordered, "mean_cosine", "layer", "stack", "mlp0_relu", "standard_relu", "mlp0_tanh"
-    ),
-    ("Proposition 2, a block", "a ReLU MLP0 block gives 1/pi", "0.3183"): judged(
-        "mlp", "stack", within, "theory", stack="mlp0_relu", layer=1
-    ),
-    ("Proposition 2, depth", "with every ReLU block it grows, towards 1", "1"): judged(
-        "mlp", "stack", rises, "mean_cosine", "layer", stack="mlp0_relu"
-    ),
-    ("Proposition 2, tanh", "with tanh it stays 0", "0"): shown(
-        "mlp", "stack", distance, "theory", stack="mlp0_tanh"
-    ),
-    ("Footnote 5", "ReLU's fall in deep layers may be vanishing states (ours: an epsilon)", ""): shown(
-        "mlp", "stack", rises, "mean_cosine", "layer", stack=["mlp0_relu", "mlp0_relu_epsilon"]
-    ),
-    ("Figure 6", "GELU's asymmetry is engaged with LayerNorm only", ""): judged(
-        "engage", "model", ordered, "mean_cosine", "model", "normed", True, False
-    ),
-    ("Figure 7, layer 1", "MLP only contracts at once, attention only does not", ""): judged(
-        "layers", "sequence_length", ordered, "mean_cosine", "layer", "variant", "mlp", "attention"
-    ),
-    ("Figure 7, layer 2 on", "full is ahead of MLP only, more so with every layer", ""): judged(
-        "layers", "sequence_length", widening
-    ),
-    ("Table 3", "Attn0 after MLP0 > MLP0 twice > MLP0 once", "0.98 > 0.49 > 0.31"): judged(
-        "amplify", "sequence_length", ordered, "mean_cosine", "model", "stack", *AMPLIFIERS, "mlp0"
-    ),
-    ("Proposition 4", "MLP0 twice: 0.49; Attn0 after it: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100"): judged(
-        "amplify", "stack sequence_length", within, "theory", stack=AMPLIFIERS
-    ),
-    ("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1", ""): judged(
-        "intra", "sequence_length", rises, "mean_cosine", "layer", stack="attention"
-    ),
-    ("Figure 8, length", "more so in shorter sequences", ""): judged(
-        "intra", "stack", ordered, "mean_cosine", "layer", "sequence_length", stack="attention"
-    ),
-    ("Figure 8, Attn0", "Attn0's curves closely match attention's", ""): shown(
-        "intra", "sequence_length", ordered, "mean_cosine", "layer", "stack", "attn0", "attention"
-    ),
-    ("Proposition 5, depth", "in Attn0 they grow with every layer, towards 1", "1"): judged(
-        "intra", "sequence_length", rises, "mean_cosine", "layer", stack="attn0"
-    ),
-    ("Proposition 5, formula", "1/T + (1 - 1/T) rho_L, accurate for long sequences", ""): shown(
-        "intra", "sequence_length", distance, "limit_theory", stack="attn0"
-    ),
-    ("Equation 2", "position 1 keeps its variance, later ones lose theirs", "std as 1/sqrt(i)"): judged(
-        "variance", "model", decay
-    ),
-    ("Figure 9", "measured std nearly overlaps sigma/sqrt(i) (ours: from i = 16 on)", "1"): shown(
-        "variance", "model", excess, "uniform_theory"
-    ),
-    ("Figure 10", "some hidden dimensions are largest far more often than others", ""): shown(
-        "ten_thousand/probe", "model", ranges, "dimension_ratio"
-    ),
-    ("Figure 11", "every checkpoint is nearer to its birth than to a stranger", ""): judged(
-        "persistence", "", shifted_upward
-    ),
-    ("Table 4a", "LLaMA style: two newborns are strangers", "t 0.357 to 0.678, U 0.335 to 0.565"): judged(
-        "lineage", "kin", right_answers, table="4a"
-    ),
-    ("Table 4b", "a newborn and its trained self are kin", "t 4e-10 to 6e-4, U 1e-9 to 3e-3"): judged(
-        "lineage", "kin", right_answers, table="4b, 8"
-    ),
-    ("Table 4c", "another's trained self is a stranger", "t 0.035 to 0.426, U 0.096 to 0.486"): judged(
-        "lineage", "kin", right_answers, table="4c"
-    ),
-    ("Table 5", "after a second corpus a child is kin, a stranger's child is not", ""): judged(
-        "lineage", "kin", right_answers, table="5"
-    ),
-    ("Tables 5, 12, The Stack", "also where that corpus is code; there every rival fails", ""): not_run(
-        "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup "
-        "--tokenizer RUN/step_0200000/tokenizer.model"
-    ),
-    ("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are kin", "p < 0.01"): not_run(
-        "python seedprint.py paper Llama-2-7b-hf vicuna-7b-v1.5"
-    ),
-    ("Table 7, attenuation", "perplexity of WikiText-2 falls from 21.33 to 21.02", "-0.015 nats"): judged(
-        "calibrations", "config", lower, "attenuate", "none", "text_loss", config=TEXT
-    ),
-    ("Table 7, amplification", "it is comparable: 21.33 and 21.95", "+0.029 nats"): shown(
-        "calibrations", "config", lower, "amplify", "none", "text_loss", config=TEXT
-    ),
-    ("Table 7, its size", "200,000 steps; on C4 30.36, amplified 28.70, attenuated 30.48", ""): not_run(
-        "torchrun train.py configs/nano_llama.py --attn-calibration attenuate"
-    ),
-    ("Table 8", "all rivals miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196"): judged(
-        "lineage", "table", missed_kin, table="4b, 8"
-    ),
-    ("Table 9", "Qwen style: two newborns are strangers", "t 0.094 to 0.451, U 0.074 to 0.529"): judged(
-        "lineage", "kin", right_answers, table="9"
-    ),
-    ("Table 10", "a newborn and its trained self are kin", "t 1e-24 to 4e-13, U 2e-20 to 2e-11"): judged(
-        "lineage", "kin", right_answers, table="10"
-    ),
-    ("Table 11", "another's trained self is a stranger", "t 0.026 to 0.286, U 0.040 to 0.254"): judged(
-        "lineage", "kin", right_answers, table="11"
-    ),
-    ("Table 12", "after a second corpus a child is kin, a stranger's child is not", ""): judged(
-        "lineage", "kin", right_answers, table="12"
-    ),
-    ("Tables 4, 5, 8-12, their size", "12 layers, 10B tokens of OpenWebText", ""): not_run(
-        "python -m reproduce.family --scale paper"
-    ),
-    ("Table 13", "the Nano LLaMA-2 that is trained", ""): shown("setup", "", same_settings, table="13"),
-    ("Table 14", "how it is trained", ""): shown("setup", "", same_settings, table="14"),
-    ("Figure 12, baseline", "a pretrained language model has sinks at every length", ""): judged(
-        "laptop/rate", "checkpoint", sink_heads
-    ),
-    ("Figure 12, amplification", "it lowers the sink rate", ""): judged(
-        "calibrations", "config", lower, "amplify", "none", "sink_rate", config=TEXT, figure=RATES
-    ),
-    ("Figure 12, attenuation", "it lowers the sink rate", ""): judged(
-        "calibrations", "config", lower, "attenuate", "none", "sink_rate", config=TEXT, figure=RATES
-    ),
-    ("Figure 12, amplification, a toy", "the same of models that sink: Bigram-Backcopy", ""): judged(
-        "calibrations", "config", lower, "amplify", "none", "sink_rate", config=TOY, figure=RATES
-    ),
-    ("Figure 12, attenuation, a toy", "the same of models that sink: Bigram-Backcopy", ""): judged(
-        "calibrations", "config", lower, "attenuate", "none", "sink_rate", config=TOY, figure=RATES
-    ),
-    ("Figure 12, both, a toy", "attenuation leaves fewer sinks than amplification", ""): judged(
-        "calibrations", "config", lower, "attenuate", "amplify", "sink_rate", config=TOY, figure=RATES
-    ),
-    ("Figure 12, what is left, a toy", "attenuation leaves nearly none", "nearly 0"): shown(
-        "calibrations", "config", no_sinks, config=TOY, calibration="attenuate", figure=RATES
-    ),
-    ("Figure 13", "Gaussian matrices stand for strangers, so p < 0.01 is rare (own tables)", "0.01"): judged(
-        "errors", "test", false_alarms, test=PAPER_NAMES, inputs="own embedding"
-    ),
-    ("Figure 13, Gaussian inputs", "the same with the inputs that Section 6.1.1 describes", "0.01"): judged(
-        "errors", "test", false_alarms, test=PAPER_NAMES, inputs="gaussian"
-    ),
-    ("Figure 14", "Qwen style: every checkpoint is kin of its birth", "p < 0.01"): judged(
-        "qwen/persistence", "", right_answers, figure="qwen/persistence_p.png"
-    ),
-    ("Section 6.1.2", "so it is throughout training (ours: LLaMA style)", "p < 0.01"): judged(
-        "persistence", "", right_answers, figure="persistence_p.png"
-    ),
-    ("SO: variance", "the first layer's aggregated values vary most at position 1, then less", ""): judged(
-        "sink_variance", "checkpoint", decay, layer=1
-    ),
-    ("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions", ""): shown(
-        "backcopy/anatomy", "layer", ranges, "ratio", "down_share", part="super_neurons"
-    ),
-    ("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200"): judged(
-        "backcopy/anatomy", "checkpoint", first_stands_out, "dominance_ratio"
-    ),
-    ("SO: self-mask", "alpha_k rises at once if token k attends to itself alone", ""): judged(
-        "backcopy/intervene", "", positive, *SHIFT, part="summary", intervention="self_mask"
-    ),
-    ("SO: variance amplification", "alpha_k rises if its values' deviation grows 16 times", ""): judged(
-        "backcopy/intervene", "", positive, *SHIFT, part="summary", intervention="amplify", factor=16.0
-    ),
-    ("SO: variance amplification, factors", "alpha_k rises with every factor above 1", ""): judged(
-        "backcopy/intervene",
-        "",
-        rises,
-        "alpha_k",
-        "factor",
-        part="summary",
-        intervention="amplify",
-        factor=[1.0, 2.0, 4.0, 8.0, 16.0],
-    ),
-    ("SO: control", "deviation counts, not norm: amplified 16 times it does more than scaled", ""): judged(
-        "backcopy/intervene", "", positive, *MORE, part="summary", intervention="scale", factor=16.0
-    ),
-    ("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats"): judged(
-        "calibrations", "config", lower, "headnorm", "none", "val_loss", config=TEXT
-    ),
-    ("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", ""): judged(
-        "calibrations", "config", lower, "headnorm", "none", "mean_loss", config=TEXT
-    ),
-    ("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0"): judged(
-        "calibrations", "config", no_sinks, config=TOY, calibration="headnorm", figure=RATES
-    ),
-    ("ours: a LLaMA's layers", "does a newborn with SwiGLU contract?", "of order 1/d"): shown(
-        "nano_llama/layers", "variant", ranges, "mean_cosine", "theory"
-    ),
-    ("ours: Figures 2, 7 by theory", "how far is the kernel recursion, without parameters?", "0"): shown(
-        "layers", "variant", distance, "theory"
-    ),
-    ("ours: Figure 2's last layer", "is theory within the seeds' interval?", ""): shown(
-        "layers", "variant sequence_length", within, "theory", layer=12
-    ),
-    ("ours: Figures 4, 5 by theory", "and of standard MLP blocks?", "0"): shown(
-        "mlp", "stack", distance, "theory", stack=["standard", "standard_relu"]
-    ),
-    ("ours: Figure 6 by theory", "how far is the quadrature?", "0"): shown(
-        "engage", "normed", distance, "theory"
-    ),
-    ("ours: Figure 8 by theory", "how far is the law that is exact in T?", "0"): shown(
-        "intra", "stack", distance, "exact_theory"
-    ),
-    ("ours: Figure 9 by theory", "how far is the law with the logits' variance, from i = 16 on?", "1"): shown(
-        "variance", "model", excess, "theory"
-    ),
-    ("ours: deeper layers", "how much of the decay is left there?", ""): shown(
-        "sink_variance", "layer", decay, layer=[2, 12]
-    ),
-    ("ours: tokens from weights", "do weights foretell the contraction direction's token?", ""): shown(
-        "predict", "model", same_token, "predicted_token", "direction_token"
-    ),
-    ("ours: direction from weights", "and the direction (cosine), the mean cosine; in seconds?", "1"): shown(
-        "predict", "model", ranges, "direction_cosine", "mean_cosine", "predicted_cosine", "seconds"
-    ),
-    ("ours: the cure", "is a newborn unprejudiced if units' common mean is cut?", "0, but for gpt2"): shown(
-        "cure", "init", ranges, "mean_cosine", "log10_p", "down_std"
-    ),
-    ("ours: the cured's favourites", "are there any?", "1 x"): shown(
-        "centered/probe", "model seed sequence_length", preference
-    ),
-    ("ours: a LLaMA to cure", "is there anything to cure?", "of order 1/d"): shown(
-        "nano_llama/cure", "init", ranges, "mean_cosine", "log10_p"
-    ),
-    ("ours: width", "with which power of it does contraction go?", "0, 0.72, -0.99, -1.08"): shown(
-        "width", "mlp scaling", slope
-    ),
-    ("ours: births, loss", "do the unprejudiced end at a lower held-out loss?", ""): shown(
-        "births", "", lower, "centered", "gpt2", "val_loss", "init"
-    ),
-    ("ours: births, contraction", "do they end with less of it?", ""): shown(
-        "births", "", lower, "centered", "gpt2", "mean_cosine", "init"
-    ),
-    ("ours: Tables 4, 5, 8-12", "what do our verdict and the rivals say of kin and strangers?", ""): shown(
-        "lineage", "kin verdict", ranges, "permutation_p", *RIVALS
-    ),
-    ("ours: kin", "who is the base's kin?", "strangers: z of N(0, 1)"): shown(
-        "compare", "suspect verdict", ranges, *Z_SCORES
-    ),
-    ("ours: a family tree", "how far apart are kin and strangers?", "strangers: z of N(0, 1)"): shown(
-        "matrix", "verdict", ranges, *Z_SCORES
-    ),
-    ("ours: which seed?", "was the child born of seed 1000, of 100,000?", "yes"): shown(
-        "identify", "seed", ranges, "family_log10_p", "cosine", seed=1000
-    ),
-    ("ours: no such seed", "what is said of 100,000 others?", "log10 p of 0"): shown(
-        "outside/identify", "", ranges, "family_log10_p", "cosine"
-    ),
-    ("ours: error rates", "how often are strangers with tables of their own called kin?", "0.01"): shown(
-        "errors", "test", false_alarms, inputs="own embedding"
-    ),
-    ("ours: error rates, one table", "and those that share their token table?", "0.01"): shown(
-        "errors", "test", false_alarms, inputs="shared embedding"
-    ),
-    ("ours: error rates, weights", "and by tests of weights?", "0.01"): shown(
-        "errors", "test", false_alarms, inputs="weights"
-    ),
-    ("ours: cost", "how many tokens until p < 1e-6? (BB reads 10,240,000)", ""): shown(
-        "cost", "test", ranges, "tokens", "log10_p", "seconds"
-    ),
-    ("ours: a toy that sinks", "has a model of the Bigram-Backcopy task sinks?", ""): shown(
-        "backcopy/rate", "checkpoint", sink_heads
-    ),
-    ("ours: when it sinks", "what does BOS get at triggers, and where nothing is to be copied?", ""): shown(
-        "calibrations", "config", ranges, "at_triggers", "elsewhere", config=TOY, calibration="none"
-    ),
-    ("ours: attention to position 1", "at birth and after text, beside uniform attention?", ""): shown(
-        "laptop/rate", "checkpoint", ranges, "mean_alpha1", "uniform_alpha1", sequence_length=64
-    ),
-    ("ours: attenuation", "does it end at a lower held-out loss?", ""): shown(
-        "calibrations", "config", lower, "attenuate", "none", "val_loss"
-    ),
-    ("ours: head-wise RMSNorm, a toy", "does it end at a lower held-out loss?", ""): shown(
-        "calibrations", "config", lower, "headnorm", "none", "val_loss", config=TOY
-    ),
-    ("ours: disparity on text", "does position 1 stand out in a small model without sinks?", ""): shown(
-        "laptop/anatomy", "checkpoint", first_stands_out, "dominance_ratio"
-    ),
-    ("ours: interventions on text", "do SO's raise alpha_k there, 16 times?", ""): shown(
-        "laptop/intervene", "intervention", positive, *SHIFT, part="summary", factor=16.0
-    ),
+    ("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x"): {
+        "result": "ten_thousand/probe",
+        "by": "model seed sequence_length",
+        "judge": preference,
+    },
+    ("Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance", ""): {
+        "result": "probe",
+        "by": "model seed sequence_length",
+        "judge": preference,
+    },
+    ("Table 1b, Finding 1.1", "so does Nano LLaMA-2, with 10,000 sequences", ""): {
+        "result": "nano_llama/probe",
+        "by": "model seed sequence_length",
+        "judge": preference,
+    },
+    ("Table 1c, Finding 1.1", "so does the 1.2B GPT-2", ""): {
+        "result": "gpt2_1b/probe",
+        "by": "model seed sequence_length",
+        "judge": preference,
+    },
+    ("Table 1, its size", "10,000 sequences of up to 1,024 tokens", ""): {
+        "command": "python probe.py --model nano_gpt2 nano_llama gpt2_1b --seed 42 43 --device cuda"
+    },
+    ("Finding 1.2, length", "the favourite's share grows with the sequence length", ""): {
+        "result": "lengths/probe",
+        "by": "model",
+        "judge": grows_with_length,
+    },
+    ("Finding 1.2, scale", "and is larger in the 1.2B model than in the nano one of Table 1a", ""): {
+        "result": "gpt2_1b/probe",
+        "by": "model",
+        "judge": grows_with_length,
+        "is_judged": False,
+    },
+    ("Finding 1.3", "each seed has a favourite of its own, though token tables agree", ""): {
+        "result": "lengths/probe",
+        "by": "model sequence_length",
+        "judge": own_favourites,
+    },
+    ("Finding 1.3, 1.2B", "a seed keeps its favourite at every length (ours: nano)", "23062; 20694"): {
+        "result": "lengths/probe",
+        "by": "model seed",
+        "judge": own_favourites,
+        "is_judged": False,
+    },
+    ("Figure 1b", "the preference comes of states that contract along a direction", ""): {
+        "result": "probe",
+        "by": "model",
+        "judge": ranges,
+        "arguments": ("mean_cosine",),
+        "is_judged": False,
+    },
+    ("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer", ""): {
+        "result": "layers",
+        "by": "sequence_length",
+        "judge": rises,
+        "arguments": ("mean_cosine", "layer"),
+        "where": {"variant": "full"},
+    },
+    ("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", ""): {
+        "result": "overlap",
+        "by": "model",
+        "judge": same_token,
+        "arguments": ("direction_token", "top1_token"),
+    },
+    ("Table 2", "final cosine: full > MLP only > attention only, which is about 0", ""): {
+        "result": "ablation",
+        "by": "model",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "seed", "variant", "full", "mlp", "attention"),
+    },
+    ("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", ""): {
+        "result": "ablation",
+        "by": "model",
+        "judge": ordered,
+        "arguments": ("ratio", "seed", "variant", "full", "mlp", "attention"),
+    },
+    ("Figure 4", "MLP only contracts with every block", ""): {
+        "result": "mlp",
+        "by": "stack",
+        "judge": rises,
+        "arguments": ("mean_cosine", "layer"),
+        "where": {"stack": "standard"},
+    },
+    ("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh", ""): {
+        "result": "mlp",
+        "by": "model",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "layer", "stack", "mlp0_relu", "standard_relu", "mlp0_tanh"),
+    },
+    ("Proposition 2, a block", "a ReLU MLP0 block gives 1/pi", "0.3183"): {
+        "result": "mlp",
+        "by": "stack",
+        "judge": within,
+        "arguments": ("theory",),
+        "where": {"stack": "mlp0_relu", "layer": 1},
+    },
+    ("Proposition 2, depth", "with every ReLU block it grows, towards 1", "1"): {
+        "result": "mlp",
+        "by": "stack",
+        "judge": rises,
+        "arguments": ("mean_cosine", "layer"),
+        "where": {"stack": "mlp0_relu"},
+    },
+    ("Proposition 2, tanh", "with tanh it stays 0", "0"): {
+        "result": "mlp",
+        "by": "stack",
+        "judge": distance,
+        "arguments": ("theory",),
+        "where": {"stack": "mlp0_tanh"},
+        "is_judged": False,
+    },
+    ("Footnote 5", "ReLU's fall in deep layers may be vanishing states (ours: an epsilon)", ""): {
+        "result": "mlp",
+        "by": "stack",
+        "judge": rises,
+        "arguments": ("mean_cosine", "layer"),
+        "where": {"stack": ["mlp0_relu", "mlp0_relu_epsilon"]},
+        "is_judged": False,
+    },
+    ("Figure 6", "GELU's asymmetry is engaged with LayerNorm only", ""): {
+        "result": "engage",
+        "by": "model",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "model", "normed", True, False),
+    },
+    ("Figure 7, layer 1", "MLP only contracts at once, attention only does not", ""): {
+        "result": "layers",
+        "by": "sequence_length",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "layer", "variant", "mlp", "attention"),
+    },
+    ("Figure 7, layer 2 on", "full is ahead of MLP only, more so with every layer", ""): {
+        "result": "layers",
+        "by": "sequence_length",
+        "judge": widening,
+    },
+    ("Table 3", "Attn0 after MLP0 > MLP0 twice > MLP0 once", "0.98 > 0.49 > 0.31"): {
+        "result": "amplify",
+        "by": "sequence_length",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "model", "stack", *AMPLIFIERS, "mlp0"),
+    },
+    ("Proposition 4", "MLP0 twice: 0.49; Attn0 after it: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100"): {
+        "result": "amplify",
+        "by": "stack sequence_length",
+        "judge": within,
+        "arguments": ("theory",),
+        "where": {"stack": AMPLIFIERS},
+    },
+    ("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1", ""): {
+        "result": "intra",
+        "by": "sequence_length",
+        "judge": rises,
+        "arguments": ("mean_cosine", "layer"),
+        "where": {"stack": "attention"},
+    },
+    ("Figure 8, length", "more so in shorter sequences", ""): {
+        "result": "intra",
+        "by": "stack",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "layer", "sequence_length"),
+        "where": {"stack": "attention"},
+    },
+    ("Figure 8, Attn0", "Attn0's curves closely match attention's", ""): {
+        "result": "intra",
+        "by": "sequence_length",
+        "judge": ordered,
+        "arguments": ("mean_cosine", "layer", "stack", "attn0", "attention"),
+        "is_judged": False,
+    },
+    ("Proposition 5, depth", "in Attn0 they grow with every layer, towards 1", "1"): {
+        "result": "intra",
+        "by": "sequence_length",
+        "judge": rises,
+        "arguments": ("mean_cosine", "layer"),
+        "where": {"stack": "attn0"},
+    },
+    ("Proposition 5, formula", "1/T + (1 - 1/T) rho_L, accurate for long sequences", ""): {
+        "result": "intra",
+        "by": "sequence_length",
+        "judge": distance,
+        "arguments": ("limit_theory",),
+        "where": {"stack": "attn0"},
+        "is_judged": False,
+    },
+    ("Equation 2", "position 1 keeps its variance, later ones lose theirs", "std as 1/sqrt(i)"): {
+        "result": "variance",
+        "by": "model",
+        "judge": decay,
+    },
+    ("Figure 9", "measured std nearly overlaps sigma/sqrt(i) (ours: from i = 16 on)", "1"): {
+        "result": "variance",
+        "by": "model",
+        "judge": excess,
+        "arguments": ("uniform_theory",),
+        "is_judged": False,
+    },
+    ("Figure 10", "some hidden dimensions are largest far more often than others", ""): {
+        "result": "ten_thousand/probe",
+        "by": "model",
+        "judge": ranges,
+        "arguments": ("dimension_ratio",),
+        "is_judged": False,
+    },
+    ("Figure 11", "every checkpoint is nearer to its birth than to a stranger", ""): {
+        "result": "persistence",
+        "judge": shifted_upward,
+    },
+    ("Table 4a", "LLaMA style: two newborns are strangers", "t 0.357 to 0.678, U 0.335 to 0.565"): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "4a"},
+    },
+    ("Table 4b", "a newborn and its trained self are kin", "t 4e-10 to 6e-4, U 1e-9 to 3e-3"): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "4b, 8"},
+    },
+    ("Table 4c", "another's trained self is a stranger", "t 0.035 to 0.426, U 0.096 to 0.486"): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "4c"},
+    },
+    ("Table 5", "after a second corpus a child is kin, a stranger's child is not", ""): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "5"},
+    },
+    ("Tables 5, 12, The Stack", "also where that corpus is code; there every rival fails", ""): {
+        "command": "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup --out CHILD"
+    },
+    ("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are kin", "p < 0.01"): {
+        "command": "python seedprint.py paper Llama-2-7b-hf vicuna-7b-v1.5"
+    },
+    ("Table 7, attenuation", "perplexity of WikiText-2 falls from 21.33 to 21.02", "-0.015 nats"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("attenuate", "none", "text_loss"),
+        "where": {"config": TEXT},
+    },
+    ("Table 7, amplification", "it is comparable: 21.33 and 21.95", "+0.029 nats"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("amplify", "none", "text_loss"),
+        "where": {"config": TEXT},
+        "is_judged": False,
+    },
+    ("Table 7, its size", "200,000 steps; on C4 30.36, amplified 28.70, attenuated 30.48", ""): {
+        "command": "torchrun train.py configs/nano_llama.py --attn-calibration attenuate"
+    },
+    ("Table 8", "all rivals miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196"): {
+        "result": "lineage",
+        "by": "table",
+        "judge": missed_kin,
+        "where": {"table": "4b, 8"},
+    },
+    ("Table 9", "Qwen style: two newborns are strangers", "t 0.094 to 0.451, U 0.074 to 0.529"): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "9"},
+    },
+    ("Table 10", "a newborn and its trained self are kin", "t 1e-24 to 4e-13, U 2e-20 to 2e-11"): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "10"},
+    },
+    ("Table 11", "another's trained self is a stranger", "t 0.026 to 0.286, U 0.040 to 0.254"): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "11"},
+    },
+    ("Table 12", "after a second corpus a child is kin, a stranger's child is not", ""): {
+        "result": "lineage",
+        "by": "kin",
+        "judge": right_answers,
+        "where": {"table": "12"},
+    },
+    ("Tables 4, 5, 8-12, their size", "12 layers, 10B tokens of OpenWebText", ""): {
+        "command": "python -m reproduce.family --scale paper"
+    },
+    ("Table 13", "the Nano LLaMA-2 that is trained", ""): {
+        "result": "setup",
+        "judge": same_settings,
+        "where": {"table": "13"},
+        "is_judged": False,
+    },
+    ("Table 14", "how it is trained", ""): {
+        "result": "setup",
+        "judge": same_settings,
+        "where": {"table": "14"},
+        "is_judged": False,
+    },
+    ("Figure 12, baseline", "a pretrained language model has sinks at every length", ""): {
+        "result": "laptop/rate",
+        "by": "checkpoint",
+        "judge": sink_heads,
+    },
+    ("Figure 12, amplification", "it lowers the sink rate", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("amplify", "none", "sink_rate"),
+        "figure": RATES,
+        "where": {"config": TEXT},
+    },
+    ("Figure 12, attenuation", "it lowers the sink rate", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("attenuate", "none", "sink_rate"),
+        "figure": RATES,
+        "where": {"config": TEXT},
+    },
+    ("Figure 12, amplification, a toy", "the same of models that sink: Bigram-Backcopy", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("amplify", "none", "sink_rate"),
+        "figure": RATES,
+        "where": {"config": TOY},
+    },
+    ("Figure 12, attenuation, a toy", "the same of models that sink: Bigram-Backcopy", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("attenuate", "none", "sink_rate"),
+        "figure": RATES,
+        "where": {"config": TOY},
+    },
+    ("Figure 12, both, a toy", "attenuation leaves fewer sinks than amplification", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("attenuate", "amplify", "sink_rate"),
+        "figure": RATES,
+        "where": {"config": TOY},
+    },
+    ("Figure 12, what is left, a toy", "attenuation leaves nearly none", "nearly 0"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": no_sinks,
+        "figure": RATES,
+        "where": {"config": TOY, "calibration": "attenuate"},
+        "is_judged": False,
+    },
+    ("Figure 13", "Gaussian matrices stand for strangers, so p < 0.01 is rare (own tables)", "0.01"): {
+        "result": "errors",
+        "by": "test",
+        "judge": false_alarms,
+        "where": {"test": PAPER_NAMES, "inputs": "own embedding"},
+    },
+    ("Figure 13, Gaussian inputs", "the same with the inputs that Section 6.1.1 describes", "0.01"): {
+        "result": "errors",
+        "by": "test",
+        "judge": false_alarms,
+        "where": {"test": PAPER_NAMES, "inputs": "gaussian"},
+    },
+    ("Figure 14", "Qwen style: every checkpoint is kin of its birth", "p < 0.01"): {
+        "result": "qwen/persistence",
+        "judge": right_answers,
+        "figure": "qwen/persistence_p.png",
+    },
+    ("Section 6.1.2", "so it is throughout training (ours: LLaMA style)", "p < 0.01"): {
+        "result": "persistence",
+        "judge": right_answers,
+        "figure": "persistence_p.png",
+    },
+    ("SO: variance", "the first layer's aggregated values vary most at position 1, then less", ""): {
+        "result": "sink_variance",
+        "by": "checkpoint",
+        "judge": decay,
+        "where": {"layer": 1},
+    },
+    ("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions", ""): {
+        "result": "backcopy/anatomy",
+        "by": "layer",
+        "judge": ranges,
+        "arguments": ("ratio", "down_share"),
+        "part": "super_neurons",
+        "is_judged": False,
+    },
+    ("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200"): {
+        "result": "backcopy/anatomy",
+        "by": "checkpoint",
+        "judge": first_stands_out,
+        "arguments": ("dominance_ratio",),
+    },
+    ("SO: self-mask", "alpha_k rises at once if token k attends to itself alone", ""): {
+        "result": "backcopy/intervene",
+        "judge": positive,
+        "arguments": (*SHIFT,),
+        "part": "summary",
+        "where": {"intervention": "self_mask"},
+    },
+    ("SO: variance amplification", "alpha_k rises if its values' deviation grows 16 times", ""): {
+        "result": "backcopy/intervene",
+        "judge": positive,
+        "arguments": (*SHIFT,),
+        "part": "summary",
+        "where": {"intervention": "amplify", "factor": 16.0},
+    },
+    ("SO: variance amplification, factors", "alpha_k rises with every factor above 1", ""): {
+        "result": "backcopy/intervene",
+        "judge": rises,
+        "arguments": ("alpha_k", "factor"),
+        "part": "summary",
+        "where": {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0]},
+    },
+    ("SO: control", "deviation counts, not norm: amplified 16 times it does more than scaled", ""): {
+        "result": "backcopy/intervene",
+        "judge": positive,
+        "arguments": (*MORE,),
+        "part": "summary",
+        "where": {"intervention": "scale", "factor": 16.0},
+    },
+    ("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("headnorm", "none", "val_loss"),
+        "where": {"config": TEXT},
+    },
+    ("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("headnorm", "none", "mean_loss"),
+        "where": {"config": TEXT},
+    },
+    ("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": no_sinks,
+        "figure": RATES,
+        "where": {"config": TOY, "calibration": "headnorm"},
+    },
+    ("ours: a LLaMA's layers", "does a newborn with SwiGLU contract?", "of order 1/d"): {
+        "result": "nano_llama/layers",
+        "by": "variant",
+        "judge": ranges,
+        "arguments": ("mean_cosine", "theory"),
+    },
+    ("ours: Figures 2, 7 by theory", "how far is the kernel recursion, without parameters?", "0"): {
+        "result": "layers",
+        "by": "variant",
+        "judge": distance,
+        "arguments": ("theory",),
+    },
+    ("ours: Figure 2's last layer", "is theory within the seeds' interval?", ""): {
+        "result": "layers",
+        "by": "variant sequence_length",
+        "judge": within,
+        "arguments": ("theory",),
+        "where": {"layer": 12},
+    },
+    ("ours: Figures 4, 5 by theory", "and of standard MLP blocks?", "0"): {
+        "result": "mlp",
+        "by": "stack",
+        "judge": distance,
+        "arguments": ("theory",),
+        "where": {"stack": ["standard", "standard_relu"]},
+    },
+    ("ours: Figure 6 by theory", "how far is the quadrature?", "0"): {
+        "result": "engage",
+        "by": "normed",
+        "judge": distance,
+        "arguments": ("theory",),
+    },
+    ("ours: Figure 8 by theory", "how far is the law that is exact in T?", "0"): {
+        "result": "intra",
+        "by": "stack",
+        "judge": distance,
+        "arguments": ("exact_theory",),
+    },
+    ("ours: Figure 9 by theory", "how far is the law with the logits' variance, from i = 16 on?", "1"): {
+        "result": "variance",
+        "by": "model",
+        "judge": excess,
+        "arguments": ("theory",),
+    },
+    ("ours: deeper layers", "how much of the decay is left there?", ""): {
+        "result": "sink_variance",
+        "by": "layer",
+        "judge": decay,
+        "where": {"layer": [2, 12]},
+    },
+    ("ours: tokens from weights", "do weights foretell the contraction direction's token?", ""): {
+        "result": "predict",
+        "by": "model",
+        "judge": same_token,
+        "arguments": ("predicted_token", "direction_token"),
+    },
+    ("ours: direction from weights", "and the direction (cosine), the mean cosine; in seconds?", "1"): {
+        "result": "predict",
+        "by": "model",
+        "judge": ranges,
+        "arguments": ("direction_cosine", "mean_cosine", "predicted_cosine", "seconds"),
+    },
+    ("ours: the cure", "is a newborn unprejudiced if units' common mean is cut?", "0, but for gpt2"): {
+        "result": "cure",
+        "by": "init",
+        "judge": ranges,
+        "arguments": ("mean_cosine", "log10_p", "down_std"),
+    },
+    ("ours: the cured's favourites", "are there any?", "1 x"): {
+        "result": "centered/probe",
+        "by": "model seed sequence_length",
+        "judge": preference,
+    },
+    ("ours: a LLaMA to cure", "is there anything to cure?", "of order 1/d"): {
+        "result": "nano_llama/cure",
+        "by": "init",
+        "judge": ranges,
+        "arguments": ("mean_cosine", "log10_p"),
+    },
+    ("ours: width", "with which power of it does contraction go?", "0, 0.72, -0.99, -1.08"): {
+        "result": "width",
+        "by": "mlp scaling",
+        "judge": slope,
+    },
+    ("ours: births, loss", "do the unprejudiced end at a lower held-out loss?", ""): {
+        "result": "births",
+        "judge": lower,
+        "arguments": ("centered", "gpt2", "val_loss", "init"),
+    },
+    ("ours: births, contraction", "do they end with less of it?", ""): {
+        "result": "births",
+        "judge": lower,
+        "arguments": ("centered", "gpt2", "mean_cosine", "init"),
+    },
+    ("ours: Tables 4, 5, 8-12", "what do our verdict and the rivals say of kin and strangers?", ""): {
+        "result": "lineage",
+        "by": "kin verdict",
+        "judge": ranges,
+        "arguments": ("permutation_p", *RIVALS),
+    },
+    ("ours: kin", "who is the base's kin?", "strangers: z of N(0, 1)"): {
+        "result": "compare",
+        "by": "suspect verdict",
+        "judge": ranges,
+        "arguments": (*Z_SCORES,),
+    },
+    ("ours: a family tree", "how far apart are kin and strangers?", "strangers: z of N(0, 1)"): {
+        "result": "matrix",
+        "by": "verdict",
+        "judge": ranges,
+        "arguments": (*Z_SCORES,),
+    },
+    ("ours: which seed?", "was the child born of seed 1000, of 100,000?", "yes"): {
+        "result": "identify",
+        "by": "seed",
+        "judge": ranges,
+        "arguments": ("family_log10_p", "cosine"),
+        "where": {"seed": 1000},
+    },
+    ("ours: no such seed", "what is said of 100,000 others?", "log10 p of 0"): {
+        "result": "outside/identify",
+        "judge": ranges,
+        "arguments": ("family_log10_p", "cosine"),
+    },
+    ("ours: error rates", "how often are strangers with tables of their own called kin?", "0.01"): {
+        "result": "errors",
+        "by": "test",
+        "judge": false_alarms,
+        "where": {"inputs": "own embedding"},
+    },
+    ("ours: error rates, one table", "and those that share their token table?", "0.01"): {
+        "result": "errors",
+        "by": "test",
+        "judge": false_alarms,
+        "where": {"inputs": "shared embedding"},
+    },
+    ("ours: error rates, weights", "and by tests of weights?", "0.01"): {
+        "result": "errors",
+        "by": "test",
+        "judge": false_alarms,
+        "where": {"inputs": "weights"},
+    },
+    ("ours: cost", "how many tokens until p < 1e-6? (BB reads 10,240,000)", ""): {
+        "result": "cost",
+        "by": "test",
+        "judge": ranges,
+        "arguments": ("tokens", "log10_p", "seconds"),
+    },
+    ("ours: a toy that sinks", "has a model of the Bigram-Backcopy task sinks?", ""): {
+        "result": "backcopy/rate",
+        "by": "checkpoint",
+        "judge": sink_heads,
+    },
+    ("ours: when it sinks", "what does BOS get at triggers, and where nothing is to be copied?", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": ranges,
+        "arguments": ("at_triggers", "elsewhere"),
+        "where": {"config": TOY, "calibration": "none"},
+    },
+    ("ours: attention to position 1", "at birth and after text, beside uniform attention?", ""): {
+        "result": "laptop/rate",
+        "by": "checkpoint",
+        "judge": ranges,
+        "arguments": ("mean_alpha1", "uniform_alpha1"),
+        "where": {"sequence_length": 64},
+    },
+    ("ours: attenuation", "does it end at a lower held-out loss?", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("attenuate", "none", "val_loss"),
+    },
+    ("ours: head-wise RMSNorm, a toy", "does it end at a lower held-out loss?", ""): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("headnorm", "none", "val_loss"),
+        "where": {"config": TOY},
+    },
+    ("ours: disparity on text", "does position 1 stand out in a small model without sinks?", ""): {
+        "result": "laptop/anatomy",
+        "by": "checkpoint",
+        "judge": first_stands_out,
+        "arguments": ("dominance_ratio",),
+    },
+    ("ours: interventions on text", "do SO's raise alpha_k there, 16 times?", ""): {
+        "result": "laptop/intervene",
+        "by": "intervention",
+        "judge": positive,
+        "arguments": (*SHIFT,),
+        "part": "summary",
+        "where": {"factor": 16.0},
+    },
 }
-CLAIMS = tuple(
-    replace(claim, item=item, says=says, number=number) for (item, says, number), claim in SAID.items()
-)
+CLAIMS = tuple(Claim(*words, **reading) for words, reading in SAID.items())

@@ -11,11 +11,10 @@ import functools
 
 from lib.checkpoint import parse_spec
 from lib.data import TokenData, default_folder
-from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, run_script
 from reproduce.rivals import RIVALS, similarities
-from reproduce.siblings import OPENWEBTEXT, SEEDS, Runs, Settings, begin, training_seconds
+from reproduce.siblings import OPENWEBTEXT, SEEDS, Settings, begin, training_seconds
 from seedprint import (
     CompareSettings,
     PaperSettings,
@@ -78,7 +77,7 @@ def lineage_runs(settings: Settings):
     return runs
 
 
-def table_pairs(style, runs: Runs):
+def table_pairs(style, runs):
     """(table, base, suspect, whether they are kin) of every row of a style's tables."""
     newborns, children, others, continued = TABLES[style]
     trained = {seed: run.out for (name, seed, corpus), run in runs.items() if (name, corpus) == (style, 1)}
@@ -92,7 +91,7 @@ def table_pairs(style, runs: Runs):
     return pairs
 
 
-def compare_all(pairs, data: TokenData, experiment: Experiment):
+def compare_all(pairs, data, experiment):
     """What every method says of each pair, a row; REEF reads the data set's held-out text."""
     ours, theirs = CompareSettings(), PaperSettings()
     if experiment.settings.scale == "smoke":

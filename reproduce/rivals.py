@@ -9,7 +9,6 @@ says kin from 0.8 on. None says what strangers would give, so name a stranger as
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from lib.checkpoint import check_lengths, final_states, shortest_context
 from lib.inputs import TextSettings, random_tokens, read_tokens
@@ -53,7 +52,7 @@ def rivals(settings: Settings):
     return experiment.save(rows, details=details)
 
 
-def read_texts(settings: Settings, specs) -> Tensor:
+def read_texts(settings: Settings, specs):
     """The tokens that REEF reads, (n, T); UserError for a data set that does not fit the models."""
     count = settings.num_sequences
     T = settings.sequence_length
@@ -65,7 +64,7 @@ def read_texts(settings: Settings, specs) -> Tensor:
     return tokens
 
 
-def similarities(a, b, tokens: Tensor, device, dtype):
+def similarities(a, b, tokens, device, dtype):
     """All four of two sources, by name, and REEF's matrix; UserError for models without attention or MLP."""
     if a.config.sublayers != "full" or b.config.sublayers != "full":
         raise UserError("the rivals need models with attention and MLP")
@@ -79,7 +78,7 @@ def similarities(a, b, tokens: Tensor, device, dtype):
     }
 
 
-def layer_weight(source, layer, kind) -> Tensor:
+def layer_weight(source, layer, kind):
     """A projection of a layer, (out, in) float32; `kind` is "self_attn.q", "mlp.up" and so on."""
     return source.read(f"model.layers.{layer}.{kind}_proj.weight").float()
 
@@ -112,7 +111,7 @@ def std_profile(source, kind, depth):
 # ---- REEF --------------------------------------------------------------------------------------------------
 
 
-def reef(a, b, tokens: Tensor, device, dtype):
+def reef(a, b, tokens, device, dtype):
     """CKA of the blocks' outputs at the last of tokens (n, T): mean over matched layers, and all pairs."""
     outputs_a = block_outputs(a, tokens, device, dtype)
     outputs_b = block_outputs(b, tokens, device, dtype)
@@ -120,18 +119,18 @@ def reef(a, b, tokens: Tensor, device, dtype):
     return float(np.mean(np.diagonal(matrix))), matrix
 
 
-def block_outputs(source, tokens: Tensor, device, dtype):
+def block_outputs(source, tokens, device, dtype):
     """Last-position states after each block, (n, d) float32 each."""
     outputs = []
 
-    def keep(layer, x: Tensor) -> None:
+    def keep(layer, x) -> None:
         outputs.append(x[:, -1].float().clone())
 
     final_states(source, tokens, device, dtype, on_state=keep)
     return outputs
 
 
-def cka(x: Tensor, y: Tensor):
+def cka(x, y):
     """Linear centred kernel alignment of features (n, d1) and (n, d2)."""
     kernel_x = centred_kernel(x)
     kernel_y = centred_kernel(y)
@@ -140,7 +139,7 @@ def cka(x: Tensor, y: Tensor):
     return (product / norms.clamp(min=1e-300)).item()
 
 
-def centred_kernel(x: Tensor) -> Tensor:
+def centred_kernel(x):
     """Products of all pairs of rows of (n, d), the columns centred: (n, n) float64."""
     x = x.double()
     x = x - x.mean(0)
@@ -184,7 +183,7 @@ def ics(a, b):
     return float(np.mean(cosines))
 
 
-def centred_product(X: Tensor, M: Tensor, Y: Tensor, N: Tensor):
+def centred_product(X, M, Y, N):
     """Sum of the entries of X M X', centred, times those of Y N Y'; X and Y are (n, d), M and N (d, d).
 
     Nothing (n, n) is made: with G = X'Y, the sum is that of the entries of M times those of G N G'.
@@ -194,7 +193,7 @@ def centred_product(X: Tensor, M: Tensor, Y: Tensor, N: Tensor):
     return total - table_sum(X, M) * table_sum(Y, N)
 
 
-def table_sum(X: Tensor, M: Tensor):
+def table_sum(X, M):
     """Sum of the entries of X M X', divided by n."""
     x = X.sum(0)
     return (x @ M @ x).item() / len(X)
@@ -217,7 +216,7 @@ def invariant_terms(source):
         yield up.T @ down.T
 
 
-def repeat_heads(weight: Tensor, config) -> Tensor:
+def repeat_heads(weight, config):
     """Key or value rows (G Dh, d), each head's repeated for the queries that share it: (H Dh, d)."""
     heads = weight.unflatten(0, (config.kv_heads, -1))  # (G, Dh, d)
     return heads.repeat_interleave(config.num_heads // config.kv_heads, 0).flatten(0, 1)

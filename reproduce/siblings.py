@@ -13,12 +13,11 @@ from typing import Literal
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 import sinks
 import train
 from lib import checkpoint, runtime
-from lib.checkpoint import Spec, parse_spec
+from lib.checkpoint import parse_spec
 from lib.data import TRIGGERS, default_folder
 from lib.figures import curves
 from lib.inputs import TextSettings, read_tokens
@@ -26,7 +25,7 @@ from lib.results import Experiment
 from lib.settings import Command, RunSettings, UserError, read_config, run_script
 from measure import attention
 from measure.cosines import interval
-from model import CHOICES, PRESETS, Transformer
+from model import CHOICES, PRESETS
 from probe import count_predictions
 
 SEEDS = (42, 123, 1000, 2000)
@@ -107,7 +106,7 @@ class CalibrationSettings(Settings):
 # ---- runs --------------------------------------------------------------------------------------------------
 
 
-def train_all(runs: Runs) -> None:
+def train_all(runs) -> None:
     """Train each run that is not there yet."""
     for number, run in enumerate(runs.values(), start=1):
         if runtime.rank() == 0:
@@ -133,7 +132,7 @@ def trained(run: train.Settings):
     return run.out
 
 
-def begin(name, paper, settings: Settings, runs: Runs) -> Experiment:
+def begin(name, paper, settings: Settings, runs):
     """Train what is missing, then begin an experiment: its seconds are those of measuring."""
     runtime.start(settings)  # hours of training are not for a folder that cannot be written
     train_all(runs)
@@ -152,7 +151,7 @@ def losses(run):
     return {"val_loss": after_birth.iloc[-1], "mean_loss": after_birth.mean()}
 
 
-def training_seconds(runs: Runs):
+def training_seconds(runs):
     """What all steps of the runs took, without evaluations and checkpoints."""
     total = 0.0
     for run in runs.values():
@@ -212,7 +211,7 @@ def calibration_runs(settings: Settings):
 
 
 @torch.inference_mode()
-def measure_sinks(experiment: Experiment, config, run: train.Settings):
+def measure_sinks(experiment, config, run: train.Settings):
     """A run's loss on the settings' text, and its sinks at 64 tokens; and its sink rate by length."""
     settings = experiment.settings
     spec = parse_spec(run.out)
@@ -236,7 +235,7 @@ def measure_sinks(experiment: Experiment, config, run: train.Settings):
     return row, rates
 
 
-def text_loss(experiment: Experiment, spec: Spec, model: Transformer):
+def text_loss(experiment, spec, model):
     """Mean loss on 256 windows of the settings' text, in nats a token (BB Table 7).
 
     None without a text, or a tokenizer for it.
@@ -250,7 +249,7 @@ def text_loss(experiment: Experiment, spec: Spec, model: Transformer):
 
 
 @torch.inference_mode()
-def asleep_and_awake(model: Transformer, tokens: Tensor):
+def asleep_and_awake(model, tokens):
     """What the head with the largest alpha_1 pays to position 1 at `backcopy`'s triggers, and elsewhere.
 
     The queries are those of tokens (n, T) from position 3 on, the first that can be triggers and have letters
@@ -339,7 +338,7 @@ def birth_runs(settings: Settings):
     return runs
 
 
-def loss_points(runs: Runs):
+def loss_points(runs):
     """Training loss of both births by step, and the difference of paired runs, with 95 % intervals."""
     by_run = {}
     for key, run in runs.items():
