@@ -148,7 +148,6 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model)
-    tokens_per_step = settings.global_batch_size * T
     peak = runtime.total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens/s
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
     metrics = run / "metrics.jsonl"
@@ -210,7 +209,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             is_last = stopped or step == settings.max_iters
             # evaluation
             row = {"step": step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
-            row["tokens_per_second"] = tokens_per_step / seconds
+            row["tokens_per_second"] = settings.global_batch_size * T / seconds
             row["mfu"] = row["tokens_per_second"] / peak
             if step % settings.eval_every == 0 or step == settings.max_iters:
                 row |= evaluate_and_sample()

@@ -317,7 +317,9 @@ def cost(settings: CostSettings):
         rows.append({"test": test, "tokens": n * T, "seconds": seconds, "log10_p": log10_p})
     for row in rows:
         row["reached"] = row["log10_p"] <= SAME_LOG10_P
-        row["times_fewer_tokens"] = AUTHORS_TOKENS / row["tokens"] if row["tokens"] else None
+        row["times_fewer_tokens"] = None
+        if row["reached"] and row["tokens"]:
+            row["times_fewer_tokens"] = AUTHORS_TOKENS / row["tokens"]
     return experiment.save(rows)
 
 
@@ -332,8 +334,8 @@ def states_log10_p(test, pair, n, vocab_size, settings: CostSettings, device, dt
     a, b = [last_outputs(source, vocab_size, reading, device, dtype) for source in pair]
     result = paper_test(a, b)
     if test == "closed form":
-        return norm.logsf(result["closed_form_z"]) / math.log(10)
-    return math.log10(max(result[PAPER_KEYS[test]], 1e-300))
+        return float(norm.logsf(result["closed_form_z"])) / math.log(10)  # numpy's own bool is no JSON
+    return math.log(max(result[PAPER_KEYS[test]], 1e-300)) / math.log(10)
 
 
 def coordinates_log10_p(C, settings: CostSettings):

@@ -441,16 +441,15 @@ def test_kernel_recursion_against_newborns(tmp_path):
     words = ["--seed", *range(4), "--num-sequences", 32, "--sequence-length", 16]
     result = run("layers", tmp_path, "--model", "tiny_gpt2", "tiny_llama", *words)
     for row in result["rows"]:
-        # At width 256 a cosine varies by 0.03 from seed to seed, SwiGLU's by less; of attention's, which have
-        # no contraction, 496 pairs of 32 sequences are left: 0.18 / 32 or so.
-        bar = 0.03 if row["model"] == "tiny_gpt2" else 0.02
-        assert row["mean_cosine"] == pytest.approx(row["theory"], abs=bar), row
+        # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The worst
+        # of the 42 rows is off by 0.009.
+        assert row["mean_cosine"] == pytest.approx(row["theory"], abs=0.015), row
     last = only(result["rows"], model="tiny_gpt2", variant="full", layer=6)
     assert last["mean_cosine"] > 0.07  # the bars are smaller than what they are laid at
 
 
 def test_weights_foretell_a_newborn_and_cures_cure_it(tmp_path):
-    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 400, "--sequence-length", 16]
+    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 250, "--sequence-length", 12]
     result = run("cure", tmp_path, *words)
     born, centered, projected = result["rows"]
     assert [row["init"] for row in result["rows"]] == ["gpt2", "centered", "projected"]

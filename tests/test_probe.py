@@ -171,21 +171,6 @@ def test_nan_weights_are_named():
         probe.preference(model, counts)
 
 
-def test_memory_does_not_grow_with_the_number_of_sequences(tmp_path):
-    """Peak resident memory of 20 x the sequences: within 5 %; were states kept, it would grow by 40 MB."""
-    script = tmp_path / "peak.py"
-    script.write_text(
-        "import resource, init, model, probe\n"
-        "newborn = init.newborn(model.ModelConfig(8, 4, 1, 8, 1024, 8), 0)\n"
-        "for num_sequences in (500, 10_000):\n"
-        "    probe.count_predictions(newborn, 2, num_sequences, 250)\n"
-        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
-    )
-    done = run_script(script, env={"PYTHONPATH": str(ROOT)})
-    before, after = map(int, done.stdout.split())
-    assert after < 1.05 * before, done.stdout
-
-
 # ---- the command -------------------------------------------------------------------------------------------
 
 MODELS = ["--model", "backcopy", "--seed", 1, 2]
@@ -302,18 +287,35 @@ def test_refusals(flags, words, tmp_path):
     assert not (tmp_path / "new").exists()  # refused before anything was made
 
 
-def test_importing_does_nothing(tmp_path):
-    """No script draws a number, reads the command line or needs an optional package when it is imported."""
-    script = tmp_path / "import_all.py"
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """What a fresh process says of its imports, and of its peak memory after 500 and 10,000 sequences."""
+    script = tmp_path_factory.mktemp("script") / "fresh.py"
     script.write_text(
-        "import sys, torch\n"
+        "import resource, sys, torch\n"
         "before = torch.get_rng_state()\n"
-        "import contraction, model, init, probe, seedprint, sinks, train\n"
+        "import contraction, init, model, probe, seedprint, sinks, train\n"
         "print(torch.equal(before, torch.get_rng_state()))\n"
         "print({'datasets', 'transformers'} & sys.modules.keys() or 'nothing more')\n"
+        "newborn = init.newborn(model.ModelConfig(8, 4, 1, 8, 1024, 8), 0)\n"
+        "for num_sequences in (500, 10_000):\n"
+        "    probe.count_predictions(newborn, 2, num_sequences, 250)\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = run_script(script, "--bad", env={"PYTHONPATH": str(ROOT)})
-    assert done.stdout == "True\nnothing more\n" and done.stderr == "", done.stderr
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return done.stdout.splitlines()
+
+
+def test_importing_does_nothing(fresh):
+    """No script draws a number, reads the command line or needs an optional package when it is imported."""
+    assert fresh[:2] == ["True", "nothing more"]
+
+
+def test_memory_does_not_grow_with_the_number_of_sequences(fresh):
+    """20 x the sequences: within 5 %; were states kept, it would grow by 40 MB."""
+    before, after = map(int, fresh[2:])
+    assert after < 1.05 * before
 
 
 # ---- committed results -------------------------------------------------------------------------------------

@@ -67,15 +67,6 @@ def words_of(settings: train.Settings) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def quick_script(tmp_path_factory):
-    """train.py for processes of their own, as quick as in this one."""
-    path = tmp_path_factory.mktemp("script") / "quick.py"
-    code = "import train\nfrom lib import runtime\n\nruntime.matmul_peak = lambda device, dtype: 1e11\n"
-    path.write_text(code + "train.main()\n")
-    return path
-
-
-@pytest.fixture(scope="module")
 def whole(tokens, tmp_path_factory):
     """An undisturbed run."""
     return train.train(small(tokens, tmp_path_factory.mktemp("runs") / "whole"))
@@ -199,10 +190,13 @@ def test_a_step_is_a_function_of_its_number(tokens, monkeypatch, ranks):
     torch.testing.assert_close(mean, gradient, atol=1e-7, rtol=1e-4)
 
 
-def test_two_processes_give_the_losses_of_one(tokens, tmp_path, quick_script):
+def test_two_processes_give_the_losses_of_one(tokens, tmp_path):
     """Five sequences for two ranks, of which one has two micro-batches; only one rank writes and speaks."""
+    script = tmp_path / "quick.py"
+    quick = "import train\nfrom lib import runtime\n\nruntime.matmul_peak = lambda device, dtype: 1e11\n"
+    script.write_text(quick + "train.main()\n")
     settings = small(tokens, tmp_path / "two", global_batch_size=5, keep="last", max_iters=6)
-    done = run_script(quick_script, *words_of(settings), ranks=2, env={"PYTHONPATH": str(ROOT)})
+    done = run_script(script, *words_of(settings), ranks=2, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("held-out loss") == 2
     one = train.train(replace(settings, out=str(tmp_path / "one")))
@@ -522,17 +516,14 @@ def test_a_bad_checkpoint_is_set_aside(tmp_path):
     assert "try other weights" in str(train.diverged(tmp_path, 0, "loss nan"))
 
 
-def test_full_disk(tokens, tmp_path, quick_script):
+def test_full_disk(tokens, tmp_path):
     """Room for a checkpoint's weights, but not for the optimiser's state: one line, no half a checkpoint."""
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, 2**22))  # weights 2.4 MB, AdamW's state twice that
-
-    command = [sys.executable, quick_script, *words_of(small(tokens, tmp_path / "a", max_iters=1))]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=limit, env=env, cwd=ROOT, timeout=300
-    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, hard))  # weights 2.4 MB, AdamW's state twice that
+    try:
+        done = run_here("train.py", *words_of(small(tokens, tmp_path / "a", max_iters=1)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_refused(done, "cannot write", "step_0000001")
     assert [path.name for path in checkpoint.steps(tmp_path / "a")] == ["step_0000000"]
     assert not list((tmp_path / "a").glob(".step*"))
