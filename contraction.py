@@ -264,12 +264,12 @@ def mlp(settings: BlockSettings, spec):
     tanh = variant(standard, mlp="tanh")
     depth = standard.config.num_layers
     x = gaussian_inputs(settings, 1, standard.config.d_model)  # (n, 1, d)
-    relu_law = theory.relu_recursion(depth)
-    relu_states = mlp0_states(relu, x)
-    rows = cosine_rows("mlp0_relu", relu_states, relu_law)
-    for layer, state in enumerate(relu_states):  # as torch's `cosine_similarity` has it
+    rows = []
+    for layer, (state, law) in enumerate(zip(mlp0_states(relu, x), theory.relu_recursion(depth))):
+        key = {"stack": "mlp0_relu", "layer": layer, "theory": law}
+        rows.append(key | pairwise_cosine(state))
         key = {"stack": "mlp0_relu_epsilon", "layer": layer, "theory": None}
-        rows.append(key | floored_cosine(state, epsilon=1e-8))
+        rows.append(key | floored_cosine(state, epsilon=1e-8))  # as torch's `cosine_similarity` has it
     rows += cosine_rows("mlp0_tanh", mlp0_states(tanh, x), [0.0] * (depth + 1))
     for stack, model in (("standard", standard), ("standard_relu", relu)):
         law, _ = theory.kernel_recursion(model.config, 1, settings.init)

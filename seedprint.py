@@ -369,7 +369,7 @@ def parse_seeds(text):
     return candidates
 
 
-def unit_numbers(source, parameter, count) -> np.ndarray:
+def unit_numbers(source, parameter, count):
     """The first numbers of a source's matrix, scaled to length 1; UserError if there is no such matrix."""
     if len(source.shapes.get(parameter, ())) != 2:
         raise UserError(f"--parameter {parameter}: expected a matrix, like {IdentifySettings.parameter}")

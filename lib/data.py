@@ -278,7 +278,7 @@ def sentencepiece_tokenizer(name, model):
     return Tokenizer(name, coder.vocab_size(), bos, coder.encode, coder.decode, model)
 
 
-def sentencepiece_coder(name, model) -> sentencepiece.SentencePieceProcessor:
+def sentencepiece_coder(name, model):
     """The library's coder; UserError, with the `name`, for what is no model."""
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)

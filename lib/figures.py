@@ -86,7 +86,7 @@ def curves(
     save_figure(figure, path)
 
 
-def style_axes(axes, values: pd.Series, log, ticks) -> None:
+def style_axes(axes, values, log, ticks) -> None:
     """Scales, plain ticks and spines of one panel, whose `values` lie along x."""
     for axis in log:
         axes.set(**{f"{axis}scale": "log"})
@@ -115,7 +115,7 @@ def clipped(name, length=28):
     return name if len(name) < length else "..." + name[3 - length :]
 
 
-def save_figure(figure: Figure, path) -> None:
+def save_figure(figure, path) -> None:
     """Rank 0 writes a matplotlib figure as a PNG, atomically."""
     if rank() == 0:
         with atomic_file(path) as temporary:

@@ -88,7 +88,7 @@ def commit():
     """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
     root = Path(__file__).parent.parent
 
-    def git(*words: str) -> subprocess.CompletedProcess:
+    def git(*words):
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
 
     try:

@@ -50,7 +50,7 @@ def start(settings: RunSettings):
     return settings, device, getattr(torch, dtype)
 
 
-def choose_device(name) -> torch.device:
+def choose_device(name):
     """The device of `--device`: each local rank has a GPU of its own."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
@@ -126,7 +126,7 @@ def wait_for_all(device) -> None:
     sum_over_ranks(torch.zeros((), device=device))
 
 
-def progress(*iterable, **keywords) -> tqdm:
+def progress(*iterable, **keywords):
     """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
 

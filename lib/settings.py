@@ -11,6 +11,7 @@ A config file is the user's own Python; each public name in it must be a setting
 
 import dataclasses
 import difflib
+import inspect
 import math
 import os
 import runpy
@@ -117,7 +118,7 @@ def read_settings(defaults, words, document, subcommand=""):
         args=words,
         default=defaults,
         prog=f"{program_name()} {subcommand}".strip(),
-        description=f"{document.strip()}\n\nA CONFIG.py before the first flag gives values as NAME = VALUE.",
+        description=f"{inspect.cleandoc(document)}\n\nA CONFIG.py before the flags has lines NAME = VALUE.",
         console_outputs=is_first_process(),
         config=(tyro.conf.HelptextFromCommentsOff,),
     )

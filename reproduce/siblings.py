@@ -139,7 +139,7 @@ def begin(name, paper, settings: Settings, runs):
     return Experiment(name, paper, settings)
 
 
-def logged(run, key) -> pd.Series:
+def logged(run, key):
     """What a run's log says of `key`, by step."""
     table = pd.read_json(Path(run, "metrics.jsonl"), lines=True, precise_float=True)
     return table.set_index("step")[key].dropna()

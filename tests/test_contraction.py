@@ -441,8 +441,8 @@ def test_kernel_recursion_against_newborns(tmp_path):
     words = ["--seed", *range(4), "--num-sequences", 32, "--sequence-length", 16]
     result = run("layers", tmp_path, "--model", "tiny_gpt2", "tiny_llama", *words)
     for row in result["rows"]:
-        # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The worst
-        # of the 42 rows is off by 0.009.
+        # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The
+        # worst of the 42 rows is off by 0.009.
         assert row["mean_cosine"] == pytest.approx(row["theory"], abs=0.015), row
     last = only(result["rows"], model="tiny_gpt2", variant="full", layer=6)
     assert last["mean_cosine"] > 0.07  # the bars are smaller than what they are laid at

@@ -131,12 +131,12 @@ def test_values_of_a_newborn_follow_the_theory(calibration):
     model = init.newborn(config, 5)
     spread = SpreadByPosition()
     with torch.inference_mode():
-        for tokens in random_tokens(0, range(96), 64, 500).split(16):
+        for tokens in random_tokens(0, range(64), 32, 500).split(32):
             model.hidden(tokens, on_heads=lambda layer, heads, q, k, v: spread.update(heads))
-    law = theory.aggregated_std(config, 64, tokens=True)
+    law = theory.aggregated_std(config, 32, tokens=True)
     ratio = torch.tensor(spread.std()) / law
-    # a mean square over 96 sequences x 768 dimensions: at position 16 and later, 96 x 16 tokens from 500
-    assert (ratio[15:] - 1).abs().max() < 0.03
+    # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them, 1e-4 behind a norm
+    assert (ratio - 1).abs().max() < (1e-3 if calibration == "headnorm" else 0.03)
 
 
 @pytest.mark.parametrize("calibration", CALIBRATIONS)
@@ -397,7 +397,10 @@ def test_contract(name, text, tmp_path):
     if name in ("variance", "intervene"):
         reads = ["--text", text.file, "--bos", "--tokenizer", text.tokenizer]
     words = ["--model", text.model, "tiny_llama@5", *reads, "--sequence-length", 20, "--num-sequences", 4]
-    done = run_here("sinks", name, *words, "--out", tmp_path)
+    if name == "rate":  # which is what the script does alone
+        done = run_script("sinks.py", *words, "--out", tmp_path)
+    else:
+        done = run_here("sinks", name, *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / f"{file}.json")
     assert {"experiment", "paper", "settings", "environment", "rows"} <= result.keys()
@@ -414,17 +417,6 @@ def test_contract(name, text, tmp_path):
         assert pictures == {"rate.png"}
     else:
         assert len(pictures) == 2 and f"{file}_tiny_llama_5.png" in pictures
-
-
-def test_alone_it_is_rate(tmp_path):
-    words = ["--model", "tiny_llama", "--sequence-length", 8, "--num-sequences", 2, "--out", tmp_path]
-    done = run_script("sinks.py", *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert {path.name for path in tmp_path.iterdir()} == {"rate.json", "rate.png"}
-    (row,) = read_json(tmp_path / "rate.json")["rows"]
-    assert row["checkpoint"] == "tiny_llama@42"
-    assert f"{row['mean_alpha1']:.4g}" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -526,23 +518,21 @@ def test_training_tracks_sinks(text, tmp_path, monkeypatch, quick_training):
 # ---- a committed result ------------------------------------------------------------------------------------
 
 
-def test_committed_variance_of_the_first_positions(tmp_path):
-    """Attention is causal, so that the first positions of a longer sequence are a shorter one."""
+def test_committed_variance_of_the_first_positions(tmp_path, monkeypatch):
+    """Attention is causal: the first positions of a longer sequence are a shorter one; of one layer."""
     committed = json.loads((ROOT / "results" / "sink_variance.json").read_text())
     settings = committed["settings"]
-    words = ["--model", *settings["model"], "--seed", *settings["seed"], "--init", settings["init"]]
+    (preset,) = settings["model"]
+    monkeypatch.setitem(PRESETS, preset, replace(PRESETS[preset], num_layers=1))
+    words = ["--model", preset, "--seed", *settings["seed"], "--init", settings["init"]]
     words += ["--num-sequences", settings["num_sequences"], "--input-seed", settings["input_seed"]]
     words += ["--sequence-length", 4, "--dtype", "float32"]
     done = run_here("sinks", "variance", *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    ours = {
-        (row["layer"], row["position"]): row for row in read_json(tmp_path / "sink_variance.json")["rows"]
-    }
-    theirs = [row for row in committed["rows"] if row["position"] <= 4]
-    assert len(theirs) == len(ours)
-    for row in theirs:
-        std = ours[row["layer"], row["position"]]["std"]
-        # bfloat16 rounds every weight and state by up to 2^-9 of itself; of 76,800 numbers the std less so
-        assert std == pytest.approx(row["std"], rel=2e-3)
-        theory_of_row = ours[row["layer"], row["position"]]["theory"]
-        assert theory_of_row == (pytest.approx(row["theory"], rel=1e-9) if row["theory"] else None)
+    rows = read_json(tmp_path / "sink_variance.json")["rows"]
+    theirs = [row for row in committed["rows"] if row["layer"] == 1 and row["position"] <= 4]
+    for ours, row in zip(rows, theirs, strict=True):
+        assert (ours["layer"], ours["position"]) == (1, row["position"])
+        # bfloat16 rounds every weight and state by up to 2^-9 of itself, their std by less; measured: 1e-4
+        assert ours["std"] == pytest.approx(row["std"], rel=1e-3)
+        assert ours["theory"] == pytest.approx(row["theory"], rel=1e-9)
