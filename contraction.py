@@ -26,7 +26,7 @@ from lib.runtime import progress
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import theory
 from measure.cosines import floored_cosine, pairwise_cosine, uniform_counts
-from model import ACTIVATIONS, ModelConfig, rope_table
+from model import ACTIVATIONS, PRESETS, ModelConfig, rope_table
 from probe import RANKS, count_predictions, preference
 
 EIGHT_SEEDS = tuple(range(42, 50))
@@ -99,11 +99,13 @@ def experiment(paper, defaults: BlockSettings, averaged=(), columns=(), **figure
             settings = fit_settings(settings, defaults, specs)
             record = Experiment(name, paper, settings)
             rows, points = [], []
+            drawn = set()
             for spec in progress(specs, desc=name, unit=" models"):
                 new_rows, new_points = sample(record.settings, spec)
                 key = {"model": spec.name}
-                if spec.name not in {point["model"] for point in points}:  # the first of several seeds
+                if spec.name not in drawn:  # of several seeds, the first is drawn
                     points += [key | point for point in new_points]
+                    drawn.add(spec.name)
                 if not averaged:
                     key["seed"] = spec.seed
                 for row in new_rows:
@@ -646,6 +648,8 @@ class AllSettings(RunSettings):
 
 def run_all(settings: AllSettings) -> None:
     """Run every experiment, one after the other."""
+    if set(settings.model or ()) - set(PRESETS):
+        raise UserError("`all` includes `cure`, which draws presets: name one experiment for other models")
     given = {name: value for name, value in vars(settings).items() if value is not None}
     for function, defaults in EXPERIMENTS.values():
         changes = {name: value for name, value in given.items() if hasattr(defaults, name)}

@@ -49,7 +49,7 @@ class PairSettings(RunSettings):
     """What every comparison can be told."""
 
     models: Models = ()
-    """BASE and one or more SUSPECTs: checkpoint folders, or PRESET@SEED"""
+    """BASE and SUSPECTs (persistence: one run folder): checkpoint folders, or PRESET@SEED"""
     input_seed: int = 0
     """seed of the random sequences and of the permutations"""
     init: Literal[SCHEMES] = "gpt2"
@@ -75,9 +75,9 @@ class PaperSettings(PairSettings):
     inputs: Literal["tokens", "gaussian"] = "tokens"
     """what the models read; gaussian makes strangers look like kin"""
     paper_sequences: int = at_least(3, 1000)
-    """random sequences; in the paper 10000"""
+    """random sequences of the paper's test; in the paper 10000"""
     paper_length: int = 64
-    """tokens in a sequence; in the paper 1024"""
+    """tokens in each of them; in the paper 1024"""
     side: Literal["top", "bottom"] = "top"
     """dimensions of the largest, or of the smallest mean output"""
     top_k: int | None = at_least(1, None)

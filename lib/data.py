@@ -172,10 +172,10 @@ def hub_rows(name):
     """The training rows of hf:NAME[:CONFIG], read as a stream."""
     try:
         import datasets
-
-        yield from datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True)
     except ImportError:
         raise UserError(f"{name} needs the datasets library: pip install datasets") from None
+    try:
+        yield from datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True)
     except Exception as error:  # of many kinds: no network, no such set, a broken file
         raise UserError(f"cannot read {name}: {error!r}") from None
 

@@ -94,7 +94,7 @@ def print_subcommands(commands, document, default) -> None:
     print(document.strip())
     print("\nsubcommands (each has a --help of its own):")
     for name, command in commands.items():
-        line = (command.function.__doc__ or "").strip().splitlines()[0]
+        line = inspect.getdoc(command.function).splitlines()[0]
         mark = " (default)" if name == default else ""
         print(f"  {name:12} {line}{mark}")
 
@@ -184,7 +184,7 @@ def check(settings) -> None:
             raise UserError(f"{flag}: expected at least one value")
         if len(set(values)) < len(values) and not is_positional:
             twice = max(values, key=values.count)
-            raise UserError(f"{flag}: {twice} is given twice")
+            raise UserError(f"{twice} is given twice")
         for number in values:
             if not isinstance(number, int | float):
                 continue

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Literal
 
 from lib import runtime
+from lib.results import read_json
 from lib.settings import Command, RunSettings, UserError, read_command, run_script
 from reproduce import family, siblings
 from reproduce.claims import CLAIMS
 
-COMMANDS_FILE = Path(__file__).with_name("commands.toml")
-RESULTS = tomllib.loads(
-    COMMANDS_FILE.read_text()
-)  # name: its command, what scales add to it, what runs it reads
+# name: its command, what scales add to it, which runs it reads
+RESULTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 WORDS = {  # what the braces mean
     "smoke": {"size": "tiny", "second": "docstrings", "text": "backcopy", "data": "data/backcopy-bytes"},
     "laptop": {"size": "tiny", "second": "docstrings", "text": "laptop", "data": "data/python-bpe_4096"},
@@ -78,8 +77,8 @@ def reproduce(settings: Settings) -> None:
             if not isinstance(error, UserError):
                 traceback.print_exc()
         write_report(settings)
-    there = len(names) - len(failures)
-    print(f"{there} of {len(names)} results are there, {num_made} made now; see {settings.out}/README.md")
+    print(f"{len(names) - len(failures)} of {len(names)} results are there, {num_made} made now;", end=" ")
+    print(f"see {settings.out}/README.md")
     if failures:
         raise UserError("; ".join(failures.values()))
 
@@ -123,12 +122,18 @@ def make(name, settings: Settings):
     path = Path(settings.out) / f"{name}.json"
     if is_made(path, wanted):
         return False
-    scale = siblings.Settings(settings.device, settings.dtype, settings.out, settings.scale, settings.runs)
+    training = siblings.Settings(
+        device=settings.device,
+        dtype=settings.dtype,
+        out=settings.out,
+        scale=settings.scale,
+        runs=settings.runs,
+    )
     runs = RESULTS[name].get("runs")
     if runs == "lineage":
-        siblings.train_all(family.lineage_runs(scale))
+        siblings.train_all(family.lineage_runs(training))
     if runs == "calibrations":
-        siblings.train_all(siblings.calibration_runs(scale))
+        siblings.train_all(siblings.calibration_runs(training))
     function(wanted)
     return True
 
@@ -149,7 +154,7 @@ def is_made(path, wanted):
 def read_result(path):
     """A result's JSON; None if there is none, or one that is not whole."""
     try:
-        result = json.loads(path.read_text())
+        result = read_json(path)
         is_whole = isinstance(result["settings"], dict) and isinstance(result["rows"], list)
         is_whole = is_whole and {"seconds", "device"} <= result["environment"].keys()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

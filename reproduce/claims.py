@@ -365,9 +365,6 @@ def same_settings(rows):
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 
-# ---- what the papers say -----------------------------------------------------------------------------------
-
-
 SAID = {  # (item, what the paper says or we ask, its number or the theory's): how a result is read beside it
     ("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x"): {
         "result": "ten_thousand/probe",
@@ -603,7 +600,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "where": {"table": "5"},
     },
     ("Tables 5, 12, The Stack", "also where that corpus is code; there every rival fails", ""): {
-        "command": "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup --out CHILD"
+        "command": "python train.py --init-from RUN --source hf:bigcode/the-stack-dedup --tokenizer FILE"
     },
     ("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are kin", "p < 0.01"): {
         "command": "python seedprint.py paper Llama-2-7b-hf vicuna-7b-v1.5"
