@@ -424,9 +424,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
         alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
         if not alpha.isfinite().all():
             raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        mean = (
-            alpha[:, min(layers) :].double().mean(1)
-        )  # column l is layer l + 1: those after the first changed
+        mean = alpha[:, min(layers) :].double().mean(1)  # layers after the first one changed
         later[kind, factor] = mean
         key = {"position": k, "intervention": kind, "factor": factor}
         for layer, values in enumerate(alpha.T, start=1):
