@@ -431,7 +431,6 @@ def every_intervention(settings: InterveneSettings, spec, model):
             rows.append({"layer": layer} | key | interval(values, "alpha_k"))
         row = key | interval(mean, "alpha_k")
         row |= interval(mean - later["none", None], "shift", "shift_low", "shift_high")
-        row["uniform_alpha"] = attention.uniform_alpha(settings.sequence_length, k)
         if kind == "scale":  # and how much more its equal in variance does
             more = later["amplify", factor] - mean
             row |= interval(more, "amplify_more", "amplify_more_low", "amplify_more_high")
@@ -461,25 +460,28 @@ def replace_values(kind, factor, model, position, layers, layer, heads, q, k, v)
 
 def draw_intervene(result, folder) -> None:
     """intervene.png, one for each checkpoint: alpha_k by factor, in the mean of the later layers."""
+    settings = result["settings"]
+    uniform = attention.uniform_alpha(settings["sequence_length"], settings["position"])
     for label, rows in by_checkpoint(result["summary"]).items():
         points = []
         for row in rows:
             factors = [row["factor"]]
             if row["factor"] is None:  # a level line
-                factors = result["settings"]["factor"]
+                factors = settings["factor"]
             for factor in factors:
-                points.append(row | {"factor": factor, "error": row["high"] - row["alpha_k"]})
+                point = {"factor": factor, "error": row["high"] - row["alpha_k"], "uniform": uniform}
+                points.append(row | point)
         curves(
             points,
             folder / figure_name(result, label),
             x="factor",
             y="alpha_k",
             series="intervention",
-            theories={"uniform_alpha": "uniform attention"},
+            theories={"uniform": "uniform attention"},
             band="error",
             band_label="95 % interval",
             xlabel="factor",
-            ylabel=f"mean attention to position {rows[0]['position']}, later layers",
+            ylabel=f"mean attention to position {settings['position']}, later layers",
         )
 
 

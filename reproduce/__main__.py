@@ -59,23 +59,26 @@ def reproduce(settings: Settings) -> None:
     runtime.start(settings)  # can we write there?
     if runtime.world_size() > 1:
         raise UserError("one process is enough here: its commands may be given torchrun one by one")
-    names = [name for name in RESULTS if name in (settings.only or RESULTS)]
+    names = settings.only or RESULTS
     failures = {}
     num_made = 0
     begun = time.perf_counter()
-    for number, name in enumerate(names, start=1):
-        minutes = (time.perf_counter() - begun) / 60
-        print(
-            f"[{number} of {len(names)}, {minutes:.0f} min] python {command_line(name, settings)}", flush=True
-        )
-        try:
-            num_made += make(name, settings)
-        except Exception as error:  # of whatever kind: the others go on
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            failures[name] = f"{name} failed ({reason})"
-            print(failures[name], file=sys.stderr, flush=True)
-            if not isinstance(error, UserError):
-                traceback.print_exc()
+    try:
+        for number, name in enumerate(names, start=1):
+            minutes = (time.perf_counter() - begun) / 60
+            print(
+                f"[{number} of {len(names)}, {minutes:.0f} min] python {command_line(name, settings)}",
+                flush=True,
+            )
+            try:
+                num_made += make(name, settings)
+            except Exception as error:  # of whatever kind: the others go on
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                failures[name] = f"{name} failed ({reason})"
+                print(failures[name], file=sys.stderr, flush=True)
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
+    finally:  # also where somebody interrupts
         write_report(settings)
     print(f"{len(names) - len(failures)} of {len(names)} results are there, {num_made} made now;", end=" ")
     print(f"see {settings.out}/README.md")
