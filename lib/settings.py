@@ -184,7 +184,7 @@ def check(settings) -> None:
             raise UserError(f"{flag}: expected at least one value")
         if len(set(values)) < len(values) and not is_positional:
             twice = max(values, key=values.count)
-            raise UserError(f"{twice} is given twice")
+            raise UserError(f"{flag}: {twice} is given twice")
         for number in values:
             if not isinstance(number, int | float):
                 continue

@@ -100,7 +100,7 @@ def test_flags_that_tyro_refuses(words, message, capsys):
         (["--rate", "nan"], "--rate nan: expected a finite number"),
         (["--rate", "inf"], "--rate inf"),
         (["--rate=-inf"], "--rate -inf"),
-        (["--seed", 3, 4, 3], "3 is given twice"),
+        (["--seed", 3, 4, 3], "--seed: 3 is given twice"),
         (["--seed"], "--seed: expected at least one value"),
         (["missing.py"], "cannot read config file 'missing.py': No such file"),
     ],
