@@ -15,7 +15,6 @@ import importlib
 import json
 import shlex
 import sys
-import time
 import tomllib
 import traceback
 from dataclasses import dataclass
@@ -31,9 +30,27 @@ from reproduce.claims import CLAIMS
 # name: its command, what scales add to it, which runs it reads
 RESULTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 WORDS = {  # what the braces mean
-    "smoke": {"size": "tiny", "second": "docstrings", "text": "backcopy", "data": "data/backcopy-bytes"},
-    "laptop": {"size": "tiny", "second": "docstrings", "text": "laptop", "data": "data/python-bpe_4096"},
-    "paper": {"size": "nano", "second": "stories", "text": "nano_llama", "data": str(siblings.PAPER_DATA)},
+    "smoke": {
+        "size": "tiny",
+        "second": "docstrings",
+        "text": "backcopy",
+        "data": "data/backcopy-bytes",
+        "kin": "tiny_llama@1000",
+    },
+    "laptop": {
+        "size": "tiny",
+        "second": "docstrings",
+        "text": "laptop",
+        "data": "data/python-bpe_4096",
+        "kin": "{runs}/lineage/tiny_llama-1000",
+    },
+    "paper": {
+        "size": "nano",
+        "second": "stories",
+        "text": "nano_llama",
+        "data": str(siblings.PAPER_DATA),
+        "kin": "{runs}/lineage/nano_llama-1000",
+    },
 }
 
 
@@ -62,14 +79,9 @@ def reproduce(settings: Settings) -> None:
     names = settings.only or RESULTS
     failures = {}
     num_made = 0
-    begun = time.perf_counter()
     try:
         for number, name in enumerate(names, start=1):
-            minutes = (time.perf_counter() - begun) / 60
-            print(
-                f"[{number} of {len(names)}, {minutes:.0f} min] python {command_line(name, settings)}",
-                flush=True,
-            )
+            print(f"[{number} of {len(names)}] python {command_line(name, settings)}", flush=True)
             try:
                 num_made += make(name, settings)
             except Exception as error:  # of whatever kind: the others go on
@@ -99,7 +111,8 @@ def with_folders(settings: Settings) -> Settings:
 def command_line(name, settings: Settings):
     """The command of a result at the settings' scale, as a user would type it after `python`."""
     words = {"runs": shlex.quote(settings.runs), "scale": settings.scale} | WORDS[settings.scale]
-    text = f"{RESULTS[name]['command']} {RESULTS[name].get(settings.scale, '')}".strip().format(**words)
+    text = f"{RESULTS[name]['command']} {RESULTS[name].get(settings.scale, '')}".strip()
+    text = text.format(**words).format(**words)  # a word may name the runs
     if settings.text is not None and name == "calibrations":
         text += f" --text {shlex.quote(settings.text)}"
     folder = (Path(settings.out) / name).parent
