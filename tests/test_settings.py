@@ -15,6 +15,7 @@ from lib.settings import (
     UserError,
     at_least,
     closest,
+    program_name,
     read_command,
     read_settings,
     run_script,
@@ -287,8 +288,8 @@ def interrupt(settings: RunSettings) -> None:
 
 def test_mistakes_are_one_line_and_status_2(run, monkeypatch):
     assert run(lambda settings: None) == (0, "")
-    assert run(refuse) == (2, "script.py: no model \\x1b[31m\\nx\n")
-    assert run(interrupt) == (1, "script.py: interrupted\n")
+    assert run(refuse) == (2, f"{program_name()}: no model \\x1b[31m\\nx\n")
+    assert run(interrupt) == (1, f"{program_name()}: interrupted\n")
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run(lambda settings: 1 / 0)
     monkeypatch.setenv("RANK", "1")  # under torchrun every rank meets the same mistake
