@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from init import SCHEMES, STD, newborn, variant
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.figures import COSINE, curves, name_models
+from lib.figures import curves, name_models
 from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress
@@ -152,7 +152,7 @@ def without_theory(row):
 
 def load_model(settings: ProbeSettings, spec):
     """The model of a spec on the settings' device, in their dtype."""
-    return spec.load(settings.device, getattr(torch, settings.dtype))
+    return spec.load(settings.device, settings.torch_dtype)
 
 
 def load_blocks(settings: BlockSettings, spec, **changes):
@@ -181,15 +181,8 @@ def ablated(settings: ProbeSettings, spec):
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
         for T in settings.sequence_length:
-            counts = count_predictions(
-                part,
-                T,
-                settings.num_sequences,
-                settings.batch_size,
-                settings.input_seed,
-                f"{spec.label} {kind} T={T}",
-                vectors=True,
-            )
+            random = (settings.num_sequences, settings.batch_size, settings.input_seed)
+            counts = count_predictions(part, T, *random, vectors=True)
             yield {"variant": kind, "sequence_length": T}, part, counts
 
 
@@ -204,8 +197,6 @@ def ablated(settings: ProbeSettings, spec):
     theories={"theory": "kernel recursion"},
     band="std_cosine",
     band_label="std of pairs",
-    xlabel="layer",
-    ylabel=COSINE,
 )
 def layers(settings: ProbeSettings, spec):
     """Which sublayer contracts, layer by layer? Cosine of two sequences' last positions (BB Figures 2, 7)"""
@@ -256,8 +247,6 @@ def ablation(settings: ProbeSettings, spec):
     y="mean_cosine",
     series="stack",
     theories={"theory": "Proposition 2; kernel recursion"},
-    xlabel="layer",
-    ylabel=COSINE,
 )
 def mlp(settings: BlockSettings, spec):
     """Does the activation's asymmetry contract stacks of MLPs? (BB Figures 4, 5, Proposition 2)"""
@@ -362,7 +351,6 @@ def engage(settings: BlockSettings, spec):
     log="x",
     ticks=(100, 128, 256, 512, 1024),
     xlabel="positions",
-    ylabel=COSINE,
 )
 def amplify(settings: PositionSettings, spec):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4)"""
@@ -394,7 +382,6 @@ def amplify(settings: PositionSettings, spec):
     series="stack",
     panel="sequence_length",
     theories={"exact_theory": "exact in T", "limit_theory": "Proposition 5: infinite T"},
-    xlabel="layer",
     ylabel="mean cosine within a sequence",
 )
 def intra(settings: PositionSettings, spec):
@@ -439,7 +426,6 @@ def intra(settings: PositionSettings, spec):
     theories={"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"},
     style="-",
     log="xy",
-    xlabel="position i",
     ylabel="std of aggregated values",
 )
 def variance(settings: PositionSettings, spec):
@@ -479,14 +465,7 @@ def on_tokens(settings: ProbeSettings, spec, scheme):
         begun = time.perf_counter()
         foreseen, mean_field_cosine = theory.mean_field(model, T)
         seconds = time.perf_counter() - begun
-        counts = count_predictions(
-            model,
-            T,
-            settings.num_sequences,
-            settings.batch_size,
-            settings.input_seed,
-            f"{spec.label} {scheme} T={T}",
-        )
+        counts = count_predictions(model, T, settings.num_sequences, settings.batch_size, settings.input_seed)
         row = {"init": scheme, "sequence_length": T} | preference(model, counts)
         direction = F.normalize(counts["cosines"].direction().cpu(), dim=0)
         law, _ = theory.kernel_recursion(model.config, T, scheme)
@@ -509,15 +488,7 @@ def on_tokens(settings: ProbeSettings, spec, scheme):
 @experiment(
     "BB Finding 2.2",
     ProbeSettings(embedding_seed=0, num_sequences=400),
-    columns=(
-        "model",
-        "seed",
-        "top1_token",
-        "top1_count",
-        "runner_up_count",
-        "direction_token",
-        "direction_count",
-    ),
+    columns=("model", "seed", "top1_token", "top1_count", "direction_token", "direction_count"),
     x="direction_count",
     y="top1_count",
     series="model",
@@ -552,23 +523,12 @@ def predict(settings: ProbeSettings, spec):
 @experiment(
     "ours",
     ProbeSettings(embedding_seed=0, num_sequences=120),
-    columns=(
-        "model",
-        "seed",
-        "init",
-        "mean_cosine",
-        "top1_token",
-        "top1_count",
-        "uniform_max_count",
-        "log10_p",
-    ),
+    columns=("model", "seed", "init", "mean_cosine", "top1_token", "top1_count", "log10_p"),
     x="seed",
     y="mean_cosine",
     series="init",
     theories={"predicted_cosine": "kernel recursion"},
     style="o",
-    xlabel="seed",
-    ylabel=COSINE,
 )
 def cure(settings: ProbeSettings, spec):
     """Is a newborn unbiased whose down projections pass on nothing that all hidden units share? (ours)"""
@@ -624,8 +584,6 @@ def draw_width(result, folder) -> None:
         theories={"theory": "quadrature"},
         log="xy",
         ticks=WIDTHS,
-        xlabel="width d",
-        ylabel=COSINE,
     )
 
 

@@ -27,10 +27,10 @@ from lib.data import token_text
 from lib.figures import BLUE, VERMILION, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
-from lib.runtime import default_batch_size, progress, share, sum_over_ranks, total_matmul_peak
+from lib.runtime import default_batch_size, progress, share, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
+from lib.speed import forward_flops, total_matmul_peak
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
-from model import forward_flops
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
@@ -76,9 +76,7 @@ def probe(settings: Settings):
             key = {"model": spec.name, "seed": spec.seed, "sequence_length": T}
             batch_size = settings.batch_size or default_batch_size(device, T)
             begun = time.perf_counter()
-            counts = count_predictions(
-                model, T, num_sequences, batch_size, settings.input_seed, f"{spec.label} T={T}"
-            )
+            counts = count_predictions(model, T, num_sequences, batch_size, settings.input_seed)
             rate = num_sequences / (time.perf_counter() - begun)
             row = key | preference(model, counts)
             if spec.tokenizer_file:
@@ -98,15 +96,7 @@ def probe(settings: Settings):
 
 
 @torch.inference_mode()
-def count_predictions(
-    model,
-    T,
-    num_sequences,
-    batch_size=None,
-    input_seed=0,
-    label="",
-    vectors=False,
-):
+def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, vectors=False):
     """Feed random sequences of tokens, or of `vectors`, and keep what does not grow with their number.
 
     Returns `token_counts` (V,) and `dimension_counts` (d,), how often each token has the largest logit and
@@ -130,7 +120,7 @@ def count_predictions(
 
     batches = share(math.ceil(num_sequences / batch_size))  # whole ones: the same arithmetic for any share
     total = min(len(batches) * batch_size, num_sequences)
-    with progress(total=total, desc=label, unit=" sequences") as bar:
+    with progress(total=total, desc=f"{T} tokens", unit=" sequences") as bar:
         for batch in batches:
             indices = range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
             if vectors:
@@ -223,13 +213,11 @@ def draw_probe(result, folder) -> None:
         if row["seed"] is not None:
             name += f", seed {row['seed']}"
         ranks.set_title(f"{name}, {row['sequence_length']} tokens", fontsize=10)
-        tokens.vlines(detail["tokens"], 0, frequency, color=BLUE, linewidth=1)
-        label = "the most frequent of uniform draws"
-        tokens.axhline(uniform[0], ls="--", color=VERMILION, lw=1.2, label=label)
+        spikes(tokens, detail["tokens"], frequency, uniform[0])
         tokens.set_xlabel("token number")
-        dimension_share = percent * np.array(detail["dimension_counts"])
-        dimensions.vlines(np.arange(len(dimension_share)), 0, dimension_share, color=BLUE, linewidth=1)
-        dimensions.axhline(percent * detail["uniform_max_dimension_count"], ls="--", color=VERMILION, lw=1.2)
+        numbers = range(len(detail["dimension_counts"]))
+        share_of_dimensions = percent * np.array(detail["dimension_counts"])
+        spikes(dimensions, numbers, share_of_dimensions, percent * detail["uniform_max_dimension_count"])
         dimensions.set_xlabel("hidden dimension")
     for axes, headroom in zip(grid[:2, 0], (1.6, 1.2)):  # for words
         axes.set_ylim(top=headroom * axes.get_ylim()[1])
@@ -238,6 +226,12 @@ def draw_probe(result, folder) -> None:
     grid[1, 0].set_ylabel("token is predicted,\n% of sequences")
     grid[2, 0].set_ylabel("dimension is largest,\n% of sequences")
     save_figure(figure, folder / "probe.png")
+
+
+def spikes(axes, numbers, heights, level) -> None:
+    """A line of some height at each number; dashed, the level that the luckiest of uniform draws reaches."""
+    axes.vlines(numbers, 0, heights, color=BLUE, linewidth=1)
+    axes.axhline(level, ls="--", color=VERMILION, lw=1.2, label="the most frequent of uniform draws")
 
 
 COMMANDS = {"": Command(probe, Settings())}

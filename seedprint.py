@@ -13,27 +13,23 @@ block at a time: two of 7B parameters fit into a laptop's memory.
 import itertools
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import tyro
-from matplotlib.figure import Figure
-from scipy.cluster.hierarchy import dendrogram, linkage
 from scipy.spatial.distance import squareform
 from scipy.stats import norm
 
-from init import SCHEMES, STD, draw
+from init import SCHEMES
 from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
-from lib.figures import clipped, curves, save_figure
+from lib.figures import clipped, curves, family_tree
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
-from measure.cosines import student_log10_tail
 
 VERDICT_COLUMNS = ("suspect", "verdict", "relabel_z", "matched", "body_z", "body_matched", "embedding_z")
 VERDICT_COLUMNS += ("basis_free_z",)
@@ -127,16 +123,17 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
-def state_fingerprint(source, vocab_size, settings: CompareSettings, device, dtype):
+def state_fingerprint(source, vocab_size, settings: CompareSettings):
     """Fingerprint of every position of the random sequences, (n T, d): each position is a row."""
     indices = range(settings.num_sequences)
     tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
     if tokens.numel() < 3:
         raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
-    return lineage.fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1))
+    states = final_states(source, tokens, settings.device, settings.torch_dtype)  # (n, T, d)
+    return lineage.fingerprint(states.flatten(0, 1))
 
 
-def last_outputs(source, vocab_size, settings: PaperSettings, device, dtype):
+def last_outputs(source, vocab_size, settings: PaperSettings):
     """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
     d = source.config.d_model
     T = settings.paper_length
@@ -148,7 +145,8 @@ def last_outputs(source, vocab_size, settings: PaperSettings, device, dtype):
             inputs = random_vectors(settings.input_seed, indices, T, d)
         else:
             inputs = random_tokens(settings.input_seed, indices, T, vocab_size)
-        parts.append(final_states(source, inputs, device, dtype, last_only=True).cpu())
+        states = final_states(source, inputs, settings.device, settings.torch_dtype, last_only=True)
+        parts.append(states.cpu())
     return torch.cat(parts)
 
 
@@ -181,9 +179,10 @@ def begin(name, paper, settings: CompareSettings):
     specs = comparable_models(settings.models, settings.init)
     check_lengths((settings.sequence_length,), shortest_context(specs))
     experiment = Experiment(name, paper, settings)
-    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
+    vocab_size = common_vocabulary(specs)
     sources = [spec.open() for spec in specs]
-    return experiment, specs, sources, [state_fingerprint(source, *on) for source in sources]
+    prints = [state_fingerprint(source, vocab_size, experiment.settings) for source in sources]
+    return experiment, specs, sources, prints
 
 
 def compare_pair(base, suspect, prints, settings: CompareSettings):
@@ -263,28 +262,12 @@ def matrix(settings: CompareSettings):
 
 def draw_matrix(result, folder) -> None:
     """matrix.png: correlations of body weights, the z of activations written in, and the family tree."""
-    names = [clipped(name) for name in result["settings"]["models"]]
-    count = len(names)
-    matched = np.array([row["body_matched"] or 0.0 for row in result["rows"]])
-    figure = Figure(figsize=(4 + 0.9 * count, 2.2 + 0.55 * count), layout="constrained")
-    tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
-    distances = linkage(1 - np.clip(matched, 0, 1), "average")
-    style = {"orientation": "left", "no_labels": True, "color_threshold": 0, "above_threshold_color": "black"}
-    order = dendrogram(distances, ax=tree, **style)["leaves"]
-    tree.set(xlabel="1 - correlation", title="family tree")
-    tree.spines[["top", "right", "left"]].set_visible(False)
-    correlation = (squareform(matched) + np.eye(count))[np.ix_(order, order)]
-    z = squareform([row["relabel_z"] for row in result["rows"]])[np.ix_(order, order)]
-    image = heat.imshow(correlation, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    labels = [names[i] for i in order]
-    heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
-    heat.set_yticks(range(count), labels, fontsize=8)
-    heat.set_title("z of activations")
-    for y, x in itertools.permutations(range(count), 2):
-        colour = "black" if correlation[y, x] > 0.6 else "white"
-        heat.text(x, y, f"{z[y, x]:.1f}", ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, label="correlation of body weights")
-    save_figure(figure, folder / "matrix.png")
+    names = result["settings"]["models"]
+    matched = squareform([row["body_matched"] or 0.0 for row in result["rows"]])
+    z = squareform([row["relabel_z"] for row in result["rows"]])
+    closeness = matched + np.eye(len(names))
+    label = "correlation of body weights"
+    family_tree(folder / "matrix.png", names, closeness, z, label, "z of activations")
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
@@ -295,11 +278,12 @@ def paper(settings: PaperSettings):
     specs = comparable_models(settings.models, settings.init)
     check_paper_settings(settings, specs)
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
-    on = (common_vocabulary(specs), experiment.settings, experiment.device, experiment.dtype)
-    base_outputs = last_outputs(specs[0].open(), *on)
+    vocab_size = common_vocabulary(specs)
+    base_outputs = last_outputs(specs[0].open(), vocab_size, experiment.settings)
     rows = []
     for spec in progress(specs[1:], desc="paper", unit=" suspects"):
-        test = paper_test(base_outputs, last_outputs(spec.open(), *on), settings)
+        outputs = last_outputs(spec.open(), vocab_size, experiment.settings)
+        test = paper_test(base_outputs, outputs, settings)
         rows.append({"base": specs[0].name, "suspect": spec.name} | test)
     return experiment.save(rows)
 
@@ -321,37 +305,22 @@ def paper_test(a, b, settings: PaperSettings):
 def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
-    A newborn's numbers are Gaussian, so their cosine with any fixed numbers has a known law, and the search
-    among all candidates costs its number (Bonferroni). `answer` is the seed, or null where no candidate's
-    family-wise log10 p is -6 or less. It knows only births of init.py.
+    `answer` is the seed, or null where no candidate's family-wise log10 p is -6 or less; then only the
+    closest is printed, to show how far it is. It knows only births of init.py.
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
     candidates = parse_seeds(settings.seeds)
     source = parse_spec(settings.models[0]).open()
-    unit = unit_numbers(source, settings.parameter, settings.numbers)
+    parameter = settings.parameter
+    if len(source.shapes.get(parameter, ())) != 2:
+        raise UserError(f"--parameter {parameter}: expected a matrix, like {IdentifySettings.parameter}")
     experiment = Experiment("identify", "ours", settings)
-    shape = source.shapes[settings.parameter]
-    m = len(unit)
-
-    def cosine_of(seed):
-        numbers = draw(seed, settings.parameter, shape, STD, m).numpy()
-        return float(numbers @ unit) / float(np.linalg.norm(numbers))
-
-    best = []
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        for start in progress(range(0, len(candidates), 256), desc="seeds", unit=" x 256"):
-            seeds = candidates[start : start + 256]
-            best += zip(pool.map(cosine_of, seeds), seeds)
-            best = sorted(best, reverse=True)[:10]
-    rows = []
-    for cosine, seed in best:
-        t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-        family_log10_p = min(0.0, student_log10_tail(t, m - 1) + math.log10(len(candidates)))
-        rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
+    rows = lineage.closest_births(source, parameter, settings.numbers, candidates)
     is_certain = rows[0]["family_log10_p"] <= lineage.SAME_LOG10_P
     answer = rows[0]["seed"] if is_certain else None
-    result = experiment.save(rows, answer=answer, candidates=len(candidates))
+    shown = rows if is_certain else rows[:1]
+    result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
     if rank() == 0:
         said = f"seed {answer}" if is_certain else f"none of the seeds {settings.seeds} of init.py"
         print(f"{settings.models[0]}: {said}")
@@ -367,16 +336,6 @@ def parse_seeds(text):
     if not 0 < len(candidates) <= 10**7:
         raise UserError(f"--seeds {text}: expected FIRST-LAST, as in 0-99999, ten million at most")
     return candidates
-
-
-def unit_numbers(source, parameter, count):
-    """The first numbers of a source's matrix, scaled to length 1; UserError if there is no such matrix."""
-    if len(source.shapes.get(parameter, ())) != 2:
-        raise UserError(f"--parameter {parameter}: expected a matrix, like {IdentifySettings.parameter}")
-    numbers = source.read(parameter).flatten()[:count].double().numpy()
-    if not np.isfinite(numbers).all():
-        raise UserError(f"{parameter} is not finite: check it for NaN")
-    return (numbers / max(np.linalg.norm(numbers), 1e-300)).astype(np.float32)
 
 
 # ---- a life ------------------------------------------------------------------------------------------------
@@ -402,7 +361,7 @@ def persistence(settings: PersistenceSettings):
     check_lengths((settings.sequence_length,), shortest_context(compared))
     check_paper_settings(settings, compared)
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    on = (common_vocabulary(compared), experiment.settings, experiment.device, experiment.dtype)
+    on = (common_vocabulary(compared), experiment.settings)
     birth = specs[0].open()
     birth_outputs = last_outputs(birth, *on)
     birth_print = state_fingerprint(birth, *on)
@@ -458,7 +417,6 @@ def draw_persistence(result, folder) -> None:
         band="std",
         band_label="std of dimensions",
         log="x",
-        xlabel="training step",
         ylabel="Kendall's tau with birth",
     )
     curves(
@@ -469,7 +427,6 @@ def draw_persistence(result, folder) -> None:
         series="test",
         theories={"level": "p = 0.01"},
         log="xy",
-        xlabel="training step",
         ylabel="-log10 p against its birth",
     )
 

@@ -28,6 +28,7 @@ from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.figures import curves
 from lib.inputs import TextSettings, check_text_settings, read_tokens
 from lib.results import Experiment
+from lib.runs import trained_length
 from lib.runtime import progress, rank
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention, theory
@@ -98,16 +99,26 @@ def attending_models(settings: Settings):
             raise UserError(f"{spec.label} has no attention, so no sinks")
         if settings.attn_calibration != "none" and not spec.is_newborn:
             raise UserError(f"--attn-calibration is for newborns: {spec.label} has its own")
-    reads_text = settings.data or settings.text
-    has_trained = not all(spec.is_newborn for spec in specs)
-    if has_trained and not reads_text and rank() == 0:
-        print("reading random tokens, as none is trained on: --data or --text names text", file=sys.stderr)
+    trained = [spec for spec in specs if not spec.is_newborn]
+    if trained and not (settings.data or settings.text):
+        warn("reading random tokens, as none is trained on: --data or --text names text")
+    for spec in trained:
+        longest = min(max(lengths or LENGTHS), spec.config.context_length)
+        known = trained_length(spec.folder)
+        if known is not None and longest > known:
+            warn(f"{spec.label} was trained on sequences of {known} tokens: longer ones are new to it")
     return specs
+
+
+def warn(text) -> None:
+    """Say something on stderr, once."""
+    if rank() == 0:
+        print(text, file=sys.stderr)
 
 
 def load_model(settings: Settings, spec):
     """A model on the settings' device, in their dtype; a newborn with their calibration."""
-    dtype = getattr(torch, settings.dtype)
+    dtype = settings.torch_dtype
     if not spec.is_newborn:
         return spec.load(settings.device, dtype)
     config = replace(spec.config, attn_calibration=settings.attn_calibration)
@@ -179,33 +190,11 @@ def draw_rate(result, folder) -> None:
         share="x",
         log="x",
         ticks=LENGTHS,
-        xlabel="tokens in a sequence",
         ylabel="",
     )
 
 
 # ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
-
-
-class SpreadByPosition:
-    """Standard deviation at each position over sequences, heads and dimensions, of batches that stream by."""
-
-    def __init__(self):
-        self.count = 0
-        self.sums = 0.0
-        self.squares = 0.0
-
-    def update(self, heads) -> None:
-        """Add heads (B, H, T, Dh)."""
-        heads = heads.double()
-        self.count += heads.numel() // heads.shape[2]
-        self.sums = self.sums + heads.sum((0, 1, 3)).cpu()  # (T,)
-        self.squares = self.squares + heads.square().sum((0, 1, 3)).cpu()
-
-    def std(self):
-        """The standard deviation at positions 1..T."""
-        variance = self.squares / self.count - (self.sums / self.count).square()
-        return variance.clamp(min=0).sqrt().tolist()
 
 
 @torch.inference_mode()
@@ -222,7 +211,7 @@ def value_spread(settings: LengthSettings, spec, model):
     `theory` is `theory.aggregated_std`'s, for the first layer of a newborn on random tokens.
     """
     T = settings.sequence_length
-    spreads = defaultdict(SpreadByPosition)
+    spreads = defaultdict(attention.SpreadByPosition)
 
     def on_heads(layer, heads, q, k, v):
         spreads[layer].update(heads)
@@ -249,19 +238,19 @@ def drawn_rows(rows):
 
 def draw_variance(result, folder) -> None:
     """sink_variance.png, one for each checkpoint: standard deviation by position, for four layers."""
-    for label, rows in by_checkpoint(result["rows"]).items():
-        curves(
-            drawn_rows(rows),
-            folder / figure_name(result, label),
-            x="position",
-            y="std",
-            series="series",
-            theories={"theory": "with the logits' variance"},
-            style="-",
-            log="xy",
-            xlabel="position i",
-            ylabel="std of aggregated values",
-        )
+    draw_each(
+        result,
+        result["rows"],
+        folder,
+        drawn_rows,
+        x="position",
+        y="std",
+        series="series",
+        theories={"theory": "with the logits' variance"},
+        style="-",
+        log="xy",
+        ylabel="std of aggregated values",
+    )
 
 
 @torch.inference_mode()
@@ -282,7 +271,7 @@ def dissect(settings: LengthSettings, spec, model):
     T = settings.sequence_length
     tokens = read_tokens(settings, spec, T)
     n = len(tokens)
-    spreads = defaultdict(SpreadByPosition)
+    spreads = defaultdict(attention.SpreadByPosition)
     means = defaultdict(float)  # over sequences, by what and layer
 
     def on_state(layer, x):
@@ -338,20 +327,20 @@ def super_neurons(layer, mlp, activation):
     gate = mlp.gate_proj or mlp.up_proj
     down = mlp.down_proj.weight.float().square().cpu()  # (d, d_ff)
     largest, dimension = down.max(dim=0)
-    table = pd.DataFrame(
-        {
-            "layer": layer,
-            "neuron": range(len(first)),
-            "ratio": (first / others).tolist(),
-            "first": first.tolist(),
-            "others": others.tolist(),
-            "gate_norm": gate.weight.float().norm(dim=1).tolist(),
-            "up_norm": mlp.up_proj.weight.float().norm(dim=1).tolist(),
-            "down_norm": down.sum(0).sqrt().tolist(),
-            "down_share": (largest / down.sum(0).clamp(min=1e-30)).tolist(),
-            "dimension": dimension.tolist(),
-        }
-    )
+    total = down.sum(0)
+    of_units = {
+        "ratio": first / others,
+        "first": first,
+        "others": others,
+        "gate_norm": gate.weight.float().norm(dim=1),
+        "up_norm": mlp.up_proj.weight.float().norm(dim=1),
+        "down_norm": total.sqrt(),
+        "down_share": largest / total.clamp(min=1e-30),
+        "dimension": dimension,
+    }
+    table = pd.DataFrame({name: values.tolist() for name, values in of_units.items()})
+    table.insert(0, "neuron", table.index)
+    table.insert(0, "layer", layer)
     return table.nlargest(10, "ratio").to_dict("records")
 
 
@@ -363,31 +352,34 @@ LINKS = {  # of the chain that `anatomy` follows, with their titles
 }
 
 
+def link_points(rows):
+    """The points of a checkpoint's four panels."""
+    points = []
+    for link, title in LINKS.items():
+        for row in drawn_rows(rows):
+            uniform = row["uniform_alpha"] if link == "alpha" else None
+            points.append(row | {"panel": title, "value": row[link], "uniform": uniform})
+    return points
+
+
 def draw_anatomy(result, folder) -> None:
     """anatomy.png, one for each checkpoint: a panel for each link, by position, for four layers."""
-    for label, rows in by_checkpoint(result["rows"]).items():
-        points = []
-        for link, title in LINKS.items():
-            for row in drawn_rows(rows):
-                point = row | {"panel": title, "value": row[link]}
-                if link == "alpha":
-                    point["uniform"] = row["uniform_alpha"]
-                points.append(point)
-        curves(
-            points,
-            folder / figure_name(result, label),
-            x="position",
-            y="value",
-            series="series",
-            panel="panel",
-            theories={"uniform": "uniform attention"},
-            share="",
-            style="-",
-            log="xy",
-            panels_in_a_row=2,
-            xlabel="position",
-            ylabel="",
-        )
+    draw_each(
+        result,
+        result["rows"],
+        folder,
+        link_points,
+        x="position",
+        y="value",
+        series="series",
+        panel="panel",
+        theories={"uniform": "uniform attention"},
+        share="",
+        style="-",
+        log="xy",
+        panels_in_a_row=2,
+        ylabel="",
+    )
 
 
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
@@ -462,46 +454,42 @@ def draw_intervene(result, folder) -> None:
     """intervene.png, one for each checkpoint: alpha_k by factor, in the mean of the later layers."""
     settings = result["settings"]
     uniform = attention.uniform_alpha(settings["sequence_length"], settings["position"])
-    for label, rows in by_checkpoint(result["summary"]).items():
+
+    def points_of(rows):
         points = []
         for row in rows:
-            factors = [row["factor"]]
-            if row["factor"] is None:  # a level line
-                factors = settings["factor"]
-            for factor in factors:
-                point = {"factor": factor, "error": row["high"] - row["alpha_k"], "uniform": uniform}
-                points.append(row | point)
-        curves(
-            points,
-            folder / figure_name(result, label),
-            x="factor",
-            y="alpha_k",
-            series="intervention",
-            theories={"uniform": "uniform attention"},
-            band="error",
-            band_label="95 % interval",
-            xlabel="factor",
-            ylabel=f"mean attention to position {settings['position']}, later layers",
-        )
+            point = row | {"error": row["high"] - row["alpha_k"], "uniform": uniform}
+            factors = settings["factor"] if row["factor"] is None else [row["factor"]]  # all: a level line
+            points += [point | {"factor": factor} for factor in factors]
+        return points
+
+    draw_each(
+        result,
+        result["summary"],
+        folder,
+        points_of,
+        x="factor",
+        y="alpha_k",
+        series="intervention",
+        theories={"uniform": "uniform attention"},
+        band="error",
+        band_label="95 % interval",
+        ylabel=f"mean attention to position {settings['position']}, later layers",
+    )
 
 
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
-def by_checkpoint(rows):
-    """The rows of each checkpoint."""
-    parts = defaultdict(list)
-    for row in rows:
-        parts[row["checkpoint"]].append(row)
-    return parts
-
-
-def figure_name(result, label):
-    """The PNG of a checkpoint: the experiment's name, and the checkpoint's where there are several."""
-    if len(by_checkpoint(result["rows"])) == 1:
-        return f"{result['experiment']}.png"
-    words = re.sub(r"[^\w.-]+", "_", label).strip("_")
-    return f"{result['experiment']}_{words}.png"
+def draw_each(result, rows, folder, points_of, **figure) -> None:
+    """Draw the points that a function makes of each checkpoint's rows; its name is the PNG's, if several."""
+    labels = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    for label in labels:
+        name = result["experiment"]
+        if len(labels) > 1:
+            name += "_" + re.sub(r"[^\w.-]+", "_", label).strip("_")
+        points = points_of([row for row in rows if row["checkpoint"] == label])
+        curves(points, folder / f"{name}.png", **figure)
 
 
 COMMANDS = {

@@ -13,32 +13,35 @@ the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exi
 """
 
 import contextlib
-import json
 import math
-import os
-import shutil
 import signal
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, keyed_generator, newborn
-from lib import checkpoint, data, runtime
-from lib.figures import curves
-from lib.folders import JSON_ERRORS
+from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
 from lib.results import is_power_of_two
-from lib.settings import Command, RunSettings, UserError, at_least, checked_values, read_settings, run_script
+from lib.settings import (
+    Command,
+    RunSettings,
+    UserError,
+    at_least,
+    is_first_process,
+    read_settings,
+    run_script,
+)
+from lib.speed import total_matmul_peak, training_flops
 from measure import attention
-from model import CHOICES, PRESETS, training_flops
+from model import CHOICES, PRESETS
 
 
 @dataclass
@@ -123,11 +126,11 @@ MAY_CHANGE = {
 def train(settings: Settings):
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     settings, device, dtype = runtime.start(settings)
-    check_run_folder(settings)
+    runs.check_settings(settings, MAY_CHANGE)
     run = Path(settings.out)
-    with runtime.sole_owner(run):
+    with runs.sole_owner(run):
         if runtime.rank() == 0:
-            runtime.remove_leftovers(run)
+            runs.remove_leftovers(run)
         train_alone(settings, run, device, dtype)
     return run
 
@@ -148,26 +151,25 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model)
-    peak = runtime.total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens/s
+    peak = total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens/s
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
     metrics = run / "metrics.jsonl"
     if is_master:
-        begin_logs(settings, metrics, 0 if state is None else step + 1)
+        runs.begin_logs(settings, metrics, 0 if state is None else step + 1)
 
     def evaluate_and_sample():
         """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
         loss = evaluate(raw_model, *evaluation_windows, settings.micro_batch_size, device, dtype)
         if not math.isfinite(loss):
-            raise diverged(run, step, f"held-out loss {loss}")
+            raise runs.diverged(run, step, f"held-out loss {loss}")
         row = {"val_loss": loss}
         if settings.track_sinks:
             row |= sinks_of(raw_model, evaluation_windows[0].to(device))
         if is_master:
             sample = generate(raw_model, tokenizer, 48, step)
             perplexity = math.exp(min(loss, 700))
-            print(
-                f"step {step}: held-out loss {loss:.4f}, perplexity {perplexity:.1f}, {sample!r}", flush=True
-            )
+            text = f"held-out loss {loss:.4f}, perplexity {perplexity:.1f}"
+            print(f"step {step}: {text}, {sample!r}", flush=True)
         return row
 
     def save() -> None:
@@ -175,7 +177,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
         named = tokens.tokenizer_file or tokens.tokenizer
         checkpoint.save(run / f"step_{step:07}", raw_model, state, named)
-        prune(run, settings.keep)
+        runs.prune(run, settings.keep)
 
     durations = []
     stopped = False
@@ -183,7 +185,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         if state is None:  # the newborn
             row = {"step": 0} | evaluate_and_sample()
             if is_master:
-                append_line(metrics, row)
+                runs.append_line(metrics, row)
                 save()
         while step < settings.max_iters and not stopped:
             begun = time.perf_counter()
@@ -199,7 +201,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             # clip
             grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), settings.grad_clip).item()
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise diverged(run, step, f"loss {loss}, gradient norm {grad_norm}")
+                raise runs.diverged(run, step, f"loss {loss}, gradient norm {grad_norm}")
             # step
             optimizer.step()
             optimizer.zero_grad()
@@ -215,19 +217,20 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
                 row |= evaluate_and_sample()
             # log
             if is_master:
-                append_line(metrics, row)
+                runs.append_line(metrics, row)
                 if step % settings.log_every == 0:
                     print_progress(settings, row, fmean(durations), peak)
                     durations.clear()
                 if "val_loss" in row or is_last:
-                    draw_loss(run)
+                    runs.draw_loss(run)
             # checkpoint
             is_kept = settings.keep == "powers" and is_power_of_two(step)
             if is_master and (is_last or is_kept or step % settings.save_every == 0):
                 save()
     if is_master:
-        prune(run, settings.keep)
-        print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
+        runs.prune(run, settings.keep)
+        lines = runs.lines_to_open(checkpoint.steps(run)[-1])
+        print(f"{run} is at step {step}; --resume goes on, up to --max-iters. To open it elsewhere:{lines}")
     runtime.wait_for_all(device)
 
 
@@ -352,7 +355,7 @@ def load_model(settings: Settings, tokens):
     """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
     state = None
     if settings.resume and checkpoint.steps(settings.out):
-        model, state = load_newest(Path(settings.out))
+        model, state = runs.load_newest(Path(settings.out))
         if state["data"] != tokens.fingerprint:
             raise UserError(f"{tokens.folder} is another data set than {settings.out} was begun with")
     elif settings.init_from:
@@ -381,75 +384,13 @@ def config_of(settings: Settings, tokens):
     return replace(preset, attn_calibration=settings.attn_calibration, vocab_size=tokens.vocab_size)
 
 
-def load_newest(run):
-    """Model and state of the newest checkpoint that is whole; UserError if all are damaged."""
-    reasons = []
-    for folder in checkpoint.steps(run)[::-1]:
-        try:
-            state = checkpoint.load_state(folder)
-            return checkpoint.load(folder), state
-        except UserError as error:
-            reasons.append(str(error))
-            if runtime.rank() == 0:
-                print(f"skipping {folder}: {error}")
-    raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
-
-
-# ---- the run folder ----------------------------------------------------------------------------------------
-
-
-def stored_settings(run) -> Settings | None:
-    """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
-    path = run / "settings.json"
-    if not path.exists() and not checkpoint.steps(run):
-        return None
-    try:
-        values = json.loads(path.read_text())
-        return Settings(**checked_values(values, Settings, str(path)))
-    except JSON_ERRORS as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-
-
 def default_settings(words) -> Settings:
     """The defaults of a command line: where it resumes a run, that run's settings."""
     given = read_settings(Settings(), words, __doc__)
-    if not given.resume:
-        return Settings()
-    return stored_settings(Path(given.out)) or Settings()
-
-
-def check_run_folder(settings: Settings, may_change=MAY_CHANGE) -> None:
-    """UserError for a folder that holds another run: one whose settings differ in what may not change."""
-    run = Path(settings.out)
-    if settings.global_batch_size < runtime.world_size():
-        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    if checkpoint.steps(run) and not settings.resume:
-        raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    stored = stored_settings(run) if settings.resume else None
-    for name, value in asdict(stored or settings).items():
-        if name not in may_change and value != getattr(settings, name):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
-
-
-def begin_logs(settings: Settings, metrics, num_lines) -> None:
-    """Write settings.json, and keep the first lines of metrics.jsonl: what came after them comes again."""
-    lines = []
-    if num_lines and metrics.exists():
-        lines = metrics.read_text(errors="replace").splitlines(keepends=True)[:num_lines]
-    with runtime.atomic_file(metrics.with_name("settings.json")) as temporary:
-        temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    with runtime.atomic_file(metrics) as temporary:
-        temporary.write_text("".join(lines))
-
-
-def append_line(path, row) -> None:
-    """Add a row to a file of JSON lines."""
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    stored = runs.stored_settings(Path(given.out), Settings) if given.resume else None
+    if given.resume and stored is None and is_first_process():
+        print(f"no run in {given.out} yet: this one begins there")
+    return stored or Settings()
 
 
 def print_progress(settings: Settings, row, seconds, peak) -> None:
@@ -459,48 +400,6 @@ def print_progress(settings: Settings, row, seconds, peak) -> None:
     left = timedelta(seconds=round((settings.max_iters - step) * seconds))
     text = f"step {step}/{settings.max_iters}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
     print(f"{text}  MFU {100 * speed / peak:.1f} %  {left} left", flush=True)
-
-
-def prune(run, keep) -> None:
-    """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
-    for folder in checkpoint.steps(run)[:-2]:
-        step = int(folder.name.removeprefix("step_"))
-        is_kept = keep == "powers" and is_power_of_two(step)
-        if keep == "all" or step == 0 or is_kept:
-            (folder / "state.pt").unlink(missing_ok=True)
-        else:
-            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp")))
-
-
-def diverged(run, step, what) -> UserError:
-    """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
-    bad = run / f"step_{step:07}"
-    if bad.exists() and runtime.rank() == 0:
-        aside = run / f"diverged_{step:07}"
-        shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
-        os.replace(bad, aside)
-    good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
-    hint = "other weights"
-    if good:
-        hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate"
-    return UserError(f"step {step}: {what}; try {hint}")
-
-
-def draw_loss(run) -> None:
-    """loss.png from metrics.jsonl."""
-    log = pd.read_json(run / "metrics.jsonl", lines=True)
-    log = log.rename(columns={"loss": "training", "val_loss": "held out"})
-    points = log.melt("step", ["training", "held out"], "split", "nats").dropna()
-    curves(
-        points.to_dict("records"),
-        run / "loss.png",
-        x="step",
-        y="nats",
-        series="split",
-        style="-",
-        xlabel="step",
-        ylabel="loss, nats a token",
-    )
 
 
 COMMANDS = {"": Command(train, default_settings)}

@@ -530,10 +530,8 @@ def permutation(data_seed, epoch, T, size) -> np.ndarray:
 
 
 def read_meta(folder):
-    """What meta.json says; TypeError, ValueError or KeyError if it is damaged, UserError if it is of old."""
+    """What meta.json says; TypeError, ValueError or KeyError if it is damaged."""
     meta = dict(json.loads((folder / "meta.json").read_text()))
-    if "shards" in meta:
-        raise UserError(f"{folder} was prepared by an older version: remove it, and prepare it anew")
     for name, kind in META_TYPES.items():
         if type(meta[name]) is not kind:
             raise TypeError(f"{name} is {meta[name]!r}")

@@ -2,10 +2,13 @@
 
 import itertools
 
+import numpy as np
 import pandas as pd
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
+from scipy.cluster.hierarchy import dendrogram, linkage
+from scipy.spatial.distance import squareform
 
 from lib.runtime import atomic_file, rank
 
@@ -14,7 +17,13 @@ BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
-COSINE = "mean cosine between sequences"
+LABELS = {  # of axes that several figures have; of any other the key of its values
+    "mean_cosine": "mean cosine between sequences",
+    "sequence_length": "tokens in a sequence",
+    "step": "training step",
+    "position": "position i",
+    "d_model": "width d",
+}
 
 
 class PlainLogFormatter(LogFormatter):
@@ -32,8 +41,8 @@ def curves(
     x,
     y,
     series,
-    xlabel,
-    ylabel,
+    xlabel=None,
+    ylabel=None,
     theories=None,
     panel="",
     band="",
@@ -48,7 +57,7 @@ def curves(
 
     `theories` maps the keys that hold theories to their legends; a point may have None. `band` is the key of
     a half width to shade. `log` names the logarithmic axes and `share` those that panels have in common:
-    "x", "y", "xy" or "".
+    "x", "y", "xy" or "". An axis without a label is named by LABELS.
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
@@ -79,10 +88,34 @@ def curves(
         grid[0].fill_between([], [], color="grey", alpha=0.3, linewidth=0, label=band_label)
     for dash, legend in zip(DASHES, (theories or {}).values()):
         grid[0].plot([], [], "k" + dash, linewidth=1.1, label=legend)
-    figure.supxlabel(xlabel, fontsize=10)
-    figure.supylabel(ylabel, fontsize=10)
+    figure.supxlabel(LABELS.get(x, x) if xlabel is None else xlabel, fontsize=10)
+    figure.supylabel(LABELS.get(y, y) if ylabel is None else ylabel, fontsize=10)
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
+def family_tree(path, names, closeness, numbers, label, title) -> None:
+    """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1; `numbers` (n, n) are written in."""
+    count = len(names)
+    figure = Figure(figsize=(4 + 0.9 * count, 2.2 + 0.55 * count), layout="constrained")
+    tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
+    distances = squareform(1 - np.clip(closeness, 0, 1), checks=False)
+    style = {"orientation": "left", "no_labels": True, "color_threshold": 0, "above_threshold_color": "black"}
+    order = dendrogram(linkage(distances, "average"), ax=tree, **style)["leaves"]
+    tree.set(xlabel="1 - correlation", title="family tree")
+    tree.spines[["top", "right", "left"]].set_visible(False)
+    closeness = closeness[np.ix_(order, order)]
+    numbers = numbers[np.ix_(order, order)]
+    image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    labels = [clipped(names[i]) for i in order]
+    heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
+    heat.set_yticks(range(count), labels, fontsize=8)
+    heat.set_title(title)
+    for y, x in itertools.permutations(range(count), 2):
+        colour = "black" if closeness[y, x] > 0.6 else "white"
+        heat.text(x, y, f"{numbers[y, x]:.1f}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, label=label)
     save_figure(figure, path)
 
 
@@ -95,7 +128,7 @@ def style_axes(axes, values, log, ticks) -> None:
         ticker.set_minor_formatter(PlainLogFormatter())
     if "x" not in log:
         whole_numbers = pd.api.types.is_integer_dtype(values)  # there is no seed or layer 42.2
-        axes.xaxis.get_major_locator().set_params(**({"integer": True} if whole_numbers else {"nbins": 6}))
+        axes.locator_params(axis="x", integer=whole_numbers, nbins=7)
     if ticks:
         shown = [tick for tick in ticks if values.min() <= tick <= values.max()]
         axes.set_xticks(shown, shown)

@@ -12,11 +12,16 @@ from torch import Tensor
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     half = x.shape[-1] // 2
-    turned = x * torch.cat((cos, cos), dim=-1)
-    if x.requires_grad:  # writing to slices in place would cost the backward pass dearly
-        return torch.addcmul(turned, x.roll(half, dims=-1), torch.cat((-sin, sin), dim=-1))
-    turned[..., :half].addcmul_(x[..., half:], sin, value=-1)  # left cos - right sin
-    turned[..., half:].addcmul_(x[..., :half], sin)  # right cos + left sin
+    cosines = torch.cat((cos, cos), dim=-1)  # (T, 1, Dh)
+    turned = x * cosines
+    if x.requires_grad:  # writing to halves in place would cost the backward pass dearly
+        sines = torch.cat((-sin, sin), dim=-1)
+        swapped = x.roll(half, dims=-1)
+        return torch.addcmul(turned, swapped, sines)
+    left, right = x.chunk(2, dim=-1)  # (B, T, H, Dh/2) each
+    turned_left, turned_right = turned.chunk(2, dim=-1)
+    turned_left.addcmul_(right, sin, value=-1)  # left cos - right sin
+    turned_right.addcmul_(left, sin)  # right cos + left sin
     return turned
 
 
@@ -41,13 +46,18 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     B, H, T, Dh = q.shape
     k = k.repeat_interleave(H // k.shape[1], dim=1)  # (B, H, T, Dh)
     v = v.repeat_interleave(H // v.shape[1], dim=1)  # (B, H, T, Dh)
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (B H, T, Dh)
+    q = q.flatten(0, 1)  # (B H, T, Dh)
+    k = k.flatten(0, 1)
+    v = v.flatten(0, 1)
     blocks = []
     for start in range(0, T, 128):
         end = min(start + 128, T)
+        block = q[:, start:end]
+        keys = k[:, :end].transpose(1, 2)  # (B H, Dh, end)
+        values = v[:, :end]
         future = torch.full((end - start, end), -torch.inf, dtype=q.dtype).triu(1 + start)  # (block, end)
-        scores = torch.baddbmm(future, q[:, start:end], k[:, :end].transpose(1, 2), alpha=Dh**-0.5)
-        blocks.append(scores.softmax(-1) @ v[:, :end])  # (B H, block, Dh)
+        scores = torch.baddbmm(future, block, keys, alpha=Dh**-0.5)
+        blocks.append(scores.softmax(-1) @ values)  # (B H, block, Dh)
     return torch.cat(blocks, dim=1).view(B, H, T, Dh)
 
 
@@ -59,9 +69,15 @@ def halved_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     T = k.shape[2]
     half = T // 2
     grouped = k.shape[1] < q.shape[1]
-    mask = torch.ones(T - half, T, dtype=torch.bool).tril(half)  # (T - half, T)
     early = F.scaled_dot_product_attention(
-        q[:, :, :half], k[:, :, :half], v[:, :, :half], is_causal=True, enable_gqa=grouped
+        q[:, :, :half],
+        k[:, :, :half],
+        v[:, :, :half],
+        is_causal=True,
+        enable_gqa=grouped,
     )
-    late = F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=mask, enable_gqa=grouped)
-    return torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1).transpose(1, 2)
+    late_queries = q[:, :, half:]
+    mask = torch.ones(T - half, T, dtype=torch.bool).tril(half)  # (T - half, T)
+    late = F.scaled_dot_product_attention(late_queries, k, v, attn_mask=mask, enable_gqa=grouped)
+    heads = torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1)  # (B, T, H, Dh)
+    return heads.transpose(1, 2)

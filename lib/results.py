@@ -35,11 +35,12 @@ class Experiment:
         self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()
 
-    def save(self, rows, columns=(), draw=None, **more):
+    def save(self, rows, columns=(), draw=None, shown=None, **more):
         """Draw the figures, write the JSON, print the rows; returns what the JSON holds.
 
-        `draw(result, folder)` comes first, so that the JSON is a sign that all is there. `columns` are the
-        ones to print (none: all); `more` goes into the JSON, for figures and for whoever judges.
+        `draw(result, folder)` comes first, so that the JSON is a sign that all is there. Of the rows that are
+        `shown` (None: all) the `columns` are printed (none: all). `more` goes into the JSON, for figures and
+        for whoever judges.
         """
         seconds = round(time.perf_counter() - self.begun, 2)
         result = {
@@ -54,7 +55,7 @@ class Experiment:
             if draw is not None:
                 draw(result, self.folder)
             write_json(result, self.folder / f"{self.name}.json")
-            print_rows(rows, columns)
+            print_rows(rows if shown is None else shown, columns)
         return result
 
 

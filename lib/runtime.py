@@ -6,16 +6,13 @@ is written under a temporary name and renamed, so that a failure leaves what was
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import os
 import shutil
 import tempfile
-import time
 from datetime import timedelta
 from pathlib import Path
 
-import filelock
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,7 +44,7 @@ def start(settings: RunSettings):
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" or bfloat16_is_fast() else "float32"
     settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
-    return settings, device, getattr(torch, dtype)
+    return settings, device, settings.torch_dtype
 
 
 def choose_device(name):
@@ -71,29 +68,6 @@ def bfloat16_is_fast():
 def default_batch_size(device, sequence_length):
     """Sequences in a forward pass; two at least, since states are compared within a batch."""
     return max(2, BATCH_TOKENS[device.type] // sequence_length)
-
-
-def seconds_of(work, *arguments):
-    """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
-    begun = time.perf_counter()
-    work(*arguments).flatten()[0].item()
-    return time.perf_counter() - begun
-
-
-def matmul_peak(device, dtype):
-    """FLOP/s of a large square matrix product, median of 9: the limit that MFU refers to."""
-    size = 8192 if device.type == "cuda" else 2048
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    times = [seconds_of(torch.nn.functional.linear, a, b) for _ in range(10)]
-    median = sorted(times[1:])[4]  # the first one allocates
-    return 2 * size**3 / median
-
-
-@functools.cache
-def total_matmul_peak(device, dtype):
-    """`matmul_peak` of all ranks together, measured once in a process."""
-    return sum_over_ranks(torch.tensor(matmul_peak(device, dtype), device=device)).item()
 
 
 # ---- processes ---------------------------------------------------------------------------------------------
@@ -170,32 +144,6 @@ def atomic_folder(path):
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def sole_owner(folder):
-    """Hold a run folder for this process group alone; UserError if another one holds it."""
-    lock = filelock.FileLock(folder / ".lock", blocking=False)
-    try:
-        if rank() == 0:
-            lock.acquire()
-    except filelock.Timeout:
-        raise UserError(f"another process trains in {folder}: wait for it, or choose another --out") from None
-    except (OSError, NotImplementedError):
-        pass  # a file system without locks
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def remove_leftovers(folder) -> None:
-    """Remove the temporary files and folders that killed processes left in a folder that we own alone."""
-    for leftover in folder.glob(".*.[0-9]*.tmp"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
 
 
 def sha256(path):

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 import tyro
 
@@ -50,6 +51,11 @@ class RunSettings:
     """number format of the blocks; auto: bfloat16 where it is fast"""
     out: str = "results"
     """folder that receives the JSON and PNG files"""
+
+    @property
+    def torch_dtype(self):
+        """The torch.dtype, once an experiment has begun: before that it may be "auto"."""
+        return getattr(torch, self.dtype)
 
 
 def at_least(least, default):

@@ -75,3 +75,24 @@ def sink_share(alpha: Tensor, epsilon) -> Tensor:
 def uniform_alpha(T, position=1):
     """alpha_k of uniform attention: the mean of 1/i over the queries i = k..T."""
     return (1 / torch.arange(position, T + 1).double()).mean().item()
+
+
+class SpreadByPosition:
+    """Standard deviation at each position over sequences, heads and dimensions, of batches that stream by."""
+
+    def __init__(self):
+        self.count = 0
+        self.sums = 0.0
+        self.squares = 0.0
+
+    def update(self, heads) -> None:
+        """Add heads (B, H, T, Dh)."""
+        heads = heads.double()
+        self.count += heads.numel() // heads.shape[2]
+        self.sums = self.sums + heads.sum((0, 1, 3)).cpu()  # (T,)
+        self.squares = self.squares + heads.square().sum((0, 1, 3)).cpu()
+
+    def std(self):
+        """The standard deviation at positions 1..T."""
+        variance = self.squares / self.count - (self.sums / self.count).square()
+        return variance.clamp(min=0).sqrt().tolist()

@@ -18,6 +18,7 @@ A model comes as a source, `Spec.open()`, whose parameters are read one at a tim
 import functools
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from scipy import stats
 from scipy.special import softmax
 from torch import Tensor
 
-from init import keyed_generator
+from init import STD, draw, keyed_generator
 from lib.runtime import bfloat16_is_fast, progress
 from lib.settings import UserError
 from measure.cosines import student_log10_tail
@@ -301,6 +302,40 @@ def some_layers(depth, count):
     """Up to `count` layers of 0..depth - 1, evenly spaced."""
     numbers = np.linspace(0, depth - 1, min(count, depth)).round()
     return np.unique(numbers.astype(int)).tolist()
+
+
+# ---- the seed ----------------------------------------------------------------------------------------------
+
+
+def closest_births(source, parameter, count, seeds):
+    """The ten of some seeds whose births of a matrix are closest to a source's, by its first `count` numbers.
+
+    A newborn's numbers are Gaussian, so that their cosine with any fixed numbers has Student's law, and the
+    search among all seeds costs their number (Bonferroni): `family_log10_p`. UserError for NaN.
+    """
+    shape = source.shapes[parameter]
+    numbers = source.read(parameter).flatten()[:count].double().numpy()
+    if not np.isfinite(numbers).all():
+        raise UserError(f"{parameter} is not finite: check it for NaN")
+    unit = (numbers / max(np.linalg.norm(numbers), 1e-300)).astype(np.float32)
+    m = len(unit)
+
+    def cosine_of(seed):
+        birth = draw(seed, parameter, shape, STD, m).numpy()
+        return float(birth @ unit) / float(np.linalg.norm(birth))
+
+    best = []
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
+        for start in progress(range(0, len(seeds), 256), desc="seeds", unit=" x 256"):
+            part = seeds[start : start + 256]
+            best += zip(pool.map(cosine_of, part), part)
+            best = sorted(best, reverse=True)[:10]
+    rows = []
+    for cosine, seed in best:
+        t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
+        family_log10_p = min(0.0, student_log10_tail(t, m - 1) + math.log10(len(seeds)))
+        rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
+    return rows
 
 
 # ---- the verdict -------------------------------------------------------------------------------------------

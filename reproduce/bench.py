@@ -1,15 +1,15 @@
 """How fast is it, against the machine's limit and against transformers?
 
     python -m reproduce.bench                                       # all of it: about ten minutes on 2 cores
-    python -m reproduce.bench forward --model nano_llama --sequence-length 512 --rounds 9
-    python -m reproduce.bench training
+    python -m reproduce.bench --work forward --model nano_llama --sequence-length 512 --rounds 9
+    python -m reproduce.bench --work training
 
 One table, in tokens a second. `forward` is the last position's final state of random sequences, `training` a
 step of train.py: forward and backward pass in bfloat16 with float32 weights, clipping, AdamW. transformers'
-model has the same shape, dtype and, in training, the same loop. In `forward`, each first picks its best batch
-size. Ours, theirs and the matrix product that measures the device's peak take turns, in alternating order;
-medians count. `share` is of that peak, in the products that the answer needs: what is computed beyond is a
-loss. (What streaming a 7B folder costs: tests/streaming.py.)
+model has the same shape, dtype and batch and, in training, the same loop. Ours, theirs and the matrix product
+that measures the device's peak take turns, in alternating order; medians count. `share` is of that peak, in
+the products that the answer needs: what is computed beyond is a loss. (What streaming a 7B folder costs:
+tests/streaming.py.)
 """
 
 import itertools
@@ -21,94 +21,87 @@ import pandas as pd
 import torch
 
 from init import newborn
-from lib.checkpoint import check_lengths, chosen_models, config_json, shortest_context
+from lib.checkpoint import check_lengths, config_json
 from lib.folders import KEYS
 from lib.results import Experiment
-from lib.runtime import BATCH_TOKENS, matmul_peak, progress, seconds_of
+from lib.runtime import BATCH_TOKENS, progress
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from model import PRESETS, ModelConfig, forward_flops, training_flops
+from lib.speed import forward_flops, matmul_peak, seconds_of, training_flops
+from model import PRESETS, ModelConfig
 from train import loss_sum
 
 TRAINED = {"tiny_llama": (32, 256), "nano_llama": (4, 512)}  # batch size, sequence length; on CUDA 32 x all
 OURS = "ours"
 THEIRS = "transformers"
-COLUMNS = ("model", "work", "sequence_length", "dtype", OURS, THEIRS, "ratio", "share", "peak_gflops")
+COLUMNS = (
+    "model",
+    "work",
+    "batch_size",
+    "sequence_length",
+    "dtype",
+    OURS,
+    THEIRS,
+    "ratio",
+    "share",
+    "peak_gflops",
+)
 
 
 @dataclass
-class TrainingSettings(RunSettings):
-    """What `training` can be told."""
+class Settings(RunSettings):
+    """What `python -m reproduce.bench` can be told; `--dtype auto` times forward passes in both."""
 
+    work: tuple[Literal["forward", "training"], ...] = ("forward", "training")
+    """what to time"""
+    model: tuple[Literal[tuple(PRESETS)], ...] = ("nano_gpt2", "nano_llama", "nano_qwen")
+    """presets whose forward pass is timed"""
+    sequence_length: tuple[int, ...] = (64, 512, 1024)
+    """tokens in a sequence of a forward pass"""
+    tokens: int | None = at_least(1, None)
+    """in a batch of a forward pass (default: 2048; on CUDA 65536)"""
     rounds: int = at_least(1, 3)
     """measurements of each contestant; the median counts"""
 
 
-@dataclass
-class ForwardSettings(TrainingSettings):
-    """What `forward` and `all` can be told; `--dtype auto` times both."""
-
-    model: tuple[Literal[tuple(PRESETS)], ...] = ("nano_gpt2", "nano_llama", "nano_qwen")
-    """presets whose forward pass is timed"""
-    sequence_length: tuple[int, ...] = (64, 512, 1024)
-    """tokens in a sequence"""
-    tokens: int | None = at_least(1, None)
-    """in the largest of three batches (default: 2048; on CUDA 65536)"""
-
-
-def bench(settings: ForwardSettings, with_training=True):
+def bench(settings: Settings):
     """Time forward passes and training steps. Writes bench.json."""
-    context = shortest_context(chosen_models(settings.model, (0,)))
-    check_lengths(settings.sequence_length, context)
+    check_lengths(settings.sequence_length, min(PRESETS[name].context_length for name in settings.model))
     experiment = Experiment("bench", "", settings)
     dtypes = [torch.bfloat16, torch.float32]
     if settings.dtype != "auto":
         dtypes = [experiment.dtype]
     rows = []
-    for name, dtype in itertools.product(settings.model, dtypes):
-        rows += forward_rows(name, settings, experiment.device, dtype)
-    if with_training:
+    if "forward" in settings.work:
+        for name, dtype in itertools.product(settings.model, dtypes):
+            rows += forward_rows(name, settings, experiment.device, dtype)
+    if "training" in settings.work:
         rows += training_rows(settings, experiment.device)
     return experiment.save(rows, COLUMNS)
-
-
-def forward(settings: ForwardSettings):
-    """Time forward passes only. Writes bench.json."""
-    return bench(settings, with_training=False)
-
-
-def training(settings: TrainingSettings):
-    """Time training steps only. Writes bench.json."""
-    if settings.dtype == "float32":
-        raise UserError("training is timed in bfloat16, as train.py's products are: without --dtype float32")
-    experiment = Experiment("bench", "", settings)
-    return experiment.save(training_rows(settings, experiment.device), COLUMNS)
 
 
 # ---- what is timed -----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def forward_rows(name, settings: ForwardSettings, device, dtype):
+def forward_rows(name, settings: Settings, device, dtype):
     """Last-position states of random sequences: a row for each length."""
     config = PRESETS[name]
     ours = newborn(name, 0, device=device, dtype=dtype)
-    passes = {OURS: partial(ours.hidden, last_only=True)}
-    theirs = transformers_model(config)
-    if theirs is not None:
-        passes[THEIRS] = partial(last_states, theirs.to(device, dtype))
-    most_tokens = settings.tokens or BATCH_TOKENS[device.type]
+    theirs = transformers_model(config).to(device, dtype)
+    num_tokens = settings.tokens or BATCH_TOKENS[device.type]
     rows = []
     for T in progress(settings.sequence_length, desc=name, unit=" lengths"):
-        tokens = torch.randint(config.vocab_size, (max(1, most_tokens // T), T), device=device)
+        tokens = torch.randint(config.vocab_size, (max(1, num_tokens // T), T), device=device)
+        works = {
+            OURS: partial(ours.hidden, tokens, last_only=True),
+            THEIRS: partial(last_states, theirs, tokens),
+        }
+        for work in works.values():
+            work()  # the first call allocates
         flops = forward_flops(config, T, last_only=True) / T
-        works, sizes = {}, {}
-        for who, work in passes.items():
-            batch = best_batch(work, tokens)
-            works[who] = (partial(work, batch), batch.numel())
-            sizes[f"batch_size_{who}"] = len(batch)
-        key = {"model": name, "work": "forward", "sequence_length": T}
+        key = {"model": name, "work": "forward", "batch_size": len(tokens), "sequence_length": T}
         key["dtype"] = str(dtype).removeprefix("torch.")
-        rows.append(key | take_turns(works, flops, settings.rounds, device, dtype) | sizes)
+        rows.append(key | take_turns(works, tokens.numel(), flops, settings.rounds, device, dtype))
     return rows
 
 
@@ -117,17 +110,7 @@ def last_states(model, tokens):
     return model(tokens, use_cache=False)[0][:, -1]
 
 
-def best_batch(work, tokens):
-    """The first of the tokens (n, T), n, n/2 or n/4: where `work` takes least time for a sequence."""
-    work(tokens[:1])  # the first call allocates
-    seconds = {}
-    for part in (4, 2, 1):
-        size = max(1, len(tokens) // part)
-        seconds[size] = min(seconds_of(work, tokens[:size]), seconds_of(work, tokens[:size])) / size
-    return tokens[: min(seconds, key=seconds.get)]
-
-
-def training_rows(settings: TrainingSettings, device):
+def training_rows(settings: Settings, device):
     """Training steps of ours and of transformers' model in the same loop: a row for each preset."""
     rows = []
     for name, (B, T) in TRAINED.items():
@@ -136,14 +119,14 @@ def training_rows(settings: TrainingSettings, device):
             B, T = 32, config.context_length
         window = torch.randint(config.vocab_size, (B, T + 1), device=device)
         ours = newborn(name, 0, device=device).train()
-        works = {OURS: (training_work(ours, ours, window), B * T)}
-        theirs = transformers_model(config, head=True)
-        if theirs is not None:
-            theirs = theirs.to(device).train()
-            works[THEIRS] = (training_work(theirs, partial(logits, theirs), window), B * T)
+        theirs = transformers_model(config, head=True).to(device).train()
+        works = {
+            OURS: training_work(ours, ours, window),
+            THEIRS: training_work(theirs, partial(logits, theirs), window),
+        }
         flops = training_flops(config, T)
-        key = {"model": name, "work": f"training, {B} sequences", "sequence_length": T, "dtype": "bfloat16"}
-        rows.append(key | take_turns(works, flops, settings.rounds, device, torch.bfloat16))
+        key = {"model": name, "work": "training", "batch_size": B, "sequence_length": T, "dtype": "bfloat16"}
+        rows.append(key | take_turns(works, B * T, flops, settings.rounds, device, torch.bfloat16))
     return rows
 
 
@@ -172,14 +155,14 @@ def logits(model, tokens):
 
 
 def transformers_model(config: ModelConfig, head=False):
-    """transformers' model of a preset's shape, random weights, SDPA; None if it is not installed.
+    """transformers' model of a preset's shape, random weights, SDPA; UserError if it is not installed.
 
     For the GPT-2 style it is GPT-NeoX without parallel residual: the one there with RoPE, LayerNorm and GELU.
     """
     try:
         import transformers
     except ImportError:
-        return None
+        raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
     shape = config_json(config)
     if config.mlp == "gelu":
         shape = {theirs: getattr(config, ours) for theirs, ours in KEYS.items()}
@@ -198,10 +181,10 @@ def transformers_model(config: ModelConfig, head=False):
 # ---- how it is timed ---------------------------------------------------------------------------------------
 
 
-def take_turns(works, flops, rounds, device, dtype):
-    """Tokens a second of `works`, which take turns with each other and with the matrix product.
+def take_turns(works, num_tokens, flops, rounds, device, dtype):
+    """Tokens a second of `works`, ours and theirs, which take turns with each other and the matrix product.
 
-    `works` maps ours, and theirs if installed, to (what it does, of how many tokens). A token needs `flops`.
+    Each works on `num_tokens` tokens, of which one needs `flops`.
     """
     samples = []
     for turn in range(rounds):
@@ -210,28 +193,19 @@ def take_turns(works, flops, rounds, device, dtype):
         if turn % 2 == 0:
             order.reverse()
         for who in order:
-            work, tokens = works[who]
-            sample[who] = tokens / seconds_of(work)
+            sample[who] = num_tokens / seconds_of(works[who])
         samples.append(sample)
-    medians = pd.DataFrame(samples).median()
-    columns = {OURS: medians[OURS], THEIRS: None, "ratio": None}
-    if THEIRS in works:
-        columns |= {THEIRS: medians[THEIRS], "ratio": medians[OURS] / medians[THEIRS]}
-    columns["share"] = medians[OURS] * flops / medians["peak"]
-    columns["peak_gflops"] = medians["peak"] / 1e9
-    return columns
+    ours, theirs, peak = pd.DataFrame(samples).median()[[OURS, THEIRS, "peak"]]
+    speed = {OURS: ours, THEIRS: theirs, "ratio": ours / theirs}
+    return speed | {"share": ours * flops / peak, "peak_gflops": peak / 1e9}
 
 
-COMMANDS = {
-    "all": Command(bench, ForwardSettings()),
-    "forward": Command(forward, ForwardSettings()),
-    "training": Command(training, TrainingSettings()),
-}
+COMMANDS = {"": Command(bench, Settings())}
 
 
 def main() -> None:
     """Do what the command line asks."""
-    run_script(COMMANDS, __doc__, default="all")
+    run_script(COMMANDS, __doc__)
 
 
 if __name__ == "__main__":

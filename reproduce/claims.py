@@ -20,14 +20,13 @@ import pandas as pd
 from scipy.stats import t as student
 
 from measure.cosines import interval, wilson
+from reproduce.rivals import RIVALS, THRESHOLD
 
 HOLDS, FAILS, OPEN, NONE = "holds", "does not hold", "open", ""
 
 LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
 PAPER_SEQUENCES = 10_000  # behind each row of BB Table 1
 CHANCE = 1e-3  # more than any token's share of any vocabulary here
-RIVAL_THRESHOLD = 0.8  # the similarity from which a rival says kin (BB B.3.2)
-RIVALS = ["intrinsic", "reef", "pcs", "ics"]
 PAPER_TESTS = ["paper_t_p", "paper_u_p"]
 PAPER_NAMES = ["t-test", "U-test"]
 Z_SCORES = ["relabel_z", "body_z", "basis_free_z"]
@@ -321,7 +320,7 @@ def right_answers(rows):
 
 def missed_kin(rows):
     """Do all four rivals miss every pair of kin?"""
-    missed = rows[RIVALS] < RIVAL_THRESHOLD
+    missed = rows[[*RIVALS]] < THRESHOLD
     texts = [f"{name} misses {missed[name].sum()} ({span(rows[name])})" for name in RIVALS]
     return Finding(f"of {len(rows)}: {', '.join(texts)}", HOLDS if missed.all(axis=None) else FAILS)
 

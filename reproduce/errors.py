@@ -42,11 +42,13 @@ from measure.lineage import (
 )
 from model import PRESETS
 from seedprint import (
+    CompareSettings,
     PairSettings,
     PaperSettings,
     common_vocabulary,
     comparable_models,
     last_outputs,
+    state_fingerprint,
 )
 
 LEVEL = 0.01  # from here on down, a test calls two models kin
@@ -108,7 +110,7 @@ def rates(settings: RateSettings):
     check_lengths((settings.sequence_length,), shortest_context(specs))
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
-    on = (settings, experiment.device, experiment.dtype)
+    settings = experiment.settings
     choices = list(itertools.product(settings.model, settings.schemes, STATE_INPUTS))
     for model in settings.model:  # once scaled, weights know no scheme
         choices.append((model, settings.schemes[0], WEIGHTS))
@@ -121,8 +123,8 @@ def rates(settings: RateSettings):
         if inputs == WEIGHTS:
             p_values = weights_p(newborns, settings)
         else:
-            paper_values, pooled = paper_p(newborns, inputs, *on)
-            p_values = {"relabelling": relabelling_p(newborns, inputs, *on)} | paper_values
+            paper_values, pooled = paper_p(newborns, inputs, settings)
+            p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | paper_values
         if is_drawn:
             taus += tau_histogram(pooled, settings.paper_sequences, panel)
         for test, p in p_values.items():
@@ -141,7 +143,7 @@ def strangers(model, scheme, inputs, settings: RateSettings):
     return newborns
 
 
-def relabelling_p(newborns, inputs, settings: RateSettings, device, dtype):
+def relabelling_p(newborns, inputs, settings: RateSettings):
     """The p of the exact test of states, for each newborn and the six that follow it."""
     config = newborns[0].config
     drawn = (settings.input_seed, range(settings.num_sequences), settings.sequence_length)
@@ -154,7 +156,7 @@ def relabelling_p(newborns, inputs, settings: RateSettings, device, dtype):
         count = max(14, count // 4)
     prints = []
     for newborn in newborns[:count]:
-        states = final_states(newborn, given, device, dtype)
+        states = final_states(newborn, given, settings.device, settings.torch_dtype)
         prints.append(fingerprint(states.flatten(0, 1)))
     p = []
     for i, ahead in itertools.product(range(count), range(1, 7)):
@@ -177,7 +179,7 @@ def weights_p(newborns, settings: RateSettings):
     return {"weights": np.array(body_p), "basis-free": np.array(free_p)}
 
 
-def paper_p(newborns, inputs, settings: RateSettings, device, dtype):
+def paper_p(newborns, inputs, settings: RateSettings):
     """The p of the paper's tests, for all pairs of newborns; and the taus of all pairs."""
     config = newborns[0].config
     n = settings.paper_sequences
@@ -186,10 +188,12 @@ def paper_p(newborns, inputs, settings: RateSettings, device, dtype):
         paper_sequences=n,
         paper_length=settings.paper_length,
         input_seed=settings.input_seed,
+        device=settings.device,
+        dtype=settings.dtype,
     )
     outputs = []
     for newborn in newborns[: settings.paper_births]:
-        outputs.append(last_outputs(newborn, config.vocab_size, reading, device, dtype).numpy())
+        outputs.append(last_outputs(newborn, config.vocab_size, reading).numpy())
     chosen = ("top", config.d_model // 2, None)
     p, pooled = [], []
     for a, b in itertools.combinations(outputs, 2):
@@ -297,7 +301,8 @@ def cost(settings: CostSettings):
     check_lengths((T,), shortest_context(specs))
     experiment = Experiment("cost", "BB 5, 6.1", settings)
     pair = [spec.open() for spec in specs]
-    on = (common_vocabulary(specs), settings, experiment.device, experiment.dtype)
+    settings = experiment.settings
+    vocab_size = common_vocabulary(specs)
     begun = time.perf_counter()
     correlations, _ = weight_correlations(*pair)
     log10_p = coordinates_log10_p(correlations["body"], settings) if "body" in correlations else 0.0
@@ -310,28 +315,28 @@ def cost(settings: CostSettings):
             n = fewest * 2**doublings
             null_taus.cache_clear()
             begun = time.perf_counter()
-            log10_p = states_log10_p(test, pair, n, *on)
+            log10_p = states_log10_p(test, pair, n, vocab_size, settings)
             seconds = time.perf_counter() - begun
             if log10_p <= SAME_LOG10_P:
                 break
         rows.append({"test": test, "tokens": n * T, "seconds": seconds, "log10_p": log10_p})
     for row in rows:
         row["reached"] = row["log10_p"] <= SAME_LOG10_P
-        row["times_fewer_tokens"] = None
-        if row["reached"] and row["tokens"]:
-            row["times_fewer_tokens"] = AUTHORS_TOKENS / row["tokens"]
+        has_read = row["reached"] and row["tokens"] > 0
+        row["times_fewer_tokens"] = AUTHORS_TOKENS / row["tokens"] if has_read else None
     return experiment.save(rows)
 
 
-def states_log10_p(test, pair, n, vocab_size, settings: CostSettings, device, dtype):
+def states_log10_p(test, pair, n, vocab_size, settings: CostSettings):
     """log10 p of a test of states, where the pair of sources read n random sequences."""
     T = settings.sequence_length
+    common = {"input_seed": settings.input_seed, "device": settings.device, "dtype": settings.dtype}
     if test == "relabelling":
-        tokens = random_tokens(settings.input_seed, range(n), T, vocab_size)
-        a, b = [fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1)) for source in pair]
+        reading = CompareSettings(num_sequences=n, sequence_length=T, **common)
+        a, b = [state_fingerprint(source, vocab_size, reading) for source in pair]
         return coordinates_log10_p(relation(a, b), settings)
-    reading = PaperSettings(paper_sequences=n, paper_length=T, input_seed=settings.input_seed)
-    a, b = [last_outputs(source, vocab_size, reading, device, dtype) for source in pair]
+    reading = PaperSettings(paper_sequences=n, paper_length=T, **common)
+    a, b = [last_outputs(source, vocab_size, reading) for source in pair]
     result = paper_test(a, b)
     if test == "closed form":
         return float(norm.logsf(result["closed_form_z"])) / math.log(10)  # numpy's own bool is no JSON

@@ -93,19 +93,21 @@ def table_pairs(style, runs):
 
 def compare_all(pairs, data, experiment):
     """What every method says of each pair, a row; REEF reads the data set's held-out text."""
-    ours, theirs = CompareSettings(), PaperSettings()
-    if experiment.settings.scale == "smoke":
-        ours = CompareSettings(sequence_length=8, permutations=199)
-        theirs = PaperSettings(paper_sequences=20, paper_length=8)
-    where = (experiment.device, experiment.dtype)
+    settings = experiment.settings
+    where = {"device": settings.device, "dtype": settings.dtype}
+    ours = CompareSettings(**where)
+    theirs = PaperSettings(**where)
+    if settings.scale == "smoke":
+        ours = CompareSettings(sequence_length=8, permutations=199, **where)
+        theirs = PaperSettings(paper_sequences=20, paper_length=8, **where)
     text, _ = data.held_out(200, ours.sequence_length)
 
     @functools.cache
     def read(folder):
         """A model's source, its states' fingerprint, and what the paper's test reads."""
         source = parse_spec(folder).open()
-        on = (source, source.config.vocab_size)
-        return source, state_fingerprint(*on, ours, *where), last_outputs(*on, theirs, *where)
+        vocab_size = source.config.vocab_size
+        return source, state_fingerprint(source, vocab_size, ours), last_outputs(source, vocab_size, theirs)
 
     rows = []
     for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
@@ -113,7 +115,7 @@ def compare_all(pairs, data, experiment):
         b, print_b, outputs_b = read(suspect)
         row, _, _ = compare_pair(a, b, (print_a, print_b), ours)
         row |= paper_test(outputs_a, outputs_b, theirs)
-        row |= similarities(a, b, text, *where)
+        row |= similarities(a, b, text, experiment.device, experiment.dtype)
         del row["reef_matrix"]  # of all pairs of layers
         rows.append({"table": table, "base": base, "suspect": suspect, "kin": kin} | row)
     return rows

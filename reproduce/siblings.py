@@ -22,6 +22,7 @@ from lib.data import TRIGGERS, default_folder
 from lib.figures import curves
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
+from lib.runs import check_settings
 from lib.settings import Command, RunSettings, UserError, read_config, run_script
 from measure import attention
 from measure.cosines import interval
@@ -121,7 +122,7 @@ def trained(run: train.Settings):
     """
     run, _, _ = runtime.start(replace(run, resume=len(checkpoint.steps(run.out)) > 0))
     try:
-        train.check_run_folder(run, MAY_DIFFER)
+        check_settings(run, MAY_DIFFER)
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
     last = Path(run.out, f"step_{run.max_iters:07}")
@@ -283,7 +284,6 @@ def draw_calibrations(result, folder) -> None:
         means(later, "loss", "step"),
         folder / "calibrations.png",
         x="step",
-        xlabel="training step",
         ylabel="held-out loss, nats a token",
         **style,
     )
@@ -295,7 +295,6 @@ def draw_calibrations(result, folder) -> None:
         panels_in_a_row=2,
         log="x",
         ticks=sinks.LENGTHS,
-        xlabel="tokens in a sequence",
         ylabel="",
         **style,
     )
@@ -372,7 +371,6 @@ def draw_births(result, folder) -> None:
         band="error",
         band_label="95 % interval",
         share="x",
-        xlabel="training step",
         ylabel="nats a token",
     )
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lib import runtime
+from lib import speed
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -50,11 +50,11 @@ def kind(request):
 def quick_training():
     """Training without the second of matrix products that only MFU needs, and without samples of text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "matmul_peak", lambda device, dtype: 1e11)
+        patch.setattr(speed, "matmul_peak", lambda device, dtype: 1e11)
         patch.setattr(importlib.import_module("train"), "generate", lambda *_: "a sample")
-        runtime.total_matmul_peak.cache_clear()
+        speed.total_matmul_peak.cache_clear()
         yield
-        runtime.total_matmul_peak.cache_clear()
+        speed.total_matmul_peak.cache_clear()
 
 
 def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:

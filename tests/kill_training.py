@@ -25,7 +25,7 @@ import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
 import train
-from lib import checkpoint, data, runtime
+from lib import checkpoint, data, speed
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 SPEEDS = ("tokens_per_second", "mfu")
@@ -74,7 +74,7 @@ def train_until(settings: train.Settings, moment: int, counter) -> None:
                 if counter.value == moment:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-    runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
+    speed.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     sys.stdout = open(os.devnull, "w")
     sys.addaudithook(announced)
     train.train(settings)

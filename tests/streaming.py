@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -82,7 +82,8 @@ def stream(settings: Settings) -> dict:
     """Compare the folder with a noised copy and with a stranger."""
     base = parse_spec(settings.folder).open()
     experiment = Experiment("bench_streaming", "", settings)
-    on = (base.config.vocab_size, READ, experiment.device, experiment.dtype)
+    reading = replace(READ, device=experiment.settings.device, dtype=experiment.settings.dtype)
+    on = (base.config.vocab_size, reading)
     size = sum(math.prod(shape) for shape in base.shapes.values())
     suspects = {"noised copy": Noised(base, 0.1), "stranger": Noised(Newborn(base.config, 1), 0)}
     rows = []

@@ -23,7 +23,7 @@ from reproduce.errors import RateSettings, interval_over_births
 from seedprint import PaperSettings, last_outputs
 
 SMALL = ModelConfig(97, 64, 2, 2, 32, 48)
-CPU = ("cpu", torch.float32)
+CPU = {"device": "cpu", "dtype": "float32"}
 FLAGS = ["--model", "tiny_llama", "--schemes", "gpt2", "normal", "--num-births", 14, "--paper-births", 3]
 FLAGS += ["--paper-sequences", 20, "--paper-length", 8, "--num-sequences", 2, "--sequence-length", 16]
 FLAGS += ["--permutations", 99, "--dtype", "float32"]
@@ -66,10 +66,10 @@ def test_rows_and_figures(tmp_path):
 @pytest.mark.parametrize("inputs", ["shared embedding", "gaussian"])
 def test_relabelling_p_by_hand(inputs):
     settings = RateSettings(
-        num_births=14, num_sequences=3, sequence_length=9, permutations=49, first_seed=5, input_seed=2
+        num_births=14, num_sequences=3, sequence_length=9, permutations=49, first_seed=5, input_seed=2, **CPU
     )
     newborns = errors.strangers("tiny_llama", "normal", inputs, settings)
-    p = errors.relabelling_p(newborns, inputs, settings, *CPU)
+    p = errors.relabelling_p(newborns, inputs, settings)
     given = random_vectors(2, range(3), 9, 32) if inputs == "gaussian" else random_tokens(2, range(3), 9, 97)
     table_seed = 0 if inputs == "shared embedding" else None
     prints = []
@@ -89,11 +89,13 @@ def test_relabelling_p_by_hand(inputs):
 
 @pytest.mark.parametrize("inputs, kind", [("own embedding", "tokens"), ("gaussian", "gaussian")])
 def test_paper_p_by_hand(inputs, kind):
-    settings = RateSettings(paper_births=3, paper_sequences=30, paper_length=9, first_seed=5, input_seed=2)
+    settings = RateSettings(
+        paper_births=3, paper_sequences=30, paper_length=9, first_seed=5, input_seed=2, **CPU
+    )
     newborns = errors.strangers("tiny_llama", "gpt2", inputs, settings)
-    p, taus = errors.paper_p(newborns, inputs, settings, *CPU)
-    reading = PaperSettings(inputs=kind, paper_sequences=30, paper_length=9, input_seed=2)
-    outputs = [last_outputs(Newborn(SMALL, seed), 97, reading, *CPU) for seed in (5, 6, 7)]
+    p, taus = errors.paper_p(newborns, inputs, settings)
+    reading = PaperSettings(inputs=kind, paper_sequences=30, paper_length=9, input_seed=2, **CPU)
+    outputs = [last_outputs(Newborn(SMALL, seed), 97, reading) for seed in (5, 6, 7)]
     count = 0
     for pair, (i, j) in enumerate(((0, 1), (0, 2), (1, 2))):
         test = lineage.paper_test(outputs[i], outputs[j])
@@ -109,10 +111,10 @@ def test_strangers_are_rejected_as_often_as_they_should():
 
     What is added to a residual stream stays in its coordinate: shared vectors name the coordinates.
     """
-    settings = RateSettings(num_births=40, num_sequences=4, sequence_length=16, permutations=199)
+    settings = RateSettings(num_births=40, num_sequences=4, sequence_length=16, permutations=199, **CPU)
     for inputs in errors.STATE_INPUTS:
         newborns = errors.strangers("tiny_llama", "gpt2", inputs, settings)
-        p = errors.relabelling_p(newborns, inputs, settings, *CPU)
+        p = errors.relabelling_p(newborns, inputs, settings)
         # p comes in steps of 1/200, below the distance of 0.13 that 240 values could prove at 0.001
         if inputs == "own embedding":
             assert scipy.stats.kstest(p, "uniform").pvalue > 0.001

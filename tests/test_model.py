@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as textbook
 from lib import kernels
-from model import PRESETS, ModelConfig, Transformer, forward_flops, rope_table, training_flops
+from lib.speed import forward_flops, training_flops
+from model import PRESETS, ModelConfig, Transformer, rope_table
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 LENGTHS = [1, 2, 3, 31, 512, 513, 600]  # halves of odd and even length; both sides of the CPU kernel's 512

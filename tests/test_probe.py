@@ -11,7 +11,7 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_sc
 
 import init
 import probe
-from lib import checkpoint, data, inputs, runtime
+from lib import checkpoint, data, inputs, runtime, speed
 from lib.settings import UserError
 from measure.cosines import binomial_log10_p, uniform_counts
 from model import PRESETS
@@ -31,16 +31,16 @@ CONTRACT = {
     "direction_matches",
     "mean_cosine",
 }
-NO_PEAK = "from lib import runtime\n\nruntime.matmul_peak = lambda device, dtype: 1e11\n"
+NO_PEAK = "from lib import speed\n\nspeed.matmul_peak = lambda device, dtype: 1e11\n"
 
 
 @pytest.fixture(autouse=True)
 def no_peak(monkeypatch):
     """Without the second of matrix products that only MFU needs."""
-    monkeypatch.setattr(runtime, "matmul_peak", lambda device, dtype: 1e11)
-    runtime.total_matmul_peak.cache_clear()
+    monkeypatch.setattr(speed, "matmul_peak", lambda device, dtype: 1e11)
+    speed.total_matmul_peak.cache_clear()
     yield
-    runtime.total_matmul_peak.cache_clear()
+    speed.total_matmul_peak.cache_clear()
 
 
 def saved(folder) -> dict:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, run_script
 
-from lib import runtime
+from lib import runs, runtime
 from lib.settings import RunSettings, UserError
 
 # ---- device ------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_shares_partition_the_range(monkeypatch, count, world):
 TWO_RANKS = """
 import sys
 import torch
-from lib import runtime
+from lib import runs, runtime
 from lib.results import Experiment
 from lib.settings import Command, RunSettings, UserError, run_script
 
@@ -159,7 +159,7 @@ def test_killed_while_a_folder_takes_its_place(tmp_path):
         (new / "file").write_text("old")
     code = f"""
 import os, pathlib, signal
-from lib import runtime
+from lib import runs, runtime
 rename = os.rename
 def rename_and_die(old, new):
     rename(old, new)
@@ -174,7 +174,7 @@ with runtime.atomic_folder(pathlib.Path({str(run)!r})) as new:
     with pytest.raises(RuntimeError), runtime.atomic_folder(run):
         raise RuntimeError
     assert (run / "file").read_text() == "old"
-    runtime.remove_leftovers(tmp_path)
+    runs.remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == [run]
 
 
@@ -185,13 +185,13 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     kept = [".lock", ".step_0000001.old.tmp", "notes.7.tmp", "step_0000001"]
     for name in kept:
         (tmp_path / name).mkdir()
-    runtime.remove_leftovers(tmp_path)
+    runs.remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 HOLD = """
 import pathlib, sys, time
-from lib.runtime import sole_owner
+from lib.runs import sole_owner
 with sole_owner(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -204,12 +204,12 @@ def test_a_run_folder_has_one_owner(tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
         try:
             assert owner.stdout.readline() == "held\n"
-            with pytest.raises(UserError, match="another process trains"), runtime.sole_owner(tmp_path):
+            with pytest.raises(UserError, match="another process trains"), runs.sole_owner(tmp_path):
                 pass
         finally:
             owner.kill()
     for _ in range(2):
-        with runtime.sole_owner(tmp_path):
+        with runs.sole_owner(tmp_path):
             pass
 
 

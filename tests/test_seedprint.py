@@ -264,6 +264,10 @@ def test_identify_knows_none(tmp_path):
     checkpoint.save(tmp_path / "a", init.newborn(CONFIG, 5000))
     result, text = run("identify", tmp_path / "a", "--seeds", "0-1500", out=tmp_path)
     assert result["answer"] is None and "none of the seeds 0-1500" in text
+    seeds = [row["seed"] for row in result["rows"]]
+    assert len(seeds) == 10
+    shown = [line.split()[0] for line in text.splitlines() if line.split()[0].isdigit()]
+    assert shown == [str(seeds[0])]  # the others' numbers would mean nothing
     assert result["rows"][0]["family_log10_p"] > -6
 
 

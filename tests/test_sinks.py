@@ -23,7 +23,7 @@ from lib.results import read_json
 from lib.settings import UserError
 from measure import attention, theory
 from model import CHOICES, PRESETS, ModelConfig, Transformer
-from sinks import COMMANDS, InterveneSettings, LengthSettings, RateSettings, SpreadByPosition
+from sinks import COMMANDS, InterveneSettings, LengthSettings, RateSettings
 
 CALIBRATIONS = CHOICES["attn_calibration"]
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
@@ -72,6 +72,20 @@ def given(kind=LengthSettings, **values):
 # ---- how much? ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("length, is_warned", [(17, True), (16, False)])
+def test_longer_sequences_than_in_training_are_mentioned(tmp_path, length, is_warned):
+    """Where the run says how long they were; a folder without a run does not, and a newborn had none."""
+    run = tmp_path / "run"
+    checkpoint.save(run / "step_0000003", init.newborn("backcopy", 1))
+    (run / "settings.json").write_text('{"sequence_length": 16}')
+    checkpoint.save(tmp_path / "alone" / "model", init.newborn("backcopy", 1))
+    words = ["--model", run, tmp_path / "alone" / "model", "backcopy@1", "--num-sequences", 2]
+    done = run_here("sinks", "rate", *words, "--sequence-length", length, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("was trained on sequences of 16 tokens" in done.stderr) == is_warned
+    assert done.stderr.count("was trained on") == is_warned
+
+
 def test_sink_rate_is_gu_et_als(tmp_path):
     model = random_model(KINDS["llama"])
     settings = given(RateSettings, sequence_length=(6, 20), epsilon=0.25, num_sequences=9)
@@ -118,7 +132,7 @@ def test_bfloat16_is_close():
 
 def test_spread_by_position_of_batches():
     heads = torch.randn(6, 4, 5, 8, dtype=torch.float64) * 3 + 1  # (B, H, T, Dh)
-    spread = SpreadByPosition()
+    spread = attention.SpreadByPosition()
     for part in heads.split((1, 3, 2)):
         spread.update(part.float())
     expected = [heads[:, :, position].std(correction=0).item() for position in range(5)]
@@ -129,7 +143,7 @@ def test_spread_by_position_of_batches():
 def test_values_of_a_newborn_follow_the_theory(calibration):
     config = replace(PRESETS["nano_llama"], num_layers=1, vocab_size=500, attn_calibration=calibration)
     model = init.newborn(config, 5)
-    spread = SpreadByPosition()
+    spread = attention.SpreadByPosition()
     with torch.inference_mode():
         for tokens in random_tokens(0, range(64), 32, 500).split(32):
             model.hidden(tokens, on_heads=lambda layer, heads, q, k, v: spread.update(heads))

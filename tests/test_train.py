@@ -21,7 +21,7 @@ from conftest import ROOT, assert_refused, run_here, run_script
 
 import init
 import train
-from lib import checkpoint, data, runtime
+from lib import checkpoint, data, runs, runtime
 from lib.settings import UserError, read_config
 from measure import attention
 from model import PRESETS
@@ -193,7 +193,7 @@ def test_a_step_is_a_function_of_its_number(tokens, monkeypatch, ranks):
 def test_two_processes_give_the_losses_of_one(tokens, tmp_path):
     """Five sequences for two ranks, of which one has two micro-batches; only one rank writes and speaks."""
     script = tmp_path / "quick.py"
-    quick = "import train\nfrom lib import runtime\n\nruntime.matmul_peak = lambda device, dtype: 1e11\n"
+    quick = "import train\nfrom lib import speed\n\nspeed.matmul_peak = lambda device, dtype: 1e11\n"
     script.write_text(quick + "train.main()\n")
     settings = small(tokens, tmp_path / "two", global_batch_size=5, keep="last", max_iters=6)
     done = run_script(script, *words_of(settings), ranks=2, env={"PYTHONPATH": str(ROOT)})
@@ -278,6 +278,23 @@ def test_transformers_opens_a_step(whole):
         torch.testing.assert_close(theirs(tokens).logits, checkpoint.load(step)(tokens), atol=1e-5, rtol=1e-4)
 
 
+def run_as_printed(output: str) -> dict:
+    """The variables that the lines at the end of training leave behind."""
+    lines = output.split("To open it elsewhere:\n")[1].splitlines()
+    variables = {}
+    exec("\n".join(line.removeprefix("    ") for line in lines), variables)
+    return variables
+
+
+def test_lines_that_open_a_gpt2(tokens, tmp_path):
+    """transformers has no GPT-2 with RoPE: the lines are our own."""
+    settings = small(tokens, tmp_path / "run", model="tiny_gpt2", max_iters=1, warmup_iters=1)
+    done = run_here("train.py", *words_of(settings))
+    weights = checkpoint.load(tmp_path / "run").state_dict()
+    opened = run_as_printed(done.stdout)["model"].state_dict()
+    assert all(torch.equal(opened[name], weight) for name, weight in weights.items())
+
+
 def test_a_presets_vocabulary_is_the_tokenizers(tmp_path, capsys):
     """As many tokens as bpe:400 has; said in the log; the tokenizer is saved beside the weights."""
     text = tmp_path / "many.jsonl"
@@ -292,6 +309,10 @@ def test_a_presets_vocabulary_is_the_tokenizers(tmp_path, capsys):
     assert checkpoint.load(step).model.embed_tokens.weight.shape == (400, 128)
     assert (step / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(400), abs=0.1)  # a newborn's
+    opened = run_as_printed(done.stdout)
+    assert opened["model"].config.vocab_size == 400
+    tokenizer = opened["tokenizer"]
+    assert tokenizer.decode(tokenizer.encode("1a 2b")) == "1a 2b"
     with pytest.raises(UserError, match=r"400 tokens, the model 257: change --tokenizer"):
         train.train(small(folder, tmp_path / "new", init_from="backcopy@1"))
 
@@ -510,10 +531,10 @@ def test_a_bad_checkpoint_is_set_aside(tmp_path):
     for name in ("step_0000000", "step_0000004", "diverged_0000004"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)
-    assert "--init-from" in str(train.diverged(tmp_path, 4, "loss nan"))
+    assert "--init-from" in str(runs.diverged(tmp_path, 4, "loss nan"))
     assert (tmp_path / "diverged_0000004" / "config.json").read_text() == "step_0000004"
     assert [path.name for path in checkpoint.steps(tmp_path)] == ["step_0000000"]
-    assert "try other weights" in str(train.diverged(tmp_path, 0, "loss nan"))
+    assert "try other weights" in str(runs.diverged(tmp_path, 0, "loss nan"))
 
 
 def test_full_disk(tokens, tmp_path):

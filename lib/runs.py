@@ -1,0 +1,174 @@
+"""What does a run folder hold, and how does it stay whole?
+
+    runs/laptop/settings.json     what the run was told            metrics.jsonl   a line for each step
+    runs/laptop/step_0000100/     a checkpoint (lib/checkpoint.py)  loss.png        both losses by step
+
+A run is one process group's alone. What a killed process left there is skipped, or made again.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import filelock
+import pandas as pd
+
+from lib import checkpoint, runtime
+from lib.figures import curves
+from lib.folders import JSON_ERRORS
+from lib.results import is_power_of_two
+from lib.settings import UserError, checked_values
+
+
+def stored_settings(run, settings_class):
+    """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
+    path = run / "settings.json"
+    if not path.exists() and not checkpoint.steps(run):
+        return None
+    try:
+        values = json.loads(path.read_text())
+        return settings_class(**checked_values(values, settings_class, str(path)))
+    except JSON_ERRORS as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def trained_length(folder):
+    """Tokens in a sequence of the run that a checkpoint is of; None where that is not known."""
+    try:
+        return json.loads((folder.parent / "settings.json").read_text())["sequence_length"]
+    except JSON_ERRORS:
+        return None
+
+
+def check_settings(settings, may_change) -> None:
+    """UserError for a folder that holds another run: one whose settings differ in what may not change."""
+    run = Path(settings.out)
+    if settings.global_batch_size < runtime.world_size():
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
+    if checkpoint.steps(run) and not settings.resume:
+        raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
+    stored = stored_settings(run, type(settings)) if settings.resume else None
+    for name, value in asdict(stored or settings).items():
+        if name not in may_change and value != getattr(settings, name):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
+
+
+@contextlib.contextmanager
+def sole_owner(folder):
+    """Hold a run folder for this process group alone; UserError if another one holds it."""
+    lock = filelock.FileLock(folder / ".lock", blocking=False)
+    try:
+        if runtime.rank() == 0:
+            lock.acquire()
+    except filelock.Timeout:
+        raise UserError(f"another process trains in {folder}: wait for it, or choose another --out") from None
+    except (OSError, NotImplementedError):
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remove_leftovers(folder) -> None:
+    """Remove the temporary files and folders that killed processes left in a folder that we own alone."""
+    for leftover in folder.glob(".*.[0-9]*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def load_newest(run):
+    """Model and state of the newest checkpoint that is whole; UserError if all are damaged."""
+    reasons = []
+    for folder in checkpoint.steps(run)[::-1]:
+        try:
+            state = checkpoint.load_state(folder)
+            return checkpoint.load(folder), state
+        except UserError as error:
+            reasons.append(str(error))
+            if runtime.rank() == 0:
+                print(f"skipping {folder}: {error}")
+    raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
+
+
+def begin_logs(settings, metrics, num_lines) -> None:
+    """Write settings.json, and keep the first lines of metrics.jsonl: what came after them comes again."""
+    lines = []
+    if num_lines and metrics.exists():
+        lines = metrics.read_text(errors="replace").splitlines(keepends=True)[:num_lines]
+    with runtime.atomic_file(metrics.with_name("settings.json")) as temporary:
+        temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
+    with runtime.atomic_file(metrics) as temporary:
+        temporary.write_text("".join(lines))
+
+
+def append_line(path, row) -> None:
+    """Add a row to a file of JSON lines."""
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def prune(run, keep) -> None:
+    """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
+    for folder in checkpoint.steps(run)[:-2]:
+        step = int(folder.name.removeprefix("step_"))
+        is_kept = keep == "powers" and is_power_of_two(step)
+        if keep == "all" or step == 0 or is_kept:
+            (folder / "state.pt").unlink(missing_ok=True)
+        else:
+            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp")))
+
+
+def diverged(run, step, what) -> UserError:
+    """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
+    bad = run / f"step_{step:07}"
+    if bad.exists() and runtime.rank() == 0:
+        aside = run / f"diverged_{step:07}"
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
+        os.replace(bad, aside)
+    good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
+    hint = "other weights"
+    if good:
+        hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate"
+    return UserError(f"step {step}: {what}; try {hint}")
+
+
+def lines_to_open(folder):
+    """Python that opens a checkpoint: in `transformers` where that knows its kind, and its tokenizer."""
+    text = f"""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("{folder}")"""
+    if json.loads((folder / "config.json").read_text())["model_type"] == "bornbiased":
+        text = f"""
+    from lib.checkpoint import load
+    model = load("{folder}")"""
+    if (folder / "tokenizer.model").exists():
+        text += f"""
+    from sentencepiece import SentencePieceProcessor
+    tokenizer = SentencePieceProcessor(model_file="{folder}/tokenizer.model")"""
+    return text
+
+
+def draw_loss(run) -> None:
+    """loss.png from metrics.jsonl."""
+    log = pd.read_json(run / "metrics.jsonl", lines=True)
+    log = log.rename(columns={"loss": "training", "val_loss": "held out"})
+    points = log.melt("step", ["training", "held out"], "split", "nats").dropna()
+    curves(
+        points.to_dict("records"),
+        run / "loss.png",
+        x="step",
+        y="nats",
+        series="split",
+        style="-",
+        ylabel="loss, nats a token",
+    )
