@@ -24,7 +24,7 @@ from typing import Literal
 from lib import runtime
 from lib.results import read_json
 from lib.settings import Command, RunSettings, UserError, read_command, run_script
-from reproduce import family, siblings
+from reproduce import family, siblings, tables
 from reproduce.claims import CLAIMS
 
 # name: its command, what scales add to it, which runs it reads
@@ -197,7 +197,7 @@ summaries. Seconds are without training. Table 7's text is the test split of Wik
 
 
 def write_report(settings: Settings) -> None:
-    """README.md of the results: a line for each claim, from the JSON files alone."""
+    """README.md of the results, a line for each claim, and the docs' tables: from the JSON files alone."""
     results = {}
     for name in RESULTS:
         result = read_result(Path(settings.out) / f"{name}.json")
@@ -211,8 +211,11 @@ def write_report(settings: Settings) -> None:
         devices=", ".join(sorted({environment["device"] for environment in environments})),
         lines="\n".join(report_line(claim, results, settings) for claim in CLAIMS),
     )
-    with runtime.atomic_file(Path(settings.out) / "README.md") as temporary:
+    out = Path(settings.out)
+    with runtime.atomic_file(out / "README.md") as temporary:
         temporary.write_text(text)
+    if out.resolve() == tables.DOCS.parent / "results":  # the committed ones
+        tables.write_tables(results)
 
 
 def report_line(claim, results, settings: Settings):

@@ -12,7 +12,7 @@ from conftest import ROOT, run_here
 from lib.settings import UserError
 from model import PRESETS
 from reproduce import __main__ as main
-from reproduce import family, siblings
+from reproduce import family, siblings, tables
 from reproduce.claims import CLAIMS
 
 PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
@@ -102,6 +102,41 @@ def test_a_figure_that_fails_leaves_no_result(few, monkeypatch):
     with pytest.raises(UserError, match="width failed [(]no disk left"):
         main.reproduce(replace(few, only=("width",)))
     assert not (Path(few.out) / "width.json").exists() and (Path(few.out) / "README.md").exists()
+
+
+def test_tables_of_the_docs_are_those_of_the_committed_results(tmp_path, monkeypatch):
+    """Whatever stood below a mark, the committed rows come back; what is no table stays."""
+    results = {name: main.read_result(ROOT / "results" / f"{name}.json") for name in main.RESULTS}
+    marked = 0
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text()
+        marked += text.count("<!-- table: ")
+        spoiled = re.sub(r"(<!-- table: .*-->\n)(?:\|.*\n)+", r"\1| spoiled |\n", text)
+        assert ("| spoiled |" in spoiled) == ("<!-- table: " in text)
+        (tmp_path / path.name).write_text(spoiled)
+    assert marked == len(tables.TABLES)
+    monkeypatch.setattr(tables, "DOCS", tmp_path)
+    tables.write_tables(results)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (ROOT / "docs" / path.name).read_text()
+
+
+def test_a_table_by_hand():
+    """Two births of one kind, one of another; a share of 1/8 and its bounds, in per cent."""
+    row = {"test": "t", "inputs": "i", "model": "m", "scheme": "gpt2", "rate": 0.125, "low": 0.0, "high": 0.5}
+    rows = [row, row | {"scheme": "normal", "rate": 1.0}, row | {"test": "u"}]
+    assert tables.markdown(tables.error_rates({"errors": {"rows": rows}})).splitlines() == [
+        "| inputs | test | m, gpt2 | m, normal |",
+        "| --- | --- | --- | --- |",
+        "| i | t | 12.5 (0.0 to 50.0) | 100.0 (0.0 to 50.0) |",
+        "| i | u | 12.5 (0.0 to 50.0) | as gpt2 |",
+    ]
+    rows = [
+        {"test": "t", "tokens": 10_240, "times_fewer_tokens": None, "seconds": 1.23456, "log10_p": -1234.5}
+    ]
+    assert tables.markdown(tables.cost({"cost": {"rows": rows}})).splitlines()[2:] == [
+        "| t | 10,240 | n/a | 1.235 | -1,234 |"
+    ]
 
 
 @pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])

@@ -1,0 +1,116 @@
+"""What do the docs' tables say? Each is written anew from the results, below its mark in docs/.
+
+<!-- table: cost, written from results/cost.json -->
+"""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from lib.runtime import atomic_file
+from measure.cosines import interval
+from measure.lineage import SAME_BIRTH
+from reproduce.rivals import RIVALS, THRESHOLD
+
+DOCS = Path(__file__).parent.parent / "docs"
+MARKED_TABLE = re.compile(r"(<!-- table: ([\w ]+), .*-->\n)(\|.*\n)+")
+LEVEL = 0.01  # of significance
+
+
+def write_tables(results) -> None:
+    """Write the tables of docs/; `results` maps the name of each result to what its JSON holds."""
+
+    def table(match):
+        return match[1] + markdown(TABLES[match[2]](results))
+
+    for path in DOCS.glob("*.md"):
+        written = MARKED_TABLE.sub(table, path.read_text())
+        with atomic_file(path) as temporary:
+            temporary.write_text(written)
+
+
+def markdown(table: pd.DataFrame):
+    """The text of a table."""
+    lines = [table.columns, ["---"] * len(table.columns), *table.to_numpy(dtype=object)]
+    return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in lines)
+
+
+def cell(value):
+    """The text of a cell: four digits of a number, all those of a whole one."""
+    if isinstance(value, str):
+        return value
+    if pd.isna(value):
+        return "n/a"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def preference(results):
+    """How much a favourite depends on the model, the seed and the number of sequences."""
+    rows = []
+    for name in ("probe", "ten_thousand/probe", "gpt2_1b/probe", "nano_llama/probe", "centered/probe"):
+        scheme = results[name]["settings"]["init"]
+        rows += [row | {"drawn by": scheme} for row in results[name]["rows"]]
+    headings = {
+        "model": "model",
+        "seed": "seed",
+        "drawn by": "drawn by",
+        "num_sequences": "sequences",
+        "top1_count": "favourite's count",
+        "uniform_max_count": "luckiest of uniform draws",
+        "ratio": "ratio",
+        "log10_p": "log10 p",
+        "mean_cosine": "mean cosine",
+    }
+    return pd.DataFrame(rows)[[*headings]].rename(columns=headings)
+
+
+def error_rates(results):
+    """The percentage of strangers that each test calls kin, with its interval."""
+    table = pd.DataFrame(results["errors"]["rows"])
+    percent = (100 * table[["rate", "low", "high"]]).map("{:.1f}".format)
+    table["text"] = percent["rate"] + " (" + percent["low"] + " to " + percent["high"] + ")"
+    table["births"] = table["model"] + ", " + table["scheme"]
+    rates = table.pivot_table("text", ["inputs", "test"], "births", aggfunc="first", sort=False)
+    return rates.fillna("as gpt2").reset_index()
+
+
+def lineage_methods(results):
+    """In each of BB's tables, how many pairs each method calls rightly kin or strangers."""
+    table = pd.DataFrame(results["lineage"]["rows"])
+    tests = {"paper_t_p": "t-test", "paper_u_p": "U-test", "permutation_p": "relabelling"}
+    says_kin = table[[*tests]].rename(columns=tests) < LEVEL
+    says_kin[[*RIVALS]] = table[[*RIVALS]] >= THRESHOLD
+    says_kin["compare"] = table["verdict"] == SAME_BIRTH
+    right = says_kin.eq(table["kin"], axis=0)
+    right.insert(0, "kin", table["kin"])
+    right.insert(1, "strangers", ~table["kin"])
+    return right.groupby(table["table"], sort=False).sum().reset_index()
+
+
+def cost(results):
+    """Tokens and seconds until each test recognises a child."""
+    table = pd.DataFrame(results["cost"]["rows"]).sort_values("tokens")
+    return table[["test", "tokens", "times_fewer_tokens", "seconds", "log10_p"]]
+
+
+def calibrations(results):
+    """Loss and sinks of every calibration: means over seeds, with 95 % intervals."""
+    rows = []
+    groups = pd.DataFrame(results["calibrations"]["rows"]).groupby(["config", "calibration"], sort=False)
+    for (config, kind), part in groups:
+        row = {"trained on": config, "calibration": kind, "seeds": len(part)}
+        for key in ("val_loss", "text_loss", "mean_alpha1", "max_alpha1", "sink_rate"):
+            mean = interval(part[key])
+            row[key] = f"{mean['mean']:.3f} ± {mean['high'] - mean['mean']:.3f}"
+        rows.append(row)
+    return pd.DataFrame(rows).replace("nan ± nan", "n/a")
+
+
+TABLES = {  # by the name in their mark
+    "preference": preference,
+    "error rates": error_rates,
+    "lineage methods": lineage_methods,
+    "cost": cost,
+    "calibrations": calibrations,
+}
