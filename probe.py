@@ -5,11 +5,12 @@
     python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
-Random sequences go in, the argmax of the last position's logits comes out. Were the newborn a blank slate, N
-sequences would pick N random tokens; instead they agree. For each model, seed and length a row says on which
-token and how often (`top1_*`), how often the luckiest token of N uniform draws would come up
+Random sequences go in, the argmax of the last position's logits comes out. If the newborn had no preference,
+N sequences would give N random tokens; instead they agree. For each model, seed and length a row says on
+which token and how often (`top1_*`), how often the most frequent of N uniform draws would come up
 (`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
-(`mean_cosine`), and which token their mean direction alone foretells (`direction_token`, BB Finding 2.2).
+(`mean_cosine`), and which token the states' mean direction alone would predict (`direction_token`, BB Finding
+2.2).
 """
 
 import math
@@ -34,7 +35,7 @@ from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
-RANKS = 20  # favourites drawn in Figure 1a
+RANKS = 20  # favourites shown in Figure 1a
 
 
 @dataclass
@@ -68,26 +69,26 @@ def probe(settings: Settings):
     device, dtype = experiment.device, experiment.dtype
     num_sequences = settings.num_sequences or NUM_SEQUENCES[device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[device.type], context),)
-    peak = total_matmul_peak(device, dtype)
+    peak = total_matmul_peak(device, dtype)  # FLOP/s of all ranks together
     rows, details = [], []
     for spec in specs:
         model = spec.load(device, dtype)
         for T in lengths:
             key = {"model": spec.name, "seed": spec.seed, "sequence_length": T}
             batch_size = settings.batch_size or default_batch_size(device, T)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             counts = count_predictions(model, T, num_sequences, batch_size, settings.input_seed)
-            rate = num_sequences / (time.perf_counter() - begun)
+            sequences_per_second = num_sequences / (time.perf_counter() - start)
             row = key | preference(model, counts)
             if spec.tokenizer_file:
-                text = token_text(spec.tokenizer_file)
-                row["top1_text"] = text(row["top1_token"])
-                row["direction_text"] = text(row["direction_token"])
+                text_of = token_text(spec.tokenizer_file)
+                row["top1_text"] = text_of(row["top1_token"])
+                row["direction_text"] = text_of(row["direction_token"])
             rows.append(row)
             speed = {
                 "batch_size": batch_size,
-                "sequences_per_second": rate,
-                "mfu": rate * forward_flops(model.config, T, last_only=True) / peak,
+                "sequences_per_second": sequences_per_second,
+                "mfu": sequences_per_second * forward_flops(model.config, T, last_only=True) / peak,
             }
             details.append(key | speed | figure_detail(model, counts))
     columns = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count")
@@ -97,11 +98,11 @@ def probe(settings: Settings):
 
 @torch.inference_mode()
 def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, vectors=False):
-    """Feed random sequences of tokens, or of `vectors`, and keep what does not grow with their number.
+    """Feed random sequences of tokens, or of Gaussian `vectors` in place of embedded tokens; return totals.
 
     Returns `token_counts` (V,) and `dimension_counts` (d,), how often each token has the largest logit and
-    each dimension the largest final state; `cosines`, CosineStatistics of the final states; and `layers`, the
-    same of the last position's stream before and after each block, for `vectors` (otherwise empty).
+    each dimension the largest final state; `cosines`, CosineStatistics of the final states; and `layers`,
+    CosineStatistics of the last position's stream before and after each block (an empty list for tokens).
     Under torchrun each rank takes a share of the batches, and all return the sums.
     """
     config = model.config
@@ -118,7 +119,9 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
         def on_state(layer, x):
             layers[layer].update(x[:, -1])
 
-    batches = share(math.ceil(num_sequences / batch_size))  # whole ones: the same arithmetic for any share
+    batches = share(
+        math.ceil(num_sequences / batch_size)
+    )  # whole batches: the same results for any number of ranks
     total = min(len(batches) * batch_size, num_sequences)
     with progress(total=total, desc=f"{T} tokens", unit=" sequences") as bar:
         for batch in batches:
@@ -142,14 +145,14 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
 
 
 def preference(model, counts):
-    """The part of a row that `count_predictions` decides; ties go to the lower token."""
+    """The columns computed from the counts; of two equal counts, the lower token's wins."""
     token_counts = counts["token_counts"]
     dimension_counts = counts["dimension_counts"]
     n = int(token_counts.sum())
     vocab_size = model.config.vocab_size
     top1_token = int(token_counts.argmax())
     top1_count = int(token_counts.max())
-    uniform_max_count = float(uniform_counts(n, vocab_size, RANKS)[0])
+    uniform_max_count = float(uniform_counts(n, vocab_size, RANKS)[0])  # of the most frequent
     uniform_max_dimension = float(uniform_counts(n, len(dimension_counts), 1)[0])
     with torch.inference_mode():
         direction_token = int(model.unembed(counts["cosines"].direction().float()).argmax())
@@ -174,7 +177,7 @@ def preference(model, counts):
 
 
 def figure_detail(model, counts):
-    """What the figure needs beyond a row: the 1,000 favourites, all dimensions, what uniform draws give."""
+    """What the figure shows that the row lacks: the 1,000 favourites, counts of dimensions, uniform draws."""
     token_counts = counts["token_counts"]
     dimension_counts = counts["dimension_counts"]
     n = int(token_counts.sum())
@@ -198,28 +201,28 @@ def draw_probe(result, folder) -> None:
     columns = list(zip(result["rows"], result["details"]))[:6]
     figure = Figure(figsize=(1.2 + 3.6 * len(columns), 7.5), layout="constrained")
     grid = figure.subplots(3, len(columns), squeeze=False, sharey="row")
-    for (row, detail), (ranks, tokens, dimensions) in zip(columns, grid.T):
+    for (row, detail), (rank_axes, token_axes, dimension_axes) in zip(columns, grid.T):
         percent = 100 / row["num_sequences"]
         frequency = percent * np.array(detail["token_counts"])
         uniform = percent * np.array(detail["uniform_counts"])
         order = np.arange(1, RANKS + 1)
-        ranks.bar(order[: len(frequency)], frequency[:RANKS], color=BLUE, label="the model")
-        ranks.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
+        rank_axes.bar(order[: len(frequency)], frequency[:RANKS], color=BLUE, label="the model")
+        rank_axes.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
         text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences\n"
         text += f"{row['ratio']:.1f} x uniform, p = 1e{row['log10_p']:.0f}"
-        ranks.text(0.96, 0.72, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
-        ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
+        rank_axes.text(0.96, 0.72, text, transform=rank_axes.transAxes, ha="right", va="top", fontsize=9)
+        rank_axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
         name = row["model"]
         if row["seed"] is not None:
             name += f", seed {row['seed']}"
-        ranks.set_title(f"{name}, {row['sequence_length']} tokens", fontsize=10)
-        spikes(tokens, detail["tokens"], frequency, uniform[0])
-        tokens.set_xlabel("token number")
+        rank_axes.set_title(f"{name}, {row['sequence_length']} tokens", fontsize=10)
+        spikes(token_axes, detail["tokens"], frequency, uniform[0])
+        token_axes.set_xlabel("token number")
         numbers = range(len(detail["dimension_counts"]))
         share_of_dimensions = percent * np.array(detail["dimension_counts"])
-        spikes(dimensions, numbers, share_of_dimensions, percent * detail["uniform_max_dimension_count"])
-        dimensions.set_xlabel("hidden dimension")
-    for axes, headroom in zip(grid[:2, 0], (1.6, 1.2)):  # for words
+        spikes(dimension_axes, numbers, share_of_dimensions, percent * detail["uniform_max_dimension_count"])
+        dimension_axes.set_xlabel("hidden dimension")
+    for axes, headroom in zip(grid[:2, 0], (1.6, 1.2)):  # room for the legend and the text
         axes.set_ylim(top=headroom * axes.get_ylim()[1])
         axes.legend(loc="upper right", fontsize=9, frameon=False)
     grid[0, 0].set_ylabel("token is predicted,\n% of sequences")
@@ -229,7 +232,7 @@ def draw_probe(result, folder) -> None:
 
 
 def spikes(axes, numbers, heights, level) -> None:
-    """A line of some height at each number; dashed, the level that the luckiest of uniform draws reaches."""
+    """A line of some height at each number; dashed, the expected count of the most frequent uniform draw."""
     axes.vlines(numbers, 0, heights, color=BLUE, linewidth=1)
     axes.axhline(level, ls="--", color=VERMILION, lw=1.2, label="the most frequent of uniform draws")
 

@@ -1,4 +1,4 @@
-"""Are two models of one birth, and of which seed? (BB sections 5 and 6.1; the exact test is ours)
+"""Are two models of one birth, one initialisation, and of which seed? (BB 5 and 6.1; the exact test is ours)
 
     python seedprint.py compare BASE SUSPECT               # checkpoint folders, or newborns: nano_gpt2@42
     python seedprint.py paper BASE SUSPECT STRANGER        # the paper's own test, SeedPrint
@@ -6,8 +6,8 @@
     python seedprint.py identify SUSPECT --seeds 0-99999   # which seed of init.py?
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-A verdict rests on an exact test (`measure/lineage.py`), on weights where they can decide. Models are read one
-block at a time: two of 7B parameters fit into a laptop's memory.
+A verdict comes from an exact test (`measure/lineage.py`). The test uses weights where these can decide, and
+activations elsewhere. Models are read one block at a time: two of 7B parameters fit into a laptop's memory.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from measure import lineage
 
 VERDICT_COLUMNS = ("suspect", "verdict", "relabel_z", "matched", "body_z", "body_matched", "embedding_z")
 VERDICT_COLUMNS += ("basis_free_z",)
-STRANGER_SEED = 2**31 - 1  # of the newborn that `persistence` compares where it is given none
+STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 
 Models = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
@@ -124,7 +124,7 @@ def common_vocabulary(specs):
 
 
 def state_fingerprint(source, vocab_size, settings: CompareSettings):
-    """Fingerprint of every position of the random sequences, (n T, d): each position is a row."""
+    """A model's fingerprint, (n T, d): a row for each position of each random sequence."""
     indices = range(settings.num_sequences)
     tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
     if tokens.numel() < 3:
@@ -155,10 +155,10 @@ def last_outputs(source, vocab_size, settings: PaperSettings):
 
 def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
-    experiment, specs, sources, prints = begin("compare", "BB 6.1", settings)
+    experiment, specs, sources, fingerprints = begin("compare", "BB 6.1", settings)
     rows, points, details = [], [], []
     for number in range(1, len(specs)):
-        pair = (prints[0], prints[number])
+        pair = (fingerprints[0], fingerprints[number])
         row, correlations, skipped = compare_pair(sources[0], sources[number], pair, settings)
         suspect = specs[number].name
         rows.append({"base": specs[0].name, "suspect": suspect} | row)
@@ -175,27 +175,34 @@ def compare(settings: CompareSettings):
 
 
 def begin(name, paper, settings: CompareSettings):
-    """Begin `compare` or `matrix`: the experiment, the models' specs, their sources, their fingerprints."""
+    """Begin `compare` or `matrix`: the experiment, the models' specs, their sources, their fingerprints.
+
+    A source gives a model's weights one matrix at a time.
+    """
     specs = comparable_models(settings.models, settings.init)
     check_lengths((settings.sequence_length,), shortest_context(specs))
     experiment = Experiment(name, paper, settings)
     vocab_size = common_vocabulary(specs)
     sources = [spec.open() for spec in specs]
-    prints = [state_fingerprint(source, vocab_size, experiment.settings) for source in sources]
-    return experiment, specs, sources, prints
+    fingerprints = [state_fingerprint(source, vocab_size, experiment.settings) for source in sources]
+    return experiment, specs, sources, fingerprints
 
 
-def compare_pair(base, suspect, prints, settings: CompareSettings):
-    """The row of two sources and their fingerprints; the correlations behind it; what was left out."""
+def compare_pair(base, suspect, fingerprints, settings: CompareSettings):
+    """The row of two sources and their fingerprints; the correlations behind it; matrices left out.
+
+    A test that was not made leaves its columns empty. `smallest_visible` is the least matched - mismatched
+    that would count as one birth.
+    """
     tests, correlations, skipped = lineage.compare_sources(
-        base, suspect, prints, settings.input_seed, settings.permutations
+        base, suspect, fingerprints, settings.input_seed, settings.permutations
     )
     verdict, reason = lineage.verdict(tests)
     relabel = tests["relabel"]
     row = {
         "verdict": verdict,
         "rests_on": reason,
-        "num_rows": len(prints[0]),
+        "num_rows": len(fingerprints[0]),
         "matched": relabel["matched"],
         "mismatched": relabel["mismatched"],
         "smallest_visible": relabel["smallest_visible"],
@@ -216,7 +223,10 @@ def compare_pair(base, suspect, prints, settings: CompareSettings):
 
 
 def histogram(C, title, num_rows=None):
-    """Shares of matched and mismatched correlations by size; the law is what independent rows would give."""
+    """Shares of matched and mismatched correlations by size.
+
+    `theory` is the share expected of unrelated models whose rows are independent; weights have none.
+    """
     edges = np.linspace(C.min().item(), C.max().item(), 61)
     centres = (edges[1:] + edges[:-1]) / 2
     law = [None] * 60
@@ -251,17 +261,17 @@ def draw_compare(result, folder) -> None:
 
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    experiment, specs, sources, prints = begin("matrix", "BB Table 4", settings)
+    experiment, specs, sources, fingerprints = begin("matrix", "BB Table 4", settings)
     rows = []
     pairs = list(itertools.combinations(range(len(specs)), 2))
     for a, b in progress(pairs, desc="matrix", unit=" pairs"):
-        row, _, _ = compare_pair(sources[a], sources[b], (prints[a], prints[b]), settings)
+        row, _, _ = compare_pair(sources[a], sources[b], (fingerprints[a], fingerprints[b]), settings)
         rows.append({"a": specs[a].name, "b": specs[b].name} | row)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
 
 
 def draw_matrix(result, folder) -> None:
-    """matrix.png: correlations of body weights, the z of activations written in, and the family tree."""
+    """matrix.png: colours show correlations of block weights, numbers the z of activations; and a tree."""
     names = result["settings"]["models"]
     matched = squareform([row["body_matched"] or 0.0 for row in result["rows"]])
     z = squareform([row["relabel_z"] for row in result["rows"]])
@@ -305,8 +315,8 @@ def paper_test(a, b, settings: PaperSettings):
 def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
-    `answer` is the seed, or null where no candidate's family-wise log10 p is -6 or less; then only the
-    closest is printed, to show how far it is. It knows only births of init.py.
+    `answer` is the seed, if its log10 p, corrected for the number of candidates, is -6 or less, and null
+    otherwise: then only the closest candidate is printed. It knows only births of init.py.
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
@@ -344,8 +354,9 @@ def parse_seeds(text):
 def persistence(settings: PersistenceSettings):
     """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
-    `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions; the stranger is of the same
-    step where --stranger is a run that has it, and its last one elsewhere. Writes persistence.json and .png.
+    `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions. The stranger is the
+    checkpoint of --stranger at the same step, or its last one where there is none. Writes persistence.json
+    and .png.
     """
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000":
@@ -353,7 +364,7 @@ def persistence(settings: PersistenceSettings):
     specs = [parse_spec(str(folder)) for folder in folders]
     compared = specs[:1]
     stranger = Newborn(specs[0].config, STRANGER_SEED, scheme=settings.init)
-    strangers = {}  # by step
+    strangers = {}  # their specs by step
     if settings.stranger is not None:
         compared = comparable_models((str(folders[0]), settings.stranger), settings.init)
         stranger = compared[1].open()

@@ -1,4 +1,4 @@
-"""What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs, that loses nothing.
+"""What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs.
 
     python train.py configs/laptop.py                          # learns something visible in five minutes
     python train.py --resume --out runs/laptop                 # goes on where it was stopped, or killed
@@ -9,7 +9,8 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 steps that --keep names, and the newest two. Batches are a function of (data seed, step), the same for any
 number of ranks and micro-batches, so resuming needs no random state: on a CPU a run that was killed ends with
-the same bits as one that was not. SIGTERM and SIGINT finish the step, save, exit 0 (torchrun allows 30 s).
+the same bits as one that was not. On SIGTERM or SIGINT a run finishes its step, saves, and exits with 0;
+under torchrun that must take less than 30 s.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ class Settings(RunSettings):
     micro_batch_size: int = at_least(1, 32)
     """sequences in a forward pass"""
     max_iters: int = at_least(1, 600)
-    """steps; the learning rate ends there at a tenth of its peak"""
+    """number of steps; at the last one the learning rate is a tenth of its peak"""
     warmup_iters: int = at_least(0, 100)
     """steps of linear warm-up"""
     learning_rate: float = at_least(1e-12, 1e-3)
@@ -95,7 +96,7 @@ class Settings(RunSettings):
     save_every: int = at_least(1, 100)
     """steps between checkpoints to resume from"""
     keep: Literal["powers", "all", "last"] = "powers"
-    """checkpoints to keep, with birth and the newest two"""
+    """checkpoints to keep: of steps that are powers of two, all, or none; always birth and the newest two"""
     compile: bool = True
     """compile the model, on CUDA"""
     resume: bool = False
@@ -104,7 +105,7 @@ class Settings(RunSettings):
     """run folder"""
 
 
-# What may change when a run goes on; with max_iters the learning rate's schedule does.
+# What may change with --resume; a new max_iters changes the learning rate's schedule, too.
 MAY_CHANGE = {
     "device",
     "log_every",
@@ -151,11 +152,12 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model)
-    peak = total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens/s
+    peak = total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens a second
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
     metrics = run / "metrics.jsonl"
     if is_master:
-        runs.begin_logs(settings, metrics, 0 if state is None else step + 1)
+        known_lines = 0 if state is None else step + 1  # birth, and each step so far
+        runs.begin_logs(settings, metrics, known_lines)
 
     def evaluate_and_sample():
         """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
@@ -175,8 +177,8 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     def save() -> None:
         """Write the checkpoint of this step, and remove those that need not be kept."""
         state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
-        named = tokens.tokenizer_file or tokens.tokenizer
-        checkpoint.save(run / f"step_{step:07}", raw_model, state, named)
+        made_by = tokens.tokenizer_file or tokens.tokenizer
+        checkpoint.save(run / f"step_{step:07}", raw_model, state, made_by)
         runs.prune(run, settings.keep)
 
     durations = []
@@ -193,9 +195,9 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             rate = learning_rate(step, settings)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            # micro-steps: gradients add up; all ranks learn the loss, and whether one was told to stop
-            share = accumulate(model, tokens, settings, step, device, dtype)
-            sums = torch.stack([share, share.new_tensor(len(signals))])
+            # micro-steps: gradients add up; ranks sum their losses and signals, so that all stop together
+            part = accumulate(model, tokens, settings, step, device, dtype)
+            sums = torch.stack([part, part.new_tensor(len(signals))])
             loss, num_signals = runtime.sum_over_ranks(sums).tolist()
             stopped = num_signals > 0
             # clip
@@ -254,18 +256,18 @@ def make_optimizer(model, settings: Settings):
 
 
 def accumulate(model, tokens, settings: Settings, step, device, dtype):
-    """This rank's share of a step's mean loss; all ranks' gradient is added to the parameters'."""
+    """This rank's part of a step's mean loss; the gradient over all ranks is added to `parameter.grad`."""
     T = settings.sequence_length
     batch_size = settings.global_batch_size
     parts = parts_of_share(batch_size, settings.micro_batch_size)
     total = torch.zeros((), device=device)
     for part in parts:
-        sequences = [step * batch_size + i for i in part]
+        sequences = [step * batch_size + i for i in part]  # beyond the data's end a new epoch begins
         inputs, targets = tokens.batch(settings.data_seed, sequences, T)  # (n, T) each
-        # DistributedDataParallel exchanges gradients where this is true, and takes the ranks' mean
+        # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
         model.require_backward_grad_sync = part == parts[-1]
         loss = loss_sum(model, inputs, targets, device, dtype) / (batch_size * T)
-        (loss * runtime.world_size()).backward()
+        (loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
         total += loss.detach()
     return total
 
@@ -305,16 +307,16 @@ def sinks_of(model, tokens):
 @torch.no_grad()
 def generate(model, tokenizer, length, step):
     """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
-    text = [tokenizer.bos]
+    ids = [tokenizer.bos]
     vocab_size = tokenizer.vocab_size
     device = model.model.norm.weight.device
     generator = keyed_generator("sample", step)
     for _ in range(length):
-        window = torch.tensor([text[-model.config.context_length :]], device=device)  # (1, T)
+        window = torch.tensor([ids[-model.config.context_length :]], device=device)  # (1, T)
         logits = model.unembed(model.hidden(window, last_only=True))[0, :vocab_size]
         probabilities = (logits.double().cpu() / 0.8).softmax(0).numpy()
-        text.append(int(generator.choice(vocab_size, p=probabilities)))
-    return tokenizer.decode(text[1:])
+        ids.append(int(generator.choice(vocab_size, p=probabilities)))
+    return tokenizer.decode(ids[1:])
 
 
 @contextlib.contextmanager
@@ -352,7 +354,7 @@ def open_data(settings: Settings, device):
 
 
 def load_model(settings: Settings, tokens):
-    """The model, float32 on the CPU, at birth or with its last state; checked to fit data and settings."""
+    """The model, float32 on the CPU, at birth or with its last state; UserError unless it fits the data."""
     state = None
     if settings.resume and checkpoint.steps(settings.out):
         model, state = runs.load_newest(Path(settings.out))
@@ -385,7 +387,7 @@ def config_of(settings: Settings, tokens):
 
 
 def default_settings(words) -> Settings:
-    """The defaults of a command line: where it resumes a run, that run's settings."""
+    """The default settings of a command line; with --resume, the stored settings of the run."""
     given = read_settings(Settings(), words, __doc__)
     stored = runs.stored_settings(Path(given.out), Settings) if given.resume else None
     if given.resume and stored is None and is_first_process():
