@@ -152,8 +152,8 @@ def preference(model, counts):
     vocab_size = model.config.vocab_size
     top1_token = int(token_counts.argmax())
     top1_count = int(token_counts.max())
-    uniform_max_count = float(uniform_counts(n, vocab_size, RANKS)[0])  # of the most frequent
-    uniform_max_dimension = float(uniform_counts(n, len(dimension_counts), 1)[0])
+    uniform_max_count = uniform_counts(n, vocab_size, RANKS)[0]  # of the most frequent
+    uniform_max_dimension = uniform_counts(n, len(dimension_counts), 1)[0]
     with torch.inference_mode():
         direction_token = int(model.unembed(counts["cosines"].direction().float()).argmax())
     mean_cosine, std_cosine = counts["cosines"].mean_and_std()

@@ -383,7 +383,7 @@ def persistence(settings: PersistenceSettings):
         """Mean and standard deviation of Kendall's tau with the birth, over its dimensions."""
         temperature = settings.softmax_temperature
         taus = lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, temperature)
-        return {f"{prefix}mean_tau": float(taus.mean()), f"{prefix}std_tau": float(taus.std())}
+        return {f"{prefix}mean_tau": taus.mean(), f"{prefix}std_tau": taus.std()}
 
     last_stranger_outputs = last_outputs(stranger, *on)
     rows = []

@@ -10,6 +10,7 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
 
 import contextlib
 import dataclasses
+import functools
 import json
 import platform
 import subprocess
@@ -103,14 +104,18 @@ def commit():
 
 
 def write_json(result, path) -> None:
-    """Write a result, a line for each row: made for reading and for git diff. ValueError for NaN."""
+    """Write a result, a line for each row: made for reading and for git diff. ValueError for NaN.
+
+    numpy's numbers are written as Python's.
+    """
+    dump = functools.partial(json.dumps, allow_nan=False, default=np.generic.item)
     parts = []
     for key, value in result.items():
         if isinstance(value, list):
-            lines = [json.dumps(item, allow_nan=False) for item in value]
+            lines = [dump(item) for item in value]
             text = "[\n  " + ",\n  ".join(lines) + "\n ]"
         else:
-            text = json.dumps(value, allow_nan=False)
+            text = dump(value)
         parts.append(f'"{key}": {text}')
     with atomic_file(path) as temporary:
         temporary.write_text("{\n " + ",\n ".join(parts) + "\n}\n")

@@ -103,19 +103,19 @@ def floored_cosine(states: Tensor, epsilon):
 
 def student_log10_p(t, dof):
     """log10 of the two-sided p of Student's t, from -300 on."""
-    log_p = math.log(2) + float(student.logsf(abs(t), dof))
+    log_p = math.log(2) + student.logsf(abs(t), dof)
     return min(0.0, max(SMALLEST_LOG10_P, log_p / math.log(10)))
 
 
 def student_log10_tail(t, dof):
     """log10 of the one-sided P[T > t] of Student's t, from -300 on."""
-    return max(SMALLEST_LOG10_P, float(student.logsf(t, dof)) / math.log(10))
+    return max(SMALLEST_LOG10_P, student.logsf(t, dof) / math.log(10))
 
 
 def binomial_log10_p(count, n, num_choices):
     """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
-    return min(0.0, (math.log(num_choices) + float(log_tail)) / math.log(10))
+    return min(0.0, (math.log(num_choices) + log_tail) / math.log(10))
 
 
 @functools.cache
@@ -139,12 +139,12 @@ def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
 def interval(values, name="mean", low="low", high="high"):
     """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
     values = np.asarray(values, np.float64)
-    mean = float(values.mean())
+    mean = values.mean()
     error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {name: mean, low: float(mean - error), high: float(mean + error)}
+    return {name: mean, low: mean - error, high: mean + error}
 
 
 def wilson(successes, n, confidence=0.95):
     """Wilson's interval of a rate."""
     rate = binomtest(successes, n).proportion_ci(confidence, method="wilson")
-    return float(rate.low), float(rate.high)
+    return rate.low, rate.high

@@ -202,8 +202,8 @@ def diagonal_test(C: Tensor, key, permutations=9999):
         at_least += int((sampled >= matched).sum())
     z = (matched - mean) / std
     return {
-        "matched": float(matched),
-        "mismatched": float(C.sum().item() - matched * d) / (d * (d - 1)),
+        "matched": matched,
+        "mismatched": (C.sum().item() - matched * d) / (d * (d - 1)),
         "smallest_visible": stats.norm.isf(10**SAME_LOG10_P).item() * std * d / (d - 1),
         **outcome(z, stats.norm.logsf(z) / math.log(10), at_least, permutations),
     }
@@ -216,7 +216,7 @@ def outcome(z, log10_p, at_least, permutations):
     """
     same = log10_p <= SAME_LOG10_P and at_least == 0
     p = (1 + at_least) / (1 + permutations)
-    return {"z": float(z), "log10_p": float(log10_p), "p": p, "same": bool(same)}
+    return {"z": z, "log10_p": log10_p, "p": p, "same": bool(same)}
 
 
 # ---- Gram matrices: what no new basis, or no new order of neurons, alters ----------------------------------
@@ -245,7 +245,7 @@ def gram_test(pairs, key, permutations=99):
     at_least = int((products[1:] >= products[0]).sum())
     log10_p = student_log10_tail(t / (1 + 1 / permutations) ** 0.5, permutations - 1)
     correlation = products[0] / max(squares.prod() ** 0.5, 1e-300)
-    return {"correlation": float(correlation), **outcome(t, log10_p, at_least, permutations)}
+    return {"correlation": correlation, **outcome(t, log10_p, at_least, permutations)}
 
 
 def neuron_grams(a, b, count):
@@ -461,7 +461,7 @@ def judge_taus(taus, n, d, side, top_k, temperature, nulls=10):
     the mean tau over the error that k independent dimensions would have.
     """
     k = len(taus)
-    mean_tau = float(taus.mean()) if k else 0.0
+    mean_tau = taus.mean() if k else 0.0
     p_values = []  # of the t-test and the U-test
     for trial in range(nulls):
         null = null_taus(n, d, side, top_k, temperature, trial)

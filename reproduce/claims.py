@@ -28,14 +28,6 @@ LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
 PAPER_SEQUENCES = 10_000  # behind each row of BB Table 1
 CHANCE = 1e-3  # more than any token's share of any vocabulary here
 PAPER_TESTS = ["paper_t_p", "paper_u_p"]
-PAPER_NAMES = ["t-test", "U-test"]
-Z_SCORES = ["relabel_z", "body_z", "basis_free_z"]
-TEXT = ["laptop", "nano_llama"]  # configurations that read text
-TOY = ["backcopy"]  # and one whose models have sinks
-RATES = "calibrated_rate.png"
-AMPLIFIERS = ["mlp0_attn0", "mlp0_mlp0"]  # stacks of BB Table 3
-SHIFT = ("shift", "shift_low", "shift_high")  # of alpha_k, by an intervention
-MORE = ("amplify_more", "amplify_more_low", "amplify_more_high")  # shift of amplifying than of scaling
 
 
 class Finding(NamedTuple):
@@ -506,14 +498,14 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "amplify",
         "by": "sequence_length",
         "judge": ordered,
-        "arguments": ("mean_cosine", "model", "stack", *AMPLIFIERS, "mlp0"),
+        "arguments": ("mean_cosine", "model", "stack", *["mlp0_attn0", "mlp0_mlp0"], "mlp0"),
     },
     ("Proposition 4", "MLP0 twice: 0.49; Attn0 after it: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100"): {
         "result": "amplify",
         "by": "stack sequence_length",
         "judge": within,
         "arguments": ("theory",),
-        "where": {"stack": AMPLIFIERS},
+        "where": {"stack": ["mlp0_attn0", "mlp0_mlp0"]},
     },
     ("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1", ""): {
         "result": "intra",
@@ -609,14 +601,14 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "config",
         "judge": lower,
         "arguments": ("attenuate", "none", "text_loss"),
-        "where": {"config": TEXT},
+        "where": {"config": ["laptop", "nano_llama"]},
     },
     ("Table 7, amplification", "it is comparable: 21.33 and 21.95", "+0.029 nats"): {
         "result": "calibrations",
         "by": "config",
         "judge": lower,
         "arguments": ("amplify", "none", "text_loss"),
-        "where": {"config": TEXT},
+        "where": {"config": ["laptop", "nano_llama"]},
         "is_judged": False,
     },
     ("Table 7, its size", "200,000 steps; on C4 30.36, amplified 28.70, attenuated 30.48", ""): {
@@ -677,60 +669,60 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "config",
         "judge": lower,
         "arguments": ("amplify", "none", "sink_rate"),
-        "figure": RATES,
-        "where": {"config": TEXT},
+        "figure": "calibrated_rate.png",
+        "where": {"config": ["laptop", "nano_llama"]},
     },
     ("Figure 12, attenuation", "it lowers the sink rate", ""): {
         "result": "calibrations",
         "by": "config",
         "judge": lower,
         "arguments": ("attenuate", "none", "sink_rate"),
-        "figure": RATES,
-        "where": {"config": TEXT},
+        "figure": "calibrated_rate.png",
+        "where": {"config": ["laptop", "nano_llama"]},
     },
     ("Figure 12, amplification, a toy", "the same of models that sink: Bigram-Backcopy", ""): {
         "result": "calibrations",
         "by": "config",
         "judge": lower,
         "arguments": ("amplify", "none", "sink_rate"),
-        "figure": RATES,
-        "where": {"config": TOY},
+        "figure": "calibrated_rate.png",
+        "where": {"config": "backcopy"},
     },
     ("Figure 12, attenuation, a toy", "the same of models that sink: Bigram-Backcopy", ""): {
         "result": "calibrations",
         "by": "config",
         "judge": lower,
         "arguments": ("attenuate", "none", "sink_rate"),
-        "figure": RATES,
-        "where": {"config": TOY},
+        "figure": "calibrated_rate.png",
+        "where": {"config": "backcopy"},
     },
     ("Figure 12, both, a toy", "attenuation leaves fewer sinks than amplification", ""): {
         "result": "calibrations",
         "by": "config",
         "judge": lower,
         "arguments": ("attenuate", "amplify", "sink_rate"),
-        "figure": RATES,
-        "where": {"config": TOY},
+        "figure": "calibrated_rate.png",
+        "where": {"config": "backcopy"},
     },
     ("Figure 12, what is left, a toy", "attenuation leaves nearly none", "nearly 0"): {
         "result": "calibrations",
         "by": "config",
         "judge": no_sinks,
-        "figure": RATES,
-        "where": {"config": TOY, "calibration": "attenuate"},
+        "figure": "calibrated_rate.png",
+        "where": {"config": "backcopy", "calibration": "attenuate"},
         "is_judged": False,
     },
     ("Figure 13", "Gaussian matrices stand for strangers, so p < 0.01 is rare (own tables)", "0.01"): {
         "result": "errors",
         "by": "test",
         "judge": false_alarms,
-        "where": {"test": PAPER_NAMES, "inputs": "own embedding"},
+        "where": {"test": ["t-test", "U-test"], "inputs": "own embedding"},
     },
     ("Figure 13, Gaussian inputs", "the same with the inputs that Section 6.1.1 describes", "0.01"): {
         "result": "errors",
         "by": "test",
         "judge": false_alarms,
-        "where": {"test": PAPER_NAMES, "inputs": "gaussian"},
+        "where": {"test": ["t-test", "U-test"], "inputs": "gaussian"},
     },
     ("Figure 14", "Qwen style: every checkpoint is kin of its birth", "p < 0.01"): {
         "result": "qwen/persistence",
@@ -765,14 +757,14 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
     ("SO: self-mask", "alpha_k rises at once if token k attends to itself alone", ""): {
         "result": "backcopy/intervene",
         "judge": positive,
-        "arguments": (*SHIFT,),
+        "arguments": ("shift", "shift_low", "shift_high"),
         "part": "summary",
         "where": {"intervention": "self_mask"},
     },
     ("SO: variance amplification", "alpha_k rises if its values' deviation grows 16 times", ""): {
         "result": "backcopy/intervene",
         "judge": positive,
-        "arguments": (*SHIFT,),
+        "arguments": ("shift", "shift_low", "shift_high"),
         "part": "summary",
         "where": {"intervention": "amplify", "factor": 16.0},
     },
@@ -786,7 +778,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
     ("SO: control", "deviation counts, not norm: amplified 16 times it does more than scaled", ""): {
         "result": "backcopy/intervene",
         "judge": positive,
-        "arguments": (*MORE,),
+        "arguments": ("amplify_more", "amplify_more_low", "amplify_more_high"),
         "part": "summary",
         "where": {"intervention": "scale", "factor": 16.0},
     },
@@ -795,21 +787,21 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "config",
         "judge": lower,
         "arguments": ("headnorm", "none", "val_loss"),
-        "where": {"config": TEXT},
+        "where": {"config": ["laptop", "nano_llama"]},
     },
     ("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", ""): {
         "result": "calibrations",
         "by": "config",
         "judge": lower,
         "arguments": ("headnorm", "none", "mean_loss"),
-        "where": {"config": TEXT},
+        "where": {"config": ["laptop", "nano_llama"]},
     },
     ("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0"): {
         "result": "calibrations",
         "by": "config",
         "judge": no_sinks,
-        "figure": RATES,
-        "where": {"config": TOY, "calibration": "headnorm"},
+        "figure": "calibrated_rate.png",
+        "where": {"config": "backcopy", "calibration": "headnorm"},
     },
     ("ours: a LLaMA's layers", "does a newborn with SwiGLU contract?", "of order 1/d"): {
         "result": "nano_llama/layers",
@@ -915,13 +907,13 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "compare",
         "by": "suspect verdict",
         "judge": ranges,
-        "arguments": (*Z_SCORES,),
+        "arguments": ("relabel_z", "body_z", "basis_free_z"),
     },
     ("ours: a family tree", "how far apart are kin and strangers?", "strangers: z of N(0, 1)"): {
         "result": "matrix",
         "by": "verdict",
         "judge": ranges,
-        "arguments": (*Z_SCORES,),
+        "arguments": ("relabel_z", "body_z", "basis_free_z"),
     },
     ("ours: which seed?", "was the child born of seed 1000, of 100,000?", "yes"): {
         "result": "identify",
@@ -969,7 +961,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "config",
         "judge": ranges,
         "arguments": ("at_triggers", "elsewhere"),
-        "where": {"config": TOY, "calibration": "none"},
+        "where": {"config": "backcopy", "calibration": "none"},
     },
     ("ours: attention to position 1", "at birth and after text, beside uniform attention?", ""): {
         "result": "laptop/rate",
@@ -989,7 +981,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "config",
         "judge": lower,
         "arguments": ("headnorm", "none", "val_loss"),
-        "where": {"config": TOY},
+        "where": {"config": "backcopy"},
     },
     ("ours: disparity on text", "does position 1 stand out in a small model without sinks?", ""): {
         "result": "laptop/anatomy",
@@ -1001,7 +993,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "laptop/intervene",
         "by": "intervention",
         "judge": positive,
-        "arguments": (*SHIFT,),
+        "arguments": ("shift", "shift_low", "shift_high"),
         "part": "summary",
         "where": {"factor": 16.0},
     },

@@ -218,7 +218,7 @@ def error_rate(test, p, paper_births):
         "low": low,
         "high": high,
         "rate": rejections / len(p),
-        "ks_p": float(kstest(p, "uniform").pvalue),
+        "ks_p": kstest(p, "uniform").pvalue,
     }
 
 
@@ -237,7 +237,7 @@ def interval_over_births(rejected, births, resamples=2000):
     weights = counts[:, first] * counts[:, second]  # (resamples, pairs)
     weights = weights[weights.sum(axis=1) > 0]
     low, high = np.quantile(weights @ rejected / weights.sum(axis=1), (0.005, 0.995))
-    return float(low), float(high)
+    return low, high
 
 
 def quantiles(p, key):
@@ -339,7 +339,7 @@ def states_log10_p(test, pair, n, vocab_size, settings: CostSettings):
     a, b = [last_outputs(source, vocab_size, reading) for source in pair]
     result = paper_test(a, b)
     if test == "closed form":
-        return float(norm.logsf(result["closed_form_z"])) / math.log(10)  # numpy's own bool is no JSON
+        return norm.logsf(result["closed_form_z"]) / math.log(10)
     return math.log(max(result[PAPER_KEYS[test]], 1e-300)) / math.log(10)
 
 

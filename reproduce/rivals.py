@@ -97,7 +97,7 @@ def intrinsic(a, b):
             correlations.append(0.0)
         else:
             correlations.append(np.corrcoef(x, y)[0, 1])
-    return float(np.mean(correlations))
+    return np.mean(correlations)
 
 
 def std_profile(source, kind, depth):
@@ -116,7 +116,7 @@ def reef(a, b, tokens, device, dtype):
     outputs_a = block_outputs(a, tokens, device, dtype)
     outputs_b = block_outputs(b, tokens, device, dtype)
     matrix = [[cka(x, y) for y in outputs_b] for x in outputs_a]
-    return float(np.mean(np.diagonal(matrix))), matrix
+    return np.mean(np.diagonal(matrix)), matrix
 
 
 def block_outputs(source, tokens, device, dtype):
@@ -163,7 +163,7 @@ def pcs(a, b):
         for i, product in enumerate((x * y, x * x, y * y)):
             sums[i] += product.double().sum().item()
     dot, square_a, square_b = sums
-    return float(dot / max((square_a * square_b) ** 0.5, 1e-300))
+    return dot / max((square_a * square_b) ** 0.5, 1e-300)
 
 
 # ---- ICS ---------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def ics(a, b):
         xx = centred_product(X, M, X, M)
         yy = centred_product(Y, N, Y, N)
         cosines.append(xy / max(xx * yy, 1e-300) ** 0.5)
-    return float(np.mean(cosines))
+    return np.mean(cosines)
 
 
 def centred_product(X, M, Y, N):
