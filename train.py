@@ -36,7 +36,6 @@ from lib.settings import (
     RunSettings,
     UserError,
     at_least,
-    is_first_process,
     read_settings,
     run_script,
 )
@@ -387,11 +386,14 @@ def config_of(settings: Settings, tokens):
 
 
 def default_settings(words) -> Settings:
-    """The default settings of a command line; with --resume, the stored settings of the run."""
+    """The default settings of a command line; with --resume, the stored settings of the run.
+
+    With --resume, a config file or flags begin a run where there is none; without them, UserError.
+    """
     given = read_settings(Settings(), words, __doc__)
     stored = runs.stored_settings(Path(given.out), Settings) if given.resume else None
-    if given.resume and stored is None and is_first_process():
-        print(f"no run in {given.out} yet: this one begins there")
+    if stored is None and given == Settings(resume=True, out=given.out):
+        raise UserError(f"no run in {given.out} to resume: check --out, or begin one with a config file")
     return stored or Settings()
 
 
