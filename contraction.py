@@ -29,7 +29,6 @@ from measure.cosines import floored_cosine, pairwise_cosine, uniform_counts
 from model import ACTIVATIONS, PRESETS, ModelConfig, rope_table
 from probe import RANKS, count_predictions, preference
 
-EIGHT_SEEDS = tuple(range(42, 50))
 TEN_SEEDS = tuple(range(42, 52))
 WIDTHS = (128, 256, 512, 1024)  # of `width`
 
@@ -38,7 +37,7 @@ WIDTHS = (128, 256, 512, 1024)  # of `width`
 class SeedSettings(RunSettings):
     """What every experiment can be told."""
 
-    seed: tuple[int, ...] = EIGHT_SEEDS
+    seed: tuple[int, ...] = tuple(range(42, 50))
     """seeds of the presets' weights"""
     input_seed: int = 0
     """seed of the random inputs"""
@@ -150,11 +149,6 @@ def without_theory(row):
     return row | {name: None for name in theories if name in row}
 
 
-def load_model(settings: ProbeSettings, spec):
-    """The model of a spec on the settings' device, in their dtype."""
-    return spec.load(settings.device, settings.torch_dtype)
-
-
 def load_blocks(settings: BlockSettings, spec, **changes):
     """A model with another configuration, in float32; a newborn comes without vocabulary.
 
@@ -177,7 +171,7 @@ def gaussian_inputs(settings: SeedSettings, T, d):
 
 def ablated(settings: ProbeSettings, spec):
     """(key of a row, model, counts) of the full model, of its MLPs only and of its attention only."""
-    model = load_model(settings, spec)
+    model = spec.load(settings.device, settings.torch_dtype)
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
         for T in settings.sequence_length:
@@ -456,7 +450,7 @@ def variance(settings: PositionSettings, spec):
 def on_tokens(settings: ProbeSettings, spec, scheme):
     """A newborn on random tokens beside what its weights alone foretell: rows by length, points to draw."""
     drawn_by = "gpt2" if scheme == "projected" else scheme
-    model = load_model(settings, replace(spec, scheme=drawn_by))
+    model = replace(spec, scheme=drawn_by).load(settings.device, settings.torch_dtype)
     if scheme == "projected":
         theory.project_out_mean_output(model)
     squares = [block.mlp.down_proj.weight.float().square().mean().item() for block in model.model.layers]

@@ -90,14 +90,7 @@ def initialize(model: Transformer, seed, embedding_seed=None, scheme="gpt2") -> 
         list(pool.map(fill, *zip(*model.named_parameters())))
 
 
-def newborn(
-    model: str | ModelConfig,
-    seed,
-    embedding_seed=None,
-    scheme="gpt2",
-    device="cpu",
-    dtype=torch.float32,
-) -> Transformer:
+def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
     """An untrained model, in eval mode, by preset name or configuration; its blocks in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
     with torch.device("meta"):

@@ -12,7 +12,6 @@ ourselves is called ours.
 """
 
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,11 +28,12 @@ from lib.figures import curves
 from lib.inputs import TextSettings, check_text_settings, read_tokens
 from lib.results import Experiment
 from lib.runs import trained_length
-from lib.runtime import progress, rank
+from lib.runtime import progress, warn
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention, theory
 from measure.cosines import interval
 from measure.lineage import some_layers
+from measure.neurons import super_neurons
 from model import CHOICES
 
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
@@ -108,12 +108,6 @@ def attending_models(settings: Settings):
         if known is not None and longest > known:
             warn(f"{spec.label} was trained on sequences of {known} tokens: longer ones are new to it")
     return specs
-
-
-def warn(text) -> None:
-    """Say something on stderr, once."""
-    if rank() == 0:
-        print(text, file=sys.stderr)
 
 
 def load_model(settings: Settings, spec):
@@ -315,33 +309,6 @@ def dissect(settings: LengthSettings, spec, model):
         neurons += super_neurons(layer, mlp, means["units", layer])
     neurons.sort(key=itemgetter("ratio"), reverse=True)
     return rows, neurons[:10]
-
-
-def super_neurons(layer, mlp, activation):
-    """The ten hidden units of a layer for which position 1 stands out most, by mean |activation| (T, d_ff).
-
-    `down_share` is the share of the unit's squared output weights that its largest, at `dimension`, holds.
-    """
-    first = activation[0]
-    others = activation[1:].mean(0).clamp(min=1e-3 * activation.mean())  # no unit is dead
-    gate = mlp.gate_proj or mlp.up_proj
-    down = mlp.down_proj.weight.float().square().cpu()  # (d, d_ff)
-    largest, dimension = down.max(dim=0)
-    total = down.sum(0)
-    of_units = {
-        "ratio": first / others,
-        "first": first,
-        "others": others,
-        "gate_norm": gate.weight.float().norm(dim=1),
-        "up_norm": mlp.up_proj.weight.float().norm(dim=1),
-        "down_norm": total.sqrt(),
-        "down_share": largest / total.clamp(min=1e-30),
-        "dimension": dimension,
-    }
-    table = pd.DataFrame({name: values.tolist() for name, values in of_units.items()})
-    table.insert(0, "neuron", table.index)
-    table.insert(0, "layer", layer)
-    return table.nlargest(10, "ratio").to_dict("records")
 
 
 LINKS = {  # of the chain that `anatomy` follows, with their titles

@@ -13,9 +13,7 @@ the same bits as one that was not. On SIGTERM or SIGINT a run finishes its step,
 under torchrun that must take less than 30 s.
 """
 
-import contextlib
 import math
-import signal
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -31,14 +29,7 @@ from init import SCHEMES, keyed_generator, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
 from lib.results import is_power_of_two
-from lib.settings import (
-    Command,
-    RunSettings,
-    UserError,
-    at_least,
-    read_settings,
-    run_script,
-)
+from lib.settings import Command, RunSettings, UserError, at_least, read_settings, run_script
 from lib.speed import total_matmul_peak, training_flops
 from measure import attention
 from model import CHOICES, PRESETS
@@ -105,19 +96,8 @@ class Settings(RunSettings):
 
 
 # What may change with --resume; a new max_iters changes the learning rate's schedule, too.
-MAY_CHANGE = {
-    "device",
-    "log_every",
-    "eval_every",
-    "eval_sequences",
-    "track_sinks",
-    "save_every",
-    "compile",
-    "resume",
-    "out",
-    "max_iters",
-    "micro_batch_size",
-}
+MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
+MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------
@@ -182,7 +162,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
 
     durations = []
     stopped = False
-    with listening_for_signals() as signals:
+    with runtime.listening_for_signals() as signals:
         if state is None:  # the newborn
             row = {"step": 0} | evaluate_and_sample()
             if is_master:
@@ -316,22 +296,6 @@ def generate(model, tokenizer, length, step):
         probabilities = (logits.double().cpu() / 0.8).softmax(0).numpy()
         ids.append(int(generator.choice(vocab_size, p=probabilities)))
     return tokenizer.decode(ids[1:])
-
-
-@contextlib.contextmanager
-def listening_for_signals():
-    """A list that SIGTERM and SIGINT append to, instead of ending the process."""
-    received = []
-
-    def note(number, frame) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- data and model ----------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +105,28 @@ def wait_for_all(device) -> None:
 def progress(*iterable, **keywords):
     """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
+
+
+def warn(text) -> None:
+    """Say something on stderr, once."""
+    if rank() == 0:
+        print(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def listening_for_signals():
+    """A list that SIGTERM and SIGINT append to, instead of ending the process."""
+    received = []
+
+    def note(number, frame) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
