@@ -88,40 +88,42 @@ def experiment(paper, defaults: BlockSettings, averaged=(), columns=(), **figure
     """
 
     def register(sample):
-        name = sample.__name__
-
         @functools.wraps(sample)
-        @torch.inference_mode()
         def run(settings: BlockSettings):
-            embedding_seed = getattr(settings, "embedding_seed", None)
-            specs = chosen_models(settings.model, settings.seed, embedding_seed, settings.init)
-            settings = fit_settings(settings, defaults, specs)
-            record = Experiment(name, paper, settings)
-            rows, points = [], []
-            drawn = set()
-            for spec in progress(specs, desc=name, unit=" models"):
-                new_rows, new_points = sample(record.settings, spec)
-                key = {"model": spec.name}
-                if spec.name not in drawn:  # of several seeds, the first is drawn
-                    points += [key | point for point in new_points]
-                    drawn.add(spec.name)
-                if not averaged:
-                    key["seed"] = spec.seed
-                for row in new_rows:
-                    rows.append(key | row if spec.is_newborn else key | without_theory(row))
-            if averaged:
-                rows = mean_over_seeds(rows, averaged)
+            return run_experiment(sample, paper, settings, defaults, averaged, columns, figure)
 
-            def draw(result, folder) -> None:
-                shown = name_models(result["points"] or result["rows"], figure["series"])
-                curves(shown, folder / f"{name}.png", **figure)
-
-            return record.save(rows, columns, draw, points=points)
-
-        EXPERIMENTS[name] = Command(run, defaults)
+        EXPERIMENTS[sample.__name__] = Command(run, defaults)
         return run
 
     return register
+
+
+@torch.inference_mode()
+def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, columns, figure):
+    """Sample every model that the settings name; average, draw and save the rows."""
+    name = sample.__name__
+    embedding_seed = getattr(settings, "embedding_seed", None)
+    specs = chosen_models(settings.model, settings.seed, embedding_seed, settings.init)
+    record = Experiment(name, paper, fit_settings(settings, defaults, specs))
+    rows, points = [], []
+    for spec in progress(specs, desc=name, unit=" models"):
+        new_rows, new_points = sample(record.settings, spec)
+        key = {"model": spec.name}
+        if spec.name not in {point["model"] for point in points}:  # of several seeds, the first is drawn
+            points += [key | point for point in new_points]
+        if not averaged:
+            key["seed"] = spec.seed
+        if not spec.is_newborn:
+            new_rows = [without_theory(row) for row in new_rows]
+        rows += [key | row for row in new_rows]
+    if averaged:
+        rows = mean_over_seeds(rows, averaged)
+
+    def draw(result, folder) -> None:
+        shown = name_models(result["points"] or result["rows"], figure["series"])
+        curves(shown, folder / f"{name}.png", **figure)
+
+    return record.save(rows, columns, draw, points=points)
 
 
 def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs) -> BlockSettings:
@@ -145,7 +147,7 @@ def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs) -> Blo
 
 def without_theory(row):
     """The row of a trained model: theory, which is of newborns, is null."""
-    theories = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")
+    theories = ("theory", "exact_theory", "limit_theory", "uniform_theory", "predicted_cosine")
     return row | {name: None for name in theories if name in row}
 
 
@@ -175,8 +177,14 @@ def ablated(settings: ProbeSettings, spec):
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
         for T in settings.sequence_length:
-            random = (settings.num_sequences, settings.batch_size, settings.input_seed)
-            counts = count_predictions(part, T, *random, vectors=True)
+            counts = count_predictions(
+                part,
+                T,
+                settings.num_sequences,
+                settings.batch_size,
+                settings.input_seed,
+                vectors=True,
+            )
             yield {"variant": kind, "sequence_length": T}, part, counts
 
 
@@ -389,10 +397,10 @@ def intra(settings: PositionSettings, spec):
         rope = rope_table(config, x)
         _, attention_law = theory.kernel_recursion(config, T, settings.init, residual=False)
         laws = {"attn0": theory.averaging_stack(T, config.num_layers), "attention": attention_law[1:]}
-        limit = theory.averaging_limit(T, config.num_layers)
+        limits = theory.averaging_limit(T, config.num_layers)
         for stack, law in laws.items():
             state = x
-            for layer, block in enumerate(model.model.layers):
+            for layer, (block, exact, limit) in enumerate(zip(model.model.layers, law, limits), start=1):
                 if stack == "attn0":
                     state = state.cumsum(1) / count
                 else:
@@ -401,9 +409,9 @@ def intra(settings: PositionSettings, spec):
                 row = {
                     "stack": stack,
                     "sequence_length": T,
-                    "layer": layer + 1,
-                    "exact_theory": law[layer],
-                    "limit_theory": limit[layer],
+                    "layer": layer,
+                    "exact_theory": exact,
+                    "limit_theory": limit,
                     "mean_cosine": unit.mean(1).square().sum(1).mean().item(),
                 }
                 rows.append(row)
@@ -426,7 +434,7 @@ def variance(settings: PositionSettings, spec):
     """Do the first block's aggregated values shrink along the positions? (BB Figure 9, Equation 2)"""
     model = load_blocks(settings, spec, sublayers="attention", num_layers=1)
     config = model.config
-    T = max(settings.sequence_length)
+    T = max(settings.sequence_length)  # shorter sequences are the beginnings of the longest
     squares = []
 
     def on_heads(layer, heads, q, k, v):  # heads: (1, H, T, Dh)

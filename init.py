@@ -82,12 +82,13 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 def initialize(model: Transformer, seed, embedding_seed=None, scheme="gpt2") -> None:
     """Fill every parameter of `model`, in place, with its `birth_value`."""
 
-    def fill(name, parameter: Tensor) -> None:
+    def fill(named_parameter) -> None:
+        name, parameter = named_parameter
         value = birth_value(model.config, name, parameter.shape, seed, embedding_seed, scheme)
         parameter.data.copy_(value)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        list(pool.map(fill, *zip(*model.named_parameters())))
+        list(pool.map(fill, model.named_parameters()))  # the list waits, and raises what a thread raised
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):

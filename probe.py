@@ -112,11 +112,11 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
     dimension_counts = torch.zeros(config.d_model, dtype=torch.int64, device=device)
     cosines = CosineStatistics(config.d_model, device)
     layers = []
-    on_state = None
     if vectors:
         layers = [CosineStatistics(config.d_model, device) for _ in range(config.num_layers + 1)]
 
-        def on_state(layer, x):
+    def on_state(layer, x):
+        if vectors:
             layers[layer].update(x[:, -1])
 
     batches = share(

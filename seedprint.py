@@ -372,33 +372,35 @@ def persistence(settings: PersistenceSettings):
     check_lengths((settings.sequence_length,), shortest_context(compared))
     check_paper_settings(settings, compared)
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    on = (common_vocabulary(compared), experiment.settings)
+    settings = experiment.settings
+    vocab_size = common_vocabulary(compared)
+
+    def outputs_of(source):
+        return last_outputs(source, vocab_size, settings).numpy()
+
     birth = specs[0].open()
-    birth_outputs = last_outputs(birth, *on)
-    birth_print = state_fingerprint(birth, *on)
-    top_k = lineage.check_top_k(settings.top_k, birth.config.d_model)
-    chosen = lineage.top_dimensions(birth_outputs.numpy(), settings.side, top_k)
+    birth_outputs = outputs_of(birth)
+    birth_print = state_fingerprint(birth, vocab_size, settings)
+    top_k = settings.top_k or birth.config.d_model // 2
+    chosen = lineage.top_dimensions(birth_outputs, settings.side, top_k)
 
-    def tau_statistics(outputs, prefix=""):
-        """Mean and standard deviation of Kendall's tau with the birth, over its dimensions."""
-        temperature = settings.softmax_temperature
-        taus = lineage.kendall(birth_outputs.numpy(), outputs.numpy(), chosen, temperature)
-        return {f"{prefix}mean_tau": taus.mean(), f"{prefix}std_tau": taus.std()}
+    def taus_with_birth(outputs):
+        return lineage.kendall(birth_outputs, outputs, chosen, settings.softmax_temperature)
 
-    last_stranger_outputs = last_outputs(stranger, *on)
+    last_stranger_taus = taus_with_birth(outputs_of(stranger))
     rows = []
     for spec in progress(specs, desc="checkpoints"):
         step = spec.folder.name
         child = spec.open()
-        outputs = last_outputs(child, *on)
-        stranger_outputs = last_stranger_outputs
+        outputs = outputs_of(child)
+        taus = taus_with_birth(outputs)
+        stranger_taus = last_stranger_taus
         if step in strangers:
-            stranger_outputs = last_outputs(strangers[step].open(), *on)
-        C = lineage.relation(birth_print, state_fingerprint(child, *on))
+            stranger_taus = taus_with_birth(outputs_of(strangers[step].open()))
+        C = lineage.relation(birth_print, state_fingerprint(child, vocab_size, settings))
         test = lineage.diagonal_test(C, ("relabel", settings.input_seed), settings.permutations)
-        row = {"step": int(step.removeprefix("step_"))}
-        row |= tau_statistics(outputs)
-        row |= tau_statistics(stranger_outputs, "stranger_")
+        row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
+        row |= {"stranger_mean_tau": stranger_taus.mean(), "stranger_std_tau": stranger_taus.std()}
         row |= {"relabel_z": test["z"], "relabel_log10_p": test["log10_p"], "permutation_p": test["p"]}
         rows.append(row | paper_test(birth_outputs, outputs, settings))
     columns = ("step", "mean_tau", "std_tau", "stranger_mean_tau", "stranger_std_tau", "relabel_z")

@@ -265,28 +265,30 @@ def dissect(settings: LengthSettings, spec, model):
     T = settings.sequence_length
     tokens = read_tokens(settings, spec, T)
     n = len(tokens)
+    positions = range(1, T + 1)
     spreads = defaultdict(attention.SpreadByPosition)
-    means = defaultdict(float)  # over sequences, by what and layer
+    # means over sequences, by layer
+    dominance = defaultdict(float)  # (T,)
+    keys = defaultdict(float)  # (G, T, Dh)
+    alpha = defaultdict(float)  # (T,)
+    activations = defaultdict(float)  # (T, d_ff)
 
     def on_state(layer, x):
         x = x.float().abs()
-        means["dominance", layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n  # (T,)
+        dominance[layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n
 
     def on_heads(layer, heads, q, k, v):
         spreads[layer].update(heads)
-        means["keys", layer] += F.normalize(k.float(), dim=3).sum(0) / n  # (G, T, Dh)
-        weights = attention.mean_attention(q, k, range(1, T + 1))  # (B, H, T)
-        means["alpha", layer] += weights.mean(1).sum(0).cpu() / n
+        keys[layer] += F.normalize(k.float(), dim=3).sum(0) / n
+        alpha[layer] += attention.mean_attention(q, k, positions).mean(1).sum(0).cpu() / n
 
-    def on_units(layer, module, inputs):
-        means["units", layer] += inputs[0].float().abs().sum(0).cpu() / n  # (T, d_ff)
+    def on_hidden_units(layer, module, inputs):
+        activations[layer] += inputs[0].float().abs().sum(0).cpu() / n
 
-    mlps = {}
     handles = []
     for layer, block in enumerate(model.model.layers, start=1):
         if block.mlp is not None:
-            mlps[layer] = block.mlp
-            handles.append(block.mlp.down_proj.register_forward_pre_hook(partial(on_units, layer)))
+            handles.append(block.mlp.down_proj.register_forward_pre_hook(partial(on_hidden_units, layer)))
     for part in attention.batches(tokens):
         model.hidden(part, on_state=on_state, on_heads=on_heads)
     for handle in handles:
@@ -296,17 +298,17 @@ def dissect(settings: LengthSettings, spec, model):
         table = pd.DataFrame(
             {
                 "layer": layer,
-                "position": range(1, T + 1),
+                "position": positions,
                 "std": spread.std(),
-                "alpha": means["alpha", layer].tolist(),
-                "dominance_ratio": means["dominance", layer].tolist(),
-                "uniform_alpha": [attention.uniform_alpha(T, position) for position in range(1, T + 1)],
-                "key_alignment": means["keys", layer].norm(dim=2).mean(0).tolist(),
+                "alpha": alpha[layer].tolist(),
+                "dominance_ratio": dominance[layer].tolist(),
+                "uniform_alpha": [attention.uniform_alpha(T, position) for position in positions],
+                "key_alignment": keys[layer].norm(dim=2).mean(0).tolist(),
             }
         )
         rows += table.to_dict("records")
-    for layer, mlp in mlps.items():
-        neurons += super_neurons(layer, mlp, means["units", layer])
+    for layer, activation in activations.items():
+        neurons += super_neurons(layer, model.model.layers[layer - 1].mlp, activation)
     neurons.sort(key=itemgetter("ratio"), reverse=True)
     return rows, neurons[:10]
 
@@ -405,16 +407,19 @@ def replace_values(kind, factor, model, position, layers, layer, heads, q, k, v)
     """
     if layer not in layers:
         return None
-    chosen = heads[:, :, position - 1 : position]
+    place = slice(position - 1, position)
+    values = heads[:, :, place]
     if kind == "self_mask":
-        own = v[:, :, position - 1 : position].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-        chosen = model.model.layers[layer - 1].self_attn.calibrate(own, position)
+        own = v[:, :, place].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
+        values = model.model.layers[layer - 1].self_attn.calibrate(own, position)
     elif kind == "amplify":
-        mean = chosen.mean(0, keepdim=True)
-        chosen = mean + factor * (chosen - mean)
+        mean = values.mean(0, keepdim=True)
+        values = mean + factor * (values - mean)
     elif kind == "scale":
-        chosen = factor * chosen
-    return torch.cat([heads[:, :, : position - 1], chosen, heads[:, :, position:]], dim=2)
+        values = factor * values
+    replaced = heads.clone()
+    replaced[:, :, place] = values
+    return replaced
 
 
 def draw_intervene(result, folder) -> None:
@@ -425,9 +430,12 @@ def draw_intervene(result, folder) -> None:
     def points_of(rows):
         points = []
         for row in rows:
-            point = row | {"error": row["high"] - row["alpha_k"], "uniform": uniform}
-            factors = settings["factor"] if row["factor"] is None else [row["factor"]]  # all: a level line
-            points += [point | {"factor": factor} for factor in factors]
+            factors = [row["factor"]]
+            if row["factor"] is None:  # a level line: the same at every factor
+                factors = settings["factor"]
+            for factor in factors:
+                error = row["high"] - row["alpha_k"]
+                points.append(row | {"factor": factor, "error": error, "uniform": uniform})
         return points
 
     draw_each(

@@ -138,7 +138,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         known_lines = 0 if state is None else step + 1  # birth, and each step so far
         runs.begin_logs(settings, metrics, known_lines)
 
-    def evaluate_and_sample():
+    def evaluate_and_sample(step):
         """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
         loss = evaluate(raw_model, *evaluation_windows, settings.micro_batch_size, device, dtype)
         if not math.isfinite(loss):
@@ -153,8 +153,8 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             print(f"step {step}: {text}, {sample!r}", flush=True)
         return row
 
-    def save() -> None:
-        """Write the checkpoint of this step, and remove those that need not be kept."""
+    def save(step) -> None:
+        """Write the checkpoint of a step, and remove those that need not be kept."""
         state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
         made_by = tokens.tokenizer_file or tokens.tokenizer
         checkpoint.save(run / f"step_{step:07}", raw_model, state, made_by)
@@ -164,10 +164,10 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     stopped = False
     with runtime.listening_for_signals() as signals:
         if state is None:  # the newborn
-            row = {"step": 0} | evaluate_and_sample()
+            row = {"step": 0} | evaluate_and_sample(step)
             if is_master:
                 runs.append_line(metrics, row)
-                save()
+                save(step)
         while step < settings.max_iters and not stopped:
             begun = time.perf_counter()
             # learning rate of this step
@@ -191,11 +191,11 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             durations.append(seconds)
             is_last = stopped or step == settings.max_iters
             # evaluation
+            speed = settings.global_batch_size * T / seconds
             row = {"step": step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
-            row["tokens_per_second"] = settings.global_batch_size * T / seconds
-            row["mfu"] = row["tokens_per_second"] / peak
+            row |= {"tokens_per_second": speed, "mfu": speed / peak}
             if step % settings.eval_every == 0 or step == settings.max_iters:
-                row |= evaluate_and_sample()
+                row |= evaluate_and_sample(step)
             # log
             if is_master:
                 runs.append_line(metrics, row)
@@ -207,7 +207,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             # checkpoint
             is_kept = settings.keep == "powers" and is_power_of_two(step)
             if is_master and (is_last or is_kept or step % settings.save_every == 0):
-                save()
+                save(step)
     if is_master:
         runs.prune(run, settings.keep)
         lines = runs.lines_to_open(checkpoint.steps(run)[-1])

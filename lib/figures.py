@@ -145,7 +145,7 @@ def name_models(points, series):
 
 def clipped(name, length=28):
     """The end of a long name."""
-    return name if len(name) < length else "..." + name[3 - length :]
+    return name if len(name) <= length else "..." + name[3 - length :]
 
 
 def save_figure(figure, path) -> None:

@@ -132,8 +132,10 @@ def print_rows(rows, columns=()) -> None:
     for along in ("layer", "position"):
         if along in table:
             indices = table[along].fillna(0)
-            shown = [is_power_of_two(index) or index in (0, indices.max()) for index in indices]
-            table = table[shown]
+            last = indices.max()
+            for owner in {"model", "checkpoint"} & set(table):  # models may have different numbers of layers
+                last = indices.groupby(table[owner]).transform("max")
+            table = table[indices.map(is_power_of_two) | (indices == 0) | (indices == last)]
     present = [name for name in columns or table.columns if name in table]
     print(table[present].fillna("n/a").to_string(index=False, float_format="{:.4g}".format))
 

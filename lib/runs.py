@@ -121,11 +121,12 @@ def prune(run, keep) -> None:
     """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
     for folder in checkpoint.steps(run)[:-2]:
         step = int(folder.name.removeprefix("step_"))
-        is_kept = keep == "powers" and is_power_of_two(step)
-        if keep == "all" or step == 0 or is_kept:
+        if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
             (folder / "state.pt").unlink(missing_ok=True)
         else:
-            shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.{os.getpid()}.tmp")))
+            doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+            folder.rename(doomed)  # at once: no half of a checkpoint is ever seen
+            shutil.rmtree(doomed)
 
 
 def diverged(run, step, what) -> UserError:
@@ -161,8 +162,9 @@ def lines_to_open(folder):
 def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
     log = pd.read_json(run / "metrics.jsonl", lines=True)
-    log = log.rename(columns={"loss": "training", "val_loss": "held out"})
-    points = log.melt("step", ["training", "held out"], "split", "nats").dropna()
+    log = log.reindex(columns=["step", "loss", "val_loss"])  # there may be no evaluation yet
+    log.columns = ["step", "training", "held out"]
+    points = log.melt("step", var_name="split", value_name="nats").dropna()
     curves(
         points.to_dict("records"),
         run / "loss.png",

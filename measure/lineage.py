@@ -194,28 +194,28 @@ def diagonal_test(C: Tensor, key, permutations=9999):
     coordinates = np.arange(d)
     matched = values[coordinates, coordinates].mean()
     generator = keyed_generator("relabel", *key)
-    at_least = 0
+    exceeding = 0
     for start in range(0, permutations, PERMUTATION_BATCH):
         batch = min(PERMUTATION_BATCH, permutations - start)
         orders = generator.permuted(np.tile(coordinates, (batch, 1)), axis=1)  # (batch, d)
         sampled = values[coordinates, orders].mean(axis=1)
-        at_least += int((sampled >= matched).sum())
+        exceeding += int((sampled >= matched).sum())
     z = (matched - mean) / std
     return {
         "matched": matched,
         "mismatched": (C.sum().item() - matched * d) / (d * (d - 1)),
         "smallest_visible": stats.norm.isf(10**SAME_LOG10_P).item() * std * d / (d - 1),
-        **outcome(z, stats.norm.logsf(z) / math.log(10), at_least, permutations),
+        **outcome(z, stats.norm.logsf(z) / math.log(10), exceeding, permutations),
     }
 
 
-def outcome(z, log10_p, at_least, permutations):
+def outcome(z, log10_p, exceeding, permutations):
     """`z`, its tail `log10_p`, the exact `p` of the permutations, and whether the two say `same` birth.
 
     The tail is an approximation: a z of 250 is an effect, not a probability.
     """
-    same = log10_p <= SAME_LOG10_P and at_least == 0
-    p = (1 + at_least) / (1 + permutations)
+    same = log10_p <= SAME_LOG10_P and exceeding == 0
+    p = (1 + exceeding) / (1 + permutations)
     return {"z": z, "log10_p": log10_p, "p": p, "same": bool(same)}
 
 
@@ -230,22 +230,23 @@ def gram_test(pairs, key, permutations=99):
     standard deviation; since these are estimates, its tail is Student's.
     """
     generator = keyed_generator("gram", *key)
-    products = np.zeros(1 + permutations)  # the first one's order is the one they come in
+    product = 0.0  # of the entries, in the order they come in
+    permuted = np.zeros(permutations)  # the same, B's order permuted
     squares = np.zeros(2)
     for a, b in pairs:
         squares += a.square().sum().item(), b.square().sum().item()
-        for i in range(1 + permutations):
-            order = generator.permutation(len(b)) if i else np.arange(len(b))
-            order = torch.from_numpy(order)
-            products[i] += torch.vdot(a.flatten(), b[order].index_select(1, order).flatten()).item()
+        product += torch.vdot(a.flatten(), b.flatten()).item()
+        for i in range(permutations):
+            order = torch.from_numpy(generator.permutation(len(b)))
+            permuted[i] += torch.vdot(a.flatten(), b[order].index_select(1, order).flatten()).item()
     if not np.isfinite(squares).all():
         raise UserError("a model's weights are not finite: check them for NaN")
-    spread = products[1:].std(ddof=1)
-    t = (products[0] - products[1:].mean()) / spread if spread > 0 else 0.0
-    at_least = int((products[1:] >= products[0]).sum())
+    std = permuted.std(ddof=1)
+    t = (product - permuted.mean()) / std if std > 0 else 0.0
+    exceeding = int((permuted >= product).sum())
     log10_p = student_log10_tail(t / (1 + 1 / permutations) ** 0.5, permutations - 1)
-    correlation = products[0] / max(squares.prod() ** 0.5, 1e-300)
-    return {"correlation": correlation, **outcome(t, log10_p, at_least, permutations)}
+    correlation = product / max(squares.prod() ** 0.5, 1e-300)
+    return {"correlation": correlation, **outcome(t, log10_p, exceeding, permutations)}
 
 
 def neuron_grams(a, b, count):
@@ -351,11 +352,11 @@ def compare_sources(a, b, fingerprints, seed, permutations, grams=99, layers=4):
     weights, skipped = weight_correlations(a, b)
     correlations = {"relabel": relation(*fingerprints), **weights}
     tests = {kind: diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
-    have_mlps = a.config.sublayers != "attention" and b.config.sublayers != "attention"
-    is_tied = "embedding" in tests and tests["embedding"]["same"]
-    if have_mlps and a.config.d_ff == b.config.d_ff:
-        if is_tied or verdict(tests)[0] != SAME_BIRTH:
-            tests["basis_free"] = gram_test(neuron_grams(a, b, layers), ("basis_free", seed), grams)
+    have_mlps = "attention" not in (a.config.sublayers, b.config.sublayers)
+    shares_table = "embedding" in tests and tests["embedding"]["same"]
+    needs_units = shares_table or verdict(tests)[0] != SAME_BIRTH
+    if needs_units and have_mlps and a.config.d_ff == b.config.d_ff:
+        tests["basis_free"] = gram_test(neuron_grams(a, b, layers), ("basis_free", seed), grams)
     if verdict(tests)[0] != SAME_BIRTH:
         pair = (coordinate_gram(a, layers), coordinate_gram(b, layers))
         tests["any_order"] = gram_test([pair], ("any_order", seed), grams)
@@ -369,8 +370,8 @@ def verdict(tests):
     `any_order` and at times `body` once they are trained. Hidden units remain exchangeable (`basis_free`).
     """
     same = {name for name, test in tests.items() if test["same"]}
-    is_tied = "embedding" in same and "basis_free" in tests
-    if "body" in same and ("basis_free" in same or not is_tied):
+    units_decide = "embedding" in same and "basis_free" in tests
+    if "body" in same and ("basis_free" in same or not units_decide):
         return SAME_BIRTH, "the weights of the blocks"
     if "basis_free" in same:
         return SAME_BIRTH, "the hidden units, in any basis of the residual stream"

@@ -9,7 +9,6 @@ layer by one scalar function, the activation's kernel. And attention at birth is
 averages positions 1..i. Where a law is asymptotic (in width, length or both), its docstring says in what.
 """
 
-import functools
 import math
 
 import torch
@@ -206,28 +205,26 @@ def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
     if scheme == "projected" or (scheme == "centered" and config.mlp != "swiglu"):
         kernel[0] = 0
 
-    def attend(S):
-        uniform = average(S)  # keys that are more alike than most draw like attention
-        return uniform + logit_variance * S * (average(S * S) - uniform * uniform)
+    attention_gain = d * STD**2 * config.num_heads * config.head_size * residual_variance
+    mlp_gain = config.d_ff * residual_variance
 
-    sublayers = []
-    if config.sublayers != "mlp":
-        gain = d * STD**2 * config.num_heads * config.head_size * residual_variance
-        sublayers.append((gain, attend))
-    if config.sublayers != "attention":
-        gain = config.d_ff * residual_variance
-        sublayers.append((gain, functools.partial(evaluate, kernel)))
+    def attention(C):  # uniform averaging, and to first order the pull of keys that are alike
+        uniform = average(C)
+        return attention_gain * (uniform + logit_variance * C * (average(C * C) - uniform * uniform))
 
-    pair = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
-    pair[0].fill_diagonal_(STD**2)
-    inter = []
-    intra = []
-    for layer in range(config.num_layers + 1):
-        if layer > 0:
-            for gain, sublayer in sublayers:
-                output = gain * sublayer(pair / scales(pair[0], config.norm_epsilon))
-                pair = pair + output if residual else output
-        S, R = pair
+    def mlp(C):
+        return mlp_gain * evaluate(kernel, C)
+
+    blocks = {"full": (attention, mlp), "attention": (attention,), "mlp": (mlp,)}
+    stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
+    stream[0].fill_diagonal_(STD**2)
+    inter = [0.0]
+    intra = [1 / T]  # a position is like itself alone
+    for _ in range(config.num_layers):
+        for sublayer in blocks[config.sublayers]:
+            output = sublayer(stream / scales(stream[0], config.norm_epsilon))  # of cosines
+            stream = stream + output if residual else output
+        S, R = stream
         inter.append((R[-1, -1] / S[-1, -1]).item())
         intra.append((S / scales(S)).mean().item())
     return inter, intra
@@ -238,23 +235,22 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor):
 
     For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
     """
-    z, weight = gaussian_grid(61, noise.device)
-    up = mlp.up_proj.weight.double()
+    z, weight = gaussian_grid(61, noise.device)  # of the gate's noise, in standard deviations
+    up = mlp.up_proj.weight.double()  # (d_ff, d)
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
-    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # a pruned gate has none
+    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); a pruned gate has none
     act = mlp.activation((gate @ mean)[:, None] + s[:, None] * z)  # (d_ff, nodes)
-    h = act
-    square = act.square()
-    free = torch.zeros_like(s)
-    if mlp.gate_proj is not None:  # given the gate, up's mean moves with it, and the rest of it is free
-        along = (gate * noise * up).sum(1) / s
-        other = (up @ mean)[:, None] + along[:, None] * z
-        free = up.square() @ noise - along.square()
-        h = act * other
-        square = square * (other.square() + free[:, None])
+    up_mean = torch.ones_like(act)  # h = act * u; u is 1 without a gate, and else normal, given z
+    up_variance = torch.zeros_like(s)
+    if mlp.gate_proj is not None:
+        covariance = (gate * noise * up).sum(1) / s  # of u and z
+        up_mean = (up @ mean)[:, None] + covariance[:, None] * z  # (d_ff, nodes)
+        up_variance = up.square() @ noise - covariance.square()  # (d_ff,)
+    h = act * up_mean  # its mean, given z
+    square = act.square() * (up_mean.square() + up_variance[:, None])  # of its square
     expected = h @ weight
     variance = square @ weight - expected.square()
-    slope = (h @ (weight * z)).square() + free * (act @ weight).square()
+    slope = (h @ (weight * z)).square() + up_variance * (act @ weight).square()
     return expected, variance, slope
 
 

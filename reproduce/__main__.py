@@ -110,9 +110,10 @@ def with_folders(settings: Settings) -> Settings:
 
 def command_line(name, settings: Settings):
     """The command of a result at the settings' scale, as a user would type it after `python`."""
-    words = {"runs": shlex.quote(settings.runs), "scale": settings.scale} | WORDS[settings.scale]
+    runs = shlex.quote(settings.runs)
+    words = {word: meaning.replace("{runs}", runs) for word, meaning in WORDS[settings.scale].items()}
     text = f"{RESULTS[name]['command']} {RESULTS[name].get(settings.scale, '')}".strip()
-    text = text.format(**words).format(**words)  # a word may name the runs
+    text = text.format(runs=runs, scale=settings.scale, **words)
     if settings.text is not None and name == "calibrations":
         text += f" --text {shlex.quote(settings.text)}"
     folder = (Path(settings.out) / name).parent

@@ -65,7 +65,8 @@ class Settings(RunSettings):
 
 def bench(settings: Settings):
     """Time forward passes and training steps. Writes bench.json."""
-    check_lengths(settings.sequence_length, min(PRESETS[name].context_length for name in settings.model))
+    if "forward" in settings.work:
+        check_lengths(settings.sequence_length, min(PRESETS[name].context_length for name in settings.model))
     experiment = Experiment("bench", "", settings)
     dtypes = [torch.bfloat16, torch.float32]
     if settings.dtype != "auto":

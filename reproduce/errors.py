@@ -125,8 +125,8 @@ def rates(settings: RateSettings):
         else:
             paper_values, pooled = paper_p(newborns, inputs, settings)
             p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | paper_values
-        if is_drawn:
-            taus += tau_histogram(pooled, settings.paper_sequences, panel)
+            if is_drawn:
+                taus += tau_histogram(pooled, settings.paper_sequences, panel)
         for test, p in p_values.items():
             rows.append({"test": test} | key | error_rate(test, p, settings.paper_births))
             if is_drawn:
@@ -194,11 +194,11 @@ def paper_p(newborns, inputs, settings: RateSettings):
     outputs = []
     for newborn in newborns[: settings.paper_births]:
         outputs.append(last_outputs(newborn, config.vocab_size, reading).numpy())
-    chosen = ("top", config.d_model // 2, None)
+    top_k = config.d_model // 2
     p, pooled = [], []
     for a, b in itertools.combinations(outputs, 2):
-        taus = identity_taus(a, b, *chosen)
-        test = judge_taus(taus, n, config.d_model, *chosen)
+        taus = identity_taus(a, b, "top", top_k)
+        test = judge_taus(taus, n, config.d_model, "top", top_k, temperature=None)
         p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
         pooled.append(taus)
     return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)

@@ -54,21 +54,21 @@ def lineage(settings: Settings):
 def lineage_runs(settings: Settings):
     """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
     runs = {}
-    is_paper = settings.scale == "paper"
     seeds = SEEDS[1:3] if settings.scale == "smoke" else SEEDS
     for style, (preset, steps, more_steps) in STYLES.items():
-        config = ""
-        first = {"model": preset, "save_every": 50}
-        second = DOCSTRINGS | {"model": preset, "max_iters": more_steps}
-        ending = "docstrings"
-        if is_paper:
+        if settings.scale == "paper":
             config = preset = preset.replace("tiny", "nano")
-            first = OPENWEBTEXT
+            first = {seed: OPENWEBTEXT for seed in seeds}
             second = STORIES
             ending = "stories"
+        else:
+            config = ""
+            first = {seed: {"model": preset, "save_every": 50, "max_iters": steps[seed]} for seed in seeds}
+            second = DOCSTRINGS | {"model": preset, "max_iters": more_steps}
+            ending = "docstrings"
         for seed in seeds:
-            changes = first if is_paper else first | {"max_iters": steps[seed]}
-            runs[style, seed, 1] = settings.training(config, f"lineage/{preset}-{seed}", seed=seed, **changes)
+            name = f"lineage/{preset}-{seed}"
+            runs[style, seed, 1] = settings.training(config, name, seed=seed, **first[seed])
         for seed in CONTINUED:
             child = runs[style, seed, 1]
             tokenizer = default_folder(child.source, child.tokenizer) / "tokenizer.model"
@@ -80,14 +80,14 @@ def lineage_runs(settings: Settings):
 def table_pairs(style, runs):
     """(table, base, suspect, whether they are kin) of every row of a style's tables."""
     newborns, children, others, continued = TABLES[style]
-    trained = {seed: run.out for (name, seed, corpus), run in runs.items() if (name, corpus) == (style, 1)}
-    born = {seed: f"{run}/step_0000000" for seed, run in trained.items()}
-    seeds = list(trained)
-    strangers = list(zip(seeds, seeds[1:] + seeds[:1]))
-    pairs = [(newborns, born[seed], born[other], False) for seed, other in strangers]
-    pairs += [(children, born[seed], trained[seed], True) for seed in seeds]
-    pairs += [(others, born[seed], trained[other], False) for seed, other in strangers]
-    pairs += [(continued, trained[BASE], runs[style, seed, 2].out, seed == BASE) for seed in CONTINUED]
+    seeds = [seed for name, seed, corpus in runs if (name, corpus) == (style, 1)]
+    child = {seed: runs[style, seed, 1].out for seed in seeds}
+    birth = {seed: f"{child[seed]}/step_0000000" for seed in seeds}
+    strangers = list(zip(seeds, seeds[1:] + seeds[:1]))  # each seed and the next
+    pairs = [(newborns, birth[seed], birth[other], False) for seed, other in strangers]
+    pairs += [(children, birth[seed], child[seed], True) for seed in seeds]
+    pairs += [(others, birth[seed], child[other], False) for seed, other in strangers]
+    pairs += [(continued, child[BASE], runs[style, seed, 2].out, seed == BASE) for seed in CONTINUED]
     return pairs
 
 

@@ -344,15 +344,16 @@ def loss_points(runs):
         loss = logged(run.out, "loss")
         by_run[key] = loss.groupby((loss.index - 1) // WINDOW).mean()
     table = pd.DataFrame(by_run)  # a row for each window, a column for each (init, seed)
-    lines = {"gpt2": table["gpt2"], "centered": table["centered"]}
-    lines["difference"] = table["centered"] - table["gpt2"]
+    difference = table["centered"] - table["gpt2"]
+    curves_of = [  # panel, series, losses (windows, seeds), level to draw
+        ("training loss, mean of seeds", "gpt2", table["gpt2"], None),
+        ("training loss, mean of seeds", "centered", table["centered"], None),
+        ("centered - gpt2", "difference", difference, 0.0),
+    ]
     points = []
-    for init, line in lines.items():
-        panel, zero = "training loss, mean of seeds", None
-        if init == "difference":
-            panel, zero = "centered - gpt2", 0.0
-        for window, seeds in line.iterrows():
-            loss = interval(seeds)
+    for panel, init, losses_by_seed, zero in curves_of:
+        for window, row in losses_by_seed.iterrows():
+            loss = interval(row)
             point = {"panel": panel, "init": init, "step": WINDOW * (window + 1), "loss": loss["mean"]}
             points.append(point | {"error": loss["high"] - loss["mean"], "zero": zero})
     return points
