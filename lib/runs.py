@@ -145,12 +145,13 @@ def diverged(run, step, what) -> UserError:
 
 def lines_to_open(folder):
     """Python that opens a checkpoint: in `transformers` where that knows its kind, and its tokenizer."""
+    folder = folder.resolve()
     text = f"""
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("{folder}")"""
     if json.loads((folder / "config.json").read_text())["model_type"] == "bornbiased":
         text = f"""
-    from lib.checkpoint import load
+    from lib.checkpoint import load  # in this repository
     model = load("{folder}")"""
     if (folder / "tokenizer.model").exists():
         text += f"""
