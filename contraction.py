@@ -147,7 +147,7 @@ def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs) -> Blo
 
 def without_theory(row):
     """The row of a trained model: theory, which is of newborns, is null."""
-    theories = ("theory", "exact_theory", "limit_theory", "uniform_theory", "predicted_cosine")
+    theories = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")
     return row | {name: None for name in theories if name in row}
 
 
