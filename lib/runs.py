@@ -38,9 +38,10 @@ def stored_settings(run, settings_class):
 def trained_length(folder):
     """Tokens in a sequence of the run that a checkpoint is of; None where that is not known."""
     try:
-        return json.loads((folder.parent / "settings.json").read_text())["sequence_length"]
+        length = json.loads((folder.parent / "settings.json").read_text())["sequence_length"]
     except JSON_ERRORS:
         return None
+    return length if isinstance(length, int) else None  # the file may be a stranger's
 
 
 def check_settings(settings, may_change) -> None:

@@ -79,6 +79,7 @@ def test_longer_sequences_than_in_training_are_mentioned(tmp_path, length, is_wa
     checkpoint.save(run / "step_0000003", init.newborn("backcopy", 1))
     (run / "settings.json").write_text('{"sequence_length": 16}')
     checkpoint.save(tmp_path / "alone" / "model", init.newborn("backcopy", 1))
+    (tmp_path / "alone" / "settings.json").write_text('{"sequence_length": "two"}')  # a stranger's
     words = ["--model", run, tmp_path / "alone" / "model", "backcopy@1", "--num-sequences", 2]
     done = run_here("sinks", "rate", *words, "--sequence-length", length, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
