@@ -334,8 +334,8 @@ def engage(settings: BlockSettings, spec):
     z = torch.linspace(-2, 2, 81, dtype=torch.float64)
     heights[f"activation ({config.mlp})"] = ACTIVATIONS[config.mlp](z)
     for curve, values in heights.items():
-        for input, height in zip(z.tolist(), values.tolist()):
-            points.append({"curve": curve, "z": input, "y": height, "half": input / 2})
+        for value, height in zip(z.tolist(), values.tolist()):
+            points.append({"curve": curve, "z": value, "y": height, "half": value / 2})
     return rows, points
 
 
@@ -617,13 +617,8 @@ def run_all(settings: AllSettings) -> None:
 
 
 EXPERIMENTS["width"] = Command(width, SeedSettings(num_sequences=600))
-COMMANDS = {**EXPERIMENTS, "all": Command(run_all, AllSettings())}
-
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__, default="all")
-
+RUN_ALL = Command(run_all, AllSettings())
+COMMANDS = {**EXPERIMENTS, "all": RUN_ALL, "": RUN_ALL}
 
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

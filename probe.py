@@ -239,11 +239,5 @@ def spikes(axes, numbers, heights, level) -> None:
 
 COMMANDS = {"": Command(probe, Settings())}
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

@@ -452,11 +452,5 @@ COMMANDS = {
     "persistence": Command(persistence, PersistenceSettings()),
 }
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

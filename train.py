@@ -48,7 +48,7 @@ class Settings(RunSettings):
     init: Literal[SCHEMES] = "gpt2"
     """how the weights are drawn"""
     init_from: str | None = None
-    """start from this checkpoint folder or PRESET@SEED instead"""
+    """start from this checkpoint folder or PRESET@SEED, in place of --model"""
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"
     """scaling of the aggregated heads (BB 6.2)"""
     data: str | None = None
@@ -127,6 +127,8 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     step = 0
     if state is not None:
         step = state["step"]
+        if step > settings.max_iters:
+            raise UserError(f"--max-iters {settings.max_iters}: {run} is at step {step} already")
         optimizer.load_state_dict(state.pop("optimizer"))
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
@@ -372,11 +374,5 @@ def print_progress(settings: Settings, row, seconds, peak) -> None:
 
 COMMANDS = {"": Command(train, default_settings)}
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

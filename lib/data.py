@@ -358,8 +358,9 @@ def reservoir(lines, size):
 
 def default_folder(source, tokenizer):
     """Where a data set goes that was given no place: data/SOURCE-TOKENIZER, or a name by its hash."""
-    name = "-".join([*source, tokenizer]).replace(":", "_")
-    if not re.fullmatch(r"[\w+-]{1,60}", name):
+    words = [*source, tokenizer]
+    name = "-".join(words).replace(":", "_")
+    if len(name) > 60 or not all(re.fullmatch("[A-Za-z0-9+:]+", word) for word in words):
         name = "set_" + hashlib.sha256(repr((source, tokenizer)).encode()).hexdigest()[:12]
     return Path("data") / name
 
@@ -553,10 +554,7 @@ def describe(settings: Settings) -> None:
     print(f"{tokens['train']:,} training and {tokens['val']:,} validation tokens of {data.vocab_size:,}")
 
 
-def main() -> None:
-    """Do what the command line asks."""
-    run_script({"": Command(describe, Settings())}, __doc__)
-
+COMMANDS = {"": Command(describe, Settings())}
 
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

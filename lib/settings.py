@@ -32,9 +32,10 @@ class UserError(Exception):
 
 
 class Command(NamedTuple):
-    """A subcommand: the function that does it, and its settings with their defaults.
+    """What a script can be told to do: the function that does it, and its settings with their defaults.
 
-    The defaults may also be a function of the command line's words.
+    A script's COMMANDS maps the names of its subcommands to these; "" is meant where none is named. The
+    defaults may also be a function of the command line's words.
     """
 
     function: Callable
@@ -75,34 +76,36 @@ def closest(name, choices, what):
 # ---- from words to settings --------------------------------------------------------------------------------
 
 
-def read_command(commands, words, document, default=""):
+def read_command(commands, words, document):
     """The function that a command line asks for, and its settings.
 
-    `commands` maps subcommands to what they do; a script that has none names its only command "". The
-    `default` subcommand is meant where the line begins with a flag or a config file.
+    A line that begins with a flag or a config file names no subcommand.
     """
     name = ""
-    if "" not in commands:
-        if words and words[0] in ("-h", "--help"):
-            print_subcommands(commands, document, default)
-            sys.exit(0)
-        if words and not words[0].startswith("-") and not words[0].endswith(".py"):
-            name, words = words[0], words[1:]
-        name = closest(name or default, commands, "subcommand")
+    subcommands = [name for name in commands if name]
+    if subcommands and words and not words[0].startswith("-") and not words[0].endswith(".py"):
+        name = closest(words[0], subcommands, "subcommand")
+        words = words[1:]
+    elif subcommands and words[:1] in (["-h"], ["--help"]):
+        print_subcommands(commands, document)
+        sys.exit(0)
+    elif "" not in commands:
+        raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     function, defaults = commands[name]
     if callable(defaults):
         defaults = defaults(words)
     return function, read_settings(defaults, words, function.__doc__ if name else document, name)
 
 
-def print_subcommands(commands, document, default) -> None:
+def print_subcommands(commands, document) -> None:
     """Print what a script does, and one line for each of its subcommands."""
     print(document.strip())
     print("\nsubcommands (each has a --help of its own):")
     for name, command in commands.items():
-        line = inspect.getdoc(command.function).splitlines()[0]
-        mark = " (default)" if name == default else ""
-        print(f"  {name:12} {line}{mark}")
+        if name:
+            line = inspect.getdoc(command.function).splitlines()[0]
+            mark = " (default)" if command == commands.get("") else ""
+            print(f"  {name:12} {line}{mark}")
 
 
 def read_settings(defaults, words, document, subcommand=""):
@@ -116,7 +119,7 @@ def read_settings(defaults, words, document, subcommand=""):
         if word.startswith("-"):
             break
         if word.endswith(".py"):
-            values = read_config(words.pop(position), type(defaults))
+            values = read_config_file(words.pop(position), type(defaults))
             defaults = dataclasses.replace(defaults, **values)
             break
     settings = tyro.cli(
@@ -132,7 +135,7 @@ def read_settings(defaults, words, document, subcommand=""):
     return settings
 
 
-def read_config(path, settings_class):
+def read_config_file(path, settings_class):
     """The values that a config file gives to settings of this class."""
     try:
         names = runpy.run_path(path)
@@ -217,12 +220,12 @@ def is_first_process():
     return os.environ.get("RANK", "0") == "0"
 
 
-def run_script(commands, document, default="") -> None:
+def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = program_name()
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not have every letter of a sample
     try:
-        function, settings = read_command(commands, sys.argv[1:], document, default)
+        function, settings = read_command(commands, sys.argv[1:], document)
         function(settings)
     except UserError as error:
         if is_first_process():

@@ -251,7 +251,7 @@ def gram_test(pairs, key, permutations=99):
 
 def neuron_grams(a, b, count):
     """Gram matrices of the hidden units of up to `count` layers that both models have."""
-    for layer in some_layers(min(a.config.num_layers, b.config.num_layers), count):
+    for layer in evenly_spaced_layers(min(a.config.num_layers, b.config.num_layers), count):
         yield neuron_gram(a, layer), neuron_gram(b, layer)
 
 
@@ -283,7 +283,7 @@ def coordinate_gram(source, count) -> Tensor:
     """Products of the residual coordinates over some layers, which no order of neurons alters: (d, d)."""
     d = source.config.d_model
     total = torch.zeros(d, d)
-    layers = some_layers(source.config.num_layers, count)
+    layers = evenly_spaced_layers(source.config.num_layers, count)
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     for name, shape in source.shapes.items():
         if name.startswith(prefixes) and len(shape) == 2:
@@ -299,7 +299,7 @@ def off_diagonal(gram: Tensor) -> Tensor:
     return (gram - mean).fill_diagonal_(0.0)
 
 
-def some_layers(depth, count):
+def evenly_spaced_layers(depth, count):
     """Up to `count` layers of 0..depth - 1, evenly spaced."""
     numbers = np.linspace(0, depth - 1, min(count, depth)).round()
     return np.unique(numbers.astype(int)).tolist()

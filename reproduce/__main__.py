@@ -242,11 +242,5 @@ def report_line(claim, results, settings: Settings):
 
 COMMANDS = {"": Command(reproduce, Settings())}
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

@@ -203,11 +203,5 @@ def take_turns(works, num_tokens, flops, rounds, device, dtype):
 
 COMMANDS = {"": Command(bench, Settings())}
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

@@ -349,12 +349,7 @@ def coordinates_log10_p(C, settings: CostSettings):
 
 
 COMMANDS = {"rates": Command(rates, RateSettings()), "cost": Command(cost, CostSettings())}
-
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__, default="rates")
-
+COMMANDS[""] = COMMANDS["rates"]
 
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

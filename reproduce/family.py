@@ -123,11 +123,5 @@ def compare_all(pairs, data, experiment):
 
 COMMANDS = {"": Command(lineage, Settings())}
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

@@ -23,7 +23,7 @@ from lib.figures import curves
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runs import check_settings
-from lib.settings import Command, RunSettings, UserError, read_config, run_script
+from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from measure import attention
 from measure.cosines import interval
 from model import CHOICES, PRESETS
@@ -84,7 +84,7 @@ class Settings(RunSettings):
         """The run <runs>/<name> at this scale: configs/<config>.py ("": the defaults), changed."""
         values = {}
         if config:
-            values = read_config(f"{Path(train.__file__).parent}/configs/{config}.py", train.Settings)
+            values = read_config_file(f"{Path(train.__file__).parent}/configs/{config}.py", train.Settings)
         values |= changes
         if self.scale == "smoke":
             values |= SMOKE
@@ -382,11 +382,5 @@ COMMANDS = {
     "calibrations": Command(calibrations, CalibrationSettings()),
 }
 
-
-def main() -> None:
-    """Do what the command line asks."""
-    run_script(COMMANDS, __doc__)
-
-
 if __name__ == "__main__":
-    main()
+    run_script(COMMANDS, __doc__)

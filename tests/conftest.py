@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lib import speed
+from lib import settings, speed
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -83,7 +83,7 @@ def run_here(script: str, *words) -> subprocess.CompletedProcess:
     with mock.patch.object(sys, "argv", arguments):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             try:
-                module.main()
+                settings.run_script(module.COMMANDS, module.__doc__)
             except SystemExit as stopped:
                 code = stopped.code or 0
     out.flush()

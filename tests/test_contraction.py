@@ -587,7 +587,7 @@ def test_help_and_an_unknown_subcommand():
     assert_refused(run_here("contraction", "layer"), "'layer'", "did you mean layers?")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {""}))
 def test_help_of_each_subcommand(name):
     helped = run_here("contraction", name, "--help")
     assert helped.returncode == 0

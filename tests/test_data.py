@@ -153,6 +153,7 @@ def test_default_folders_do_not_collide():
     """A name that says all, or one by its hash."""
     assert str(data.default_folder(("python",), "bpe:4096")) == "data/python-bpe_4096"
     assert str(data.default_folder(("python+site",), "bytes")) == "data/python+site-bytes"
+    assert data.default_folder(("python",), "bpe_4096") != data.default_folder(("python",), "bpe:4096")
     sources = [("b/x*.txt",), ("b/x?.txt",), ("a/b.txt",), ("a_b.txt",), ("x" * 99,) * 99]
     many = [str(data.default_folder(source, "bpe:4096")) for source in sources]
     assert len(set(many)) == 5 and max(map(len, many)) < 40

@@ -523,7 +523,7 @@ def test_an_outlier_coordinate_makes_no_birth():
     "depth, count, layers", [(3, 4, [0, 1, 2]), (5, 3, [0, 2, 4]), (12, 4, [0, 4, 7, 11]), (1, 4, [0])]
 )
 def test_layers_are_evenly_spaced(depth, count, layers):
-    assert lineage.some_layers(depth, count) == layers
+    assert lineage.evenly_spaced_layers(depth, count) == layers
 
 
 def test_neurons_of_layers_that_both_have():

@@ -221,7 +221,7 @@ def test_two_processes_give_the_rows_of_one(result, tmp_path):
     """Of the shorter sequences there is one batch, so that one process has none."""
     _, found, _ = result
     script = tmp_path / "quick.py"
-    script.write_text(NO_PEAK + "import probe\n\nprobe.main()\n")
+    script.write_text(NO_PEAK + "import runpy\n\nrunpy.run_path('probe.py', run_name='__main__')\n")
     done = run_script(script, *MODELS, *SIZES, "--out", tmp_path, ranks=2, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     two = saved(tmp_path)

@@ -199,11 +199,12 @@ def compare(settings: Pair) -> None:
 
 
 COMMANDS = {"rate": Command(rate, Settings()), "compare": Command(compare, Pair())}
+COMMANDS[""] = COMMANDS["rate"]
 
 
 def command(*words):
     """What a script of two subcommands is asked for."""
-    return read_command(COMMANDS, [str(word) for word in words], "Which of two?", "rate")
+    return read_command(COMMANDS, [str(word) for word in words], "Which of two?")
 
 
 def test_subcommands_and_the_default(tmp_path):
@@ -219,6 +220,8 @@ def test_subcommands_and_the_default(tmp_path):
     assert command("compare", "a", "b", "b")[1].suspect == ("b", "b")  # a check may compare twins
     with pytest.raises(UserError, match="unknown subcommand 'compar': did you mean compare"):
         command("compar")
+    with pytest.raises(UserError, match="name a subcommand: compare"):
+        read_command({"compare": COMMANDS["compare"]}, ["--rows", "3"], "One?")
     alone = {"": Command(rate, Settings())}
     assert read_command(alone, ["--steps", "3"], "One?") == (rate, Settings(steps=3))
 

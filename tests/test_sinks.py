@@ -487,7 +487,7 @@ def test_help_and_an_unknown_subcommand():
     assert_refused(run_here("sinks", "rates"), "'rates'", "did you mean rate?")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {""}))
 def test_help_of_each_subcommand(name):
     helped = run_here("sinks", name, "--help")
     assert helped.returncode == 0

@@ -22,7 +22,7 @@ from conftest import ROOT, assert_refused, run_here, run_script
 import init
 import train
 from lib import checkpoint, data, runs, runtime
-from lib.settings import UserError, read_config
+from lib.settings import UserError, read_config_file
 from measure import attention
 from model import PRESETS
 
@@ -193,8 +193,8 @@ def test_a_step_is_a_function_of_its_number(tokens, monkeypatch, ranks):
 def test_two_processes_give_the_losses_of_one(tokens, tmp_path):
     """Five sequences for two ranks, of which one has two micro-batches; only one rank writes and speaks."""
     script = tmp_path / "quick.py"
-    quick = "import train\nfrom lib import speed\n\nspeed.matmul_peak = lambda device, dtype: 1e11\n"
-    script.write_text(quick + "train.main()\n")
+    quick = "import runpy\nfrom lib import speed\n\nspeed.matmul_peak = lambda device, dtype: 1e11\n"
+    script.write_text(quick + "runpy.run_path('train.py', run_name='__main__')\n")
     settings = small(tokens, tmp_path / "two", global_batch_size=5, keep="last", max_iters=6)
     done = run_script(script, *words_of(settings), ranks=2, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
@@ -331,7 +331,7 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_configs(config):
-    settings = train.Settings(**read_config(str(config), train.Settings))
+    settings = train.Settings(**read_config_file(str(config), train.Settings))
     assert settings.sequence_length <= PRESETS[settings.model].context_length
     assert settings.global_batch_size % settings.micro_batch_size == 0
     first = config.read_text().splitlines()[0]
@@ -419,6 +419,13 @@ def test_other_settings_may_not_change(stopped, flag, given, begun_with):
     before = kill_training.contents(stopped)
     assert_refused(run_here("train.py", "--resume", "--out", stopped, flag, given), flag, str(begun_with))
     assert kill_training.contents(stopped) == before
+
+
+def test_fewer_steps_than_are_done(stopped):
+    before = (stopped / "settings.json").read_bytes()
+    done = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 1)
+    assert_refused(done, "--max-iters 1", "is at step")
+    assert (stopped / "settings.json").read_bytes() == before
 
 
 def test_a_config_file_and_resume(copied, tmp_path):
