@@ -1,16 +1,67 @@
 """What do four similarities say of kin and strangers? Intrinsic, REEF, PCS and ICS (BB B.3.2)
 
-Each similarity is a number, and says kin from 0.8 on. None says what strangers would give.
+    python -m reproduce.rivals nano_llama@42 nano_llama@42:7 nano_llama@43
+
+Kin are models of one birth; the second one here has another token table. Each similarity is a number, and
+says kin from 0.8 on. None says what strangers would give, so name a stranger as well.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from lib.checkpoint import final_states
-from lib.settings import UserError
+from lib.checkpoint import check_lengths, final_states, shortest_context
+from lib.inputs import TextSettings, random_tokens, read_tokens
+from lib.results import Experiment
+from lib.runtime import progress
+from lib.settings import Command, UserError, at_least, run_script
+from seedprint import PairSettings, common_vocabulary, comparable_models
 
 RIVALS = ("intrinsic", "reef", "pcs", "ics")
 THRESHOLD = 0.8  # of all four (BB B.3.2, after REEF)
 TABLES = ("model.embed_tokens", "lm_head")
+
+
+@dataclass
+class Settings(PairSettings):
+    """What `python -m reproduce.rivals` can be told."""
+
+    data: str | None = None
+    """folder of a prepared data set, whose held-out text REEF reads (default: random tokens)"""
+    num_sequences: int = at_least(2, 200)
+    """sequences that REEF reads"""
+    sequence_length: int = 64
+    """tokens in a sequence"""
+
+
+def rivals(settings: Settings):
+    """What does each rival say of each suspect? Writes rivals.json."""
+    specs = comparable_models(settings.models, settings.init)
+    check_lengths((settings.sequence_length,), shortest_context(specs))
+    tokens = read_texts(settings, specs)
+    experiment = Experiment("rivals", "BB B.3.2", settings)
+    base = specs[0].open()
+    rows, details = [], []
+    for spec in progress(specs[1:], desc="rivals", unit=" suspects"):
+        values = similarities(base, spec.open(), tokens, experiment.device, experiment.dtype)
+        details.append({"reef_matrix": values.pop("reef_matrix")})
+        row = {"base": specs[0].name, "suspect": spec.name} | values
+        for name in RIVALS:
+            row[f"{name}_verdict"] = "kin" if row[name] >= THRESHOLD else "stranger"
+        rows.append(row)
+    return experiment.save(rows, details=details)
+
+
+def read_texts(settings: Settings, specs):
+    """The tokens that REEF reads, (n, T); UserError for a data set that does not fit the models."""
+    count = settings.num_sequences
+    T = settings.sequence_length
+    if settings.data is None:
+        return random_tokens(settings.input_seed, range(count), T, common_vocabulary(specs))
+    text = TextSettings(data=settings.data, num_sequences=count, device="cpu")
+    for spec in specs:  # each is asked whether the text is one for it
+        tokens = read_tokens(text, spec, T)
+    return tokens
 
 
 def similarities(a, b, tokens, device, dtype):
@@ -169,3 +220,9 @@ def repeat_heads(weight, config):
     """Key or value rows (G Dh, d), each head's repeated for the queries that share it: (H Dh, d)."""
     heads = weight.unflatten(0, (config.kv_heads, -1))  # (G, Dh, d)
     return heads.repeat_interleave(config.num_heads // config.kv_heads, 0).flatten(0, 1)
+
+
+COMMANDS = {"": Command(rivals, Settings())}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import KINDS, random_model
+from conftest import KINDS, assert_refused, random_model, run_here
 
+import init
 from lib import checkpoint
 from lib.checkpoint import Newborn
+from lib.data import TokenData
 from lib.inputs import random_tokens
+from lib.results import read_json
 from lib.settings import UserError
 from model import ModelConfig
 from reproduce import rivals
@@ -195,3 +198,73 @@ def test_models_without_a_sublayer_are_refused(sublayers):
     for pair in ((part, Newborn(CONFIG, 1)), (Newborn(CONFIG, 1), part)):
         with pytest.raises(UserError, match="attention and MLP"):
             rivals.similarities(*pair, TOKENS, *CPU)
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """Folders of a base, a child with other norms, and a stranger."""
+    folder = tmp_path_factory.mktemp("family")
+    for name, seed in (("base", 1), ("child", 1), ("stranger", 2)):
+        model = init.newborn(CONFIG, seed)
+        if name == "child":
+            model.model.norm.weight.data *= 1.5
+        checkpoint.save(folder / name, model)
+    return folder
+
+
+def test_rows_and_verdicts(family, tmp_path):
+    models = [str(family / name) for name in ("base", "child", "stranger")]
+    flags = ["--num-sequences", 30, "--sequence-length", 9, "--input-seed", 4, "--dtype", "float32"]
+    done = run_here("reproduce.rivals", *models, *flags, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = read_json(tmp_path / "rivals.json")
+    base, *suspects = [checkpoint.parse_spec(model).open() for model in models]
+    tokens = random_tokens(4, range(30), 9, 300)
+    for row, detail, name, suspect in zip(result["rows"], result["details"], models[1:], suspects):
+        values = rivals.similarities(base, suspect, tokens, *CPU)
+        assert detail["reef_matrix"] == values.pop("reef_matrix")
+        assert row["base"] == models[0] and row["suspect"] == name
+        assert {rival: row[rival] for rival in rivals.RIVALS} == values
+        for rival in rivals.RIVALS:
+            assert row[f"{rival}_verdict"] == ("kin" if values[rival] >= 0.8 else "stranger")
+    child, stranger = result["rows"]
+    assert {child[f"{rival}_verdict"] for rival in rivals.RIVALS} == {"kin"}
+    assert stranger["ics_verdict"] == "stranger"
+
+
+def test_reef_reads_held_out_text(family, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"{number} is a line of text" for number in range(4000)))
+    words = [text, "--tokenizer", "bytes", "--held-out", 0.3, "--out", tmp_path / "data"]
+    assert run_here("lib.data", *words).returncode == 0
+    models = [family / "base", family / "stranger"]
+    flags = ["--data", tmp_path / "data", "--sequence-length", 12, "--dtype", "float32", "--out", tmp_path]
+    done = run_here("reproduce.rivals", *models, *flags, "--num-sequences", 40)
+    assert done.returncode == 0, done.stderr
+    (row,) = read_json(tmp_path / "rivals.json")["rows"]
+    tokens, _ = TokenData(tmp_path / "data").held_out(40, 12)
+    a, b = [checkpoint.parse_spec(str(model)).open() for model in models]
+    assert row["reef"] == rivals.reef(a, b, tokens, *CPU)[0]
+    done = run_here("reproduce.rivals", *models, *flags, "--num-sequences", 9999)
+    assert_refused(done, "--num-sequences 9999")
+    checkpoint.save(tmp_path / "other", init.newborn(CONFIG, 1), tokenizer="tiktoken:gpt2")
+    done = run_here("reproduce.rivals", family / "base", tmp_path / "other", *flags)
+    assert_refused(done, "another tokenizer")
+    checkpoint.save(tmp_path / "small", init.newborn(replace(CONFIG, vocab_size=97), 1))
+    done = run_here("reproduce.rivals", family / "base", tmp_path / "small", *flags)
+    assert_refused(done, "knows 97")
+
+
+def test_mistakes(family, tmp_path):
+    base = family / "base"
+    for words, expected in (
+        ([base], "at least 2 models"),
+        ([base, "tiny_llama@1"], "one width"),
+        ([base, base, "--sequence-length", 65], "--sequence-length 65"),
+        ([base, base, "--data", tmp_path / "none"], "no data set"),
+    ):
+        assert_refused(run_here("reproduce.rivals", *words, "--out", tmp_path / "new"), expected)
+    assert not (tmp_path / "new").exists()
