@@ -41,7 +41,7 @@ class SeedSettings(RunSettings):
     """seeds of the presets' weights"""
     input_seed: int = 0
     """seed of the random inputs"""
-    num_sequences: int = at_least(2, 300)
+    num_sequences: at_least(2) = 300
     """random sequences, or vectors, for each seed and length"""
 
 
@@ -69,7 +69,7 @@ class ProbeSettings(PositionSettings):
 
     embedding_seed: int | None = None
     """seed of embedding and head (default: the seed)"""
-    batch_size: int | None = at_least(1, None)
+    batch_size: at_least(1) | None = None
     """sequences in a forward pass (default: 2048 tokens' worth; on CUDA 65536)"""
 
 
@@ -600,7 +600,7 @@ class AllSettings(RunSettings):
     """presets, PRESET@SEED, or checkpoint folders"""
     seed: tuple[int, ...] | None = None
     """seeds of the presets' weights"""
-    num_sequences: int | None = at_least(2, None)
+    num_sequences: at_least(2) | None = None
     """random sequences, or vectors, for each seed and length"""
     sequence_length: tuple[int, ...] | None = None
     """positions in a sequence"""

@@ -42,6 +42,10 @@ class Llama3Scaling:
     high_frequency_factor: float
     original_context_length: int
 
+    def __post_init__(self):
+        if not self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError("low_frequency_factor must be below high_frequency_factor")
+
 
 @dataclass(frozen=True)
 class ModelConfig:

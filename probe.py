@@ -52,11 +52,11 @@ class Settings(RunSettings):
     """how newborns are drawn"""
     input_seed: int = 0
     """seed of the random sequences"""
-    num_sequences: int | None = at_least(2, None)
+    num_sequences: at_least(2) | None = None
     """sequences for each model and length (default: 1000; on CUDA 10000)"""
     sequence_length: tuple[int, ...] | None = None
     """tokens in a sequence (default: 64; on CUDA 1024)"""
-    batch_size: int | None = at_least(1, None)
+    batch_size: at_least(1) | None = None
     """sequences in a forward pass (default: 2048 tokens' worth; on CUDA 65536)"""
 
 

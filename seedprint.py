@@ -56,11 +56,11 @@ class PairSettings(RunSettings):
 class CompareSettings(PairSettings):
     """What the exact test reads, and how often it permutes."""
 
-    num_sequences: int = at_least(1, 16)
+    num_sequences: at_least(1) = 16
     """random sequences; each of their positions is a row"""
     sequence_length: int = 64
     """tokens in a sequence"""
-    permutations: int = at_least(199, 9999)
+    permutations: at_least(199) = 9999
     """relabellings; the smallest p is 1 / (1 + this)"""
 
 
@@ -70,15 +70,15 @@ class PaperSettings(PairSettings):
 
     inputs: Literal["tokens", "gaussian"] = "tokens"
     """what the models read; gaussian makes strangers look like kin"""
-    paper_sequences: int = at_least(3, 1000)
+    paper_sequences: at_least(3) = 1000
     """random sequences of the paper's test; in the paper 10000"""
     paper_length: int = 64
     """tokens in each of them; in the paper 1024"""
     side: Literal["top", "bottom"] = "top"
     """dimensions of the largest, or of the smallest mean output"""
-    top_k: int | None = at_least(1, None)
+    top_k: at_least(1) | None = None
     """how many of them, in each model (default: half of the width)"""
-    softmax_temperature: float | None = at_least(1e-6, None)
+    softmax_temperature: at_least(1e-6, float) | None = None
     """of a softmax over the chosen dimensions; in the authors' code 10"""
 
 
@@ -100,7 +100,7 @@ class IdentifySettings(RunSettings):
     """candidates, FIRST-LAST"""
     parameter: str = "model.layers.0.self_attn.v_proj.weight"
     """matrix to look for"""
-    numbers: int = at_least(4, 65_536)
+    numbers: at_least(4) = 65_536
     """how many of its first numbers are drawn for each candidate"""
 
 

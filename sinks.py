@@ -57,7 +57,7 @@ class Settings(TextSettings):
 class RateSettings(Settings):
     """What `rate` can be told."""
 
-    sequence_length: tuple[int, ...] | None = at_least(2, None)
+    sequence_length: tuple[at_least(2), ...] | None = None
     """tokens in a sequence (default: 32 to 512, as far as the model goes)"""
     epsilon: float = 0.3
     """a head whose alpha_1 is above this, between 0 and 1, is a sink head (Gu et al.)"""
@@ -67,7 +67,7 @@ class RateSettings(Settings):
 class LengthSettings(Settings):
     """What `variance` and `anatomy` can be told."""
 
-    sequence_length: int = at_least(2, 64)
+    sequence_length: at_least(2) = 64
     """tokens in a sequence (Gu et al.: 64)"""
 
 
@@ -75,11 +75,11 @@ class LengthSettings(Settings):
 class InterveneSettings(LengthSettings):
     """What `intervene` can be told."""
 
-    position: int = at_least(1, 5)
+    position: at_least(1) = 5
     """k, the position to be made a sink, from 1"""
     layers: tuple[int, ...] | None = None
     """layers to intervene in, from 1 (default: all but the last)"""
-    factor: tuple[float, ...] = at_least(0, (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0))
+    factor: tuple[at_least(0, float), ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     """lambda, by which the position's variation, or its values, are multiplied"""
 
 

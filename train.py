@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, keyed_generator, newborn
 from lib import checkpoint, data, runs, runtime
+from lib.files import remove_leftovers
 from lib.inputs import check_tokenizer
 from lib.results import is_power_of_two
 from lib.settings import Command, RunSettings, UserError, at_least, read_settings, run_script
@@ -59,31 +60,31 @@ class Settings(RunSettings):
     """tokenizer of the default data set, as in python -m lib.data"""
     data_seed: int = 0
     """seed of the order of the training sequences"""
-    sequence_length: int = at_least(1, 256)
+    sequence_length: at_least(1) = 256
     """tokens in a sequence"""
-    global_batch_size: int = at_least(1, 32)
+    global_batch_size: at_least(1) = 32
     """sequences in a step, over all ranks"""
-    micro_batch_size: int = at_least(1, 32)
+    micro_batch_size: at_least(1) = 32
     """sequences in a forward pass"""
-    max_iters: int = at_least(1, 600)
+    max_iters: at_least(1) = 600
     """number of steps; at the last one the learning rate is a tenth of its peak"""
-    warmup_iters: int = at_least(0, 100)
+    warmup_iters: at_least(0) = 100
     """steps of linear warm-up"""
-    learning_rate: float = at_least(1e-12, 1e-3)
+    learning_rate: at_least(1e-12, float) = 1e-3
     """peak of the learning rate"""
-    weight_decay: float = at_least(0, 0.1)
+    weight_decay: at_least(0, float) = 0.1
     """weight decay of matrices; gains and biases have none"""
-    grad_clip: float = at_least(1e-12, 1.0)
+    grad_clip: at_least(1e-12, float) = 1.0
     """largest norm of the gradient"""
-    log_every: int = at_least(1, 10)
+    log_every: at_least(1) = 10
     """steps between printed lines"""
-    eval_every: int = at_least(1, 100)
+    eval_every: at_least(1) = 100
     """steps between evaluations"""
-    eval_sequences: int = at_least(1, 64)
+    eval_sequences: at_least(1) = 64
     """held-out sequences of an evaluation, always the same"""
     track_sinks: bool = False
     """log alpha_1 and the sink rate at evaluations, as sinks.py rate"""
-    save_every: int = at_least(1, 100)
+    save_every: at_least(1) = 100
     """steps between checkpoints to resume from"""
     keep: Literal["powers", "all", "last"] = "powers"
     """checkpoints to keep: of steps that are powers of two, all, or none; always birth and the newest two"""
@@ -110,7 +111,7 @@ def train(settings: Settings):
     run = Path(settings.out)
     with runs.sole_owner(run):
         if runtime.rank() == 0:
-            runs.remove_leftovers(run)
+            remove_leftovers(run)
         train_alone(settings, run, device, dtype)
     return run
 
@@ -121,24 +122,22 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     is_master = runtime.rank() == 0
     tokens = open_data(settings, device)
     tokenizer = tokens.load_tokenizer()
-    raw_model, state = load_model(settings, tokens)
+    raw_model, state, moments = load_model(settings, tokens)
     raw_model = raw_model.to(device).train()
     optimizer = make_optimizer(raw_model, settings)
     step = 0
     if state is not None:
-        step = state["step"]
+        step = state.step
         if step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run} is at step {step} already")
-        optimizer.load_state_dict(state.pop("optimizer"))
+        checkpoint.restore(optimizer, raw_model, state, moments)
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model)
     peak = total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens a second
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
-    metrics = run / "metrics.jsonl"
     if is_master:
-        known_lines = 0 if state is None else step + 1  # birth, and each step so far
-        runs.begin_logs(settings, metrics, known_lines)
+        runs.begin_logs(settings, run, None if state is None else step)
 
     def evaluate_and_sample(step):
         """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
@@ -157,9 +156,9 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
 
     def save(step) -> None:
         """Write the checkpoint of a step, and remove those that need not be kept."""
-        state = {"step": step, "optimizer": optimizer.state_dict(), "data": tokens.fingerprint}
+        state = checkpoint.TrainingState(step, tokens.fingerprint)
         made_by = tokens.tokenizer_file or tokens.tokenizer
-        checkpoint.save(run / f"step_{step:07}", raw_model, state, made_by)
+        checkpoint.save(run / f"step_{step:07}", raw_model, optimizer, state, made_by)
         runs.prune(run, settings.keep)
 
     durations = []
@@ -168,7 +167,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         if state is None:  # the newborn
             row = {"step": 0} | evaluate_and_sample(step)
             if is_master:
-                runs.append_line(metrics, row)
+                runs.append_row(run, row)
                 save(step)
         while step < settings.max_iters and not stopped:
             begun = time.perf_counter()
@@ -200,7 +199,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
                 row |= evaluate_and_sample(step)
             # log
             if is_master:
-                runs.append_line(metrics, row)
+                runs.append_row(run, row)
                 if step % settings.log_every == 0:
                     print_progress(settings, row, fmean(durations), peak)
                     durations.clear()
@@ -319,11 +318,14 @@ def open_data(settings: Settings, device):
 
 
 def load_model(settings: Settings, tokens):
-    """The model, float32 on the CPU, at birth or with its last state; UserError unless it fits the data."""
-    state = None
+    """The model, float32 on the CPU, and the state and the optimizer's moments to resume from, None at birth.
+
+    UserError unless they fit the data.
+    """
+    state, moments = None, None
     if settings.resume and checkpoint.steps(settings.out):
-        model, state = runs.load_newest(Path(settings.out))
-        if state["data"] != tokens.fingerprint:
+        model, state, moments = runs.load_newest(Path(settings.out))
+        if state.data != tokens.fingerprint:
             raise UserError(f"{tokens.folder} is another data set than {settings.out} was begun with")
     elif settings.init_from:
         spec = checkpoint.parse_spec(settings.init_from, settings.init)
@@ -340,7 +342,7 @@ def load_model(settings: Settings, tokens):
         sizes = f"{tokens.vocab_size} tokens, the model {config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
     checkpoint.check_lengths((settings.sequence_length,), config.context_length)
-    return model, state
+    return model, state, moments
 
 
 def config_of(settings: Settings, tokens):

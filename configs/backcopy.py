@@ -1,7 +1,7 @@
 # A sink in a minute: two layers of one head learn bigrams, and to copy after triggers (Guo et al. 2024).
 out = "runs/backcopy"
 model = "backcopy"
-source = "backcopy"
+source = ("backcopy",)
 tokenizer = "bytes"
 sequence_length = 128  # a document: BOS and 127 letters
 global_batch_size = 64  # x 128 = 8,192 tokens a step

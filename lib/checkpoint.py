@@ -5,9 +5,9 @@
     >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
     >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3
 
-A step of a run is a folder with model.safetensors, config.json, checksums.json, and `state.pt` to resume
-from. config.json of a LLaMA or Qwen is Hugging Face's, so `transformers` opens it; of all else it is our
-ModelConfig as it stands.
+A step of a run is a folder with model.safetensors, config.json and checksums.json; to resume from it, it has
+optimizer.safetensors and state.json. config.json of a LLaMA or Qwen is Hugging Face's, so `transformers`
+opens it; of all else it is our ModelConfig as it stands.
 """
 
 import json
@@ -24,9 +24,12 @@ import torch.nn.functional as F
 
 from init import birth_value, newborn
 from lib import runtime
-from lib.folders import KEYS, SCALING_KEYS, Weights, check_file, parameter_shapes, read_config
-from lib.settings import UserError, closest
+from lib.files import atomic_folder, check_sum, read_json, sha256
+from lib.folders import KEYS, SCALING_KEYS, TensorFiles, Weights, parameter_shapes, read_config
+from lib.settings import UserError, closest, from_values
 from model import NORMS, PRESETS, Block, ModelConfig, Transformer, rope_table
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, as AdamW calls them
 
 # ---- names -------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,7 @@ class Spec:
         """The SentencePiece file beside a checkpoint, if there is one; UserError if it is damaged."""
         if self.is_newborn or not (self.folder / "tokenizer.model").is_file():
             return None
-        check_file(self.folder, "tokenizer.model")
+        check_sum(self.folder / "tokenizer.model")
         return self.folder / "tokenizer.model"
 
     def open(self) -> "Weights | Newborn":
@@ -97,7 +100,7 @@ def parse_spec(text, scheme="gpt2"):
         if not (folder / "config.json").exists() and steps(folder):
             folder = steps(folder)[-1]
         return Spec(text, folder)
-    match = re.fullmatch(r"([^/]+)@(\d+)(?::(\d+))?", text)
+    match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
     if match:
         preset, seed, embedding_seed = match.groups()
         closest(preset, PRESETS, "preset")
@@ -134,8 +137,9 @@ def load(spec: str | Path | Spec, device="cpu", dtype=torch.float32):
 
 
 def steps(run):
-    """The checkpoints of a run folder, oldest first."""
-    return sorted(Path(run).glob("step_" + "[0-9]" * 7))
+    """The checkpoints of a run folder, oldest first; links may lead anywhere, and are none."""
+    folders = sorted(Path(run).glob("step_" + "[0-9]" * 7))
+    return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
 
 def shortest_context(specs):
@@ -205,26 +209,78 @@ def read_module(source, module, prefix, device, dtype) -> None:
 # ---- folders of our own ------------------------------------------------------------------------------------
 
 
-def save(folder, model, state=None, tokenizer="") -> None:
+@dataclass(frozen=True)
+class TrainingState:
+    """What state.json says beside a step's weights and its optimizer's tensors."""
+
+    step: int
+    data: str  # fingerprint of the data set
+
+
+def save(folder, model, optimizer=None, state: TrainingState | None = None, tokenizer="") -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
 
     `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.
     """
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
-    try:
-        with runtime.atomic_folder(folder) as new:
-            safetensors.torch.save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
-            (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
-            if state is not None:
-                torch.save(state, new / "state.pt")
-            if isinstance(tokenizer, Path):
-                shutil.copyfile(tokenizer, new / "tokenizer.model")
-            elif tokenizer:
-                (new / "tokenizer.txt").write_text(tokenizer)
-            sums = {file.name: runtime.sha256(file) for file in sorted(new.iterdir())}
-            (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
-    except (RuntimeError, safetensors.SafetensorError) as error:  # how torch and safetensors say disk full
-        raise UserError(f"cannot write {folder}: {str(error).splitlines()[0]}") from None
+    with atomic_folder(folder) as new:
+        save_tensors(dict(model.named_parameters()), new / "model.safetensors")
+        (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
+        if state is not None:
+            save_tensors(moments(model, optimizer), new / "optimizer.safetensors")
+            (new / "state.json").write_text(json.dumps(asdict(state)) + "\n")
+        if isinstance(tokenizer, Path):
+            shutil.copyfile(tokenizer, new / "tokenizer.model")
+        elif tokenizer:
+            (new / "tokenizer.txt").write_text(tokenizer)
+        sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
+        (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def save_tensors(tensors, path) -> None:
+    """Write tensors by name."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
+def moments(model, optimizer):
+    """AdamW's tensors, as PARAMETER.exp_avg and PARAMETER.exp_avg_sq; none before the first step."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for moment in MOMENTS:
+            if parameter in optimizer.state:
+                tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment]
+    return tensors
+
+
+def read_state(folder):
+    """The TrainingState of a step's folder, and its moments as TensorFiles; UserError unless they fit.
+
+    The optimizer of a first version's state.pt would have to be unpickled: it is refused.
+    """
+    if not (folder / "state.json").exists() and (folder / "state.pt").exists():
+        raise UserError(
+            f"{folder}: its state.pt is of an older version; begin anew with --init-from {folder}"
+        )
+    check_sum(folder / "state.json")
+    state = from_values(TrainingState, read_json(folder / "state.json"), folder / "state.json")
+    if folder.name != f"step_{state.step:07}":
+        raise UserError(f"{folder / 'state.json'} is of step {state.step}")
+    expected = {}
+    if state.step > 0:
+        for name, shape in parameter_shapes(read_config(folder)).items():
+            expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
+    tensors = TensorFiles([folder / "optimizer.safetensors"], types=("F32",))
+    tensors.check(expected, folder)
+    return state, tensors
+
+
+def restore(optimizer, model, state: TrainingState, tensors) -> None:
+    """Give an AdamW, which has made no step, the moments that `read_state` found for a model's parameters."""
+    for name, parameter in model.named_parameters():
+        if state.step > 0:
+            values = {moment: tensors.read(f"{name}.{moment}").to(parameter.device) for moment in MOMENTS}
+            step = torch.tensor(float(state.step), device=parameter.device)
+            optimizer.state[parameter] = {"step": step} | values
 
 
 def config_json(config: ModelConfig):
@@ -254,12 +310,3 @@ def config_json(config: ModelConfig):
         "dtype": "float32",
         "rope_parameters": rope,
     }
-
-
-def load_state(folder):
-    """What state.pt holds: tensors and numbers, never code."""
-    check_file(folder, "state.pt")
-    try:
-        return torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load fails in many ways
-        raise UserError(f"cannot read {folder / 'state.pt'}: {type(error).__name__}") from None

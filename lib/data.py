@@ -36,6 +36,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import sentencepiece
@@ -44,22 +45,14 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.runtime import atomic_folder, progress, sha256
-from lib.settings import Command, UserError, run_script
+from lib.files import atomic_folder, check_regular, read_bytes, read_json, sha256
+from lib.runtime import progress
+from lib.settings import Command, UserError, from_values, run_script
 
 SPLITS = ("train", "val")
-DTYPES = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}
 CHUNK = 32  # documents encoded in one call
 PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
-META_TYPES = {
-    "bytes": int,
-    "documents": dict,  # {"train": int, "val": int}, by their hashes
-    "tokens": dict,  # {"train": int, "val": int}
-    "tokenizer": str,
-    "vocab_size": int,
-    "dtype": str,
-    "sha256": dict,  # {file's name: str}
-}
+LONGEST_LINE = 2**26  # characters of a line of JSON
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
@@ -152,7 +145,10 @@ def pages(lines: io.TextIOBase):
 
 def json_texts(lines: io.TextIOBase, field, file):
     """The text of each line of JSON."""
-    for number, line in enumerate(lines, start=1):
+    read_line = functools.partial(lines.readline, LONGEST_LINE)
+    for number, line in enumerate(iter(read_line, ""), start=1):
+        if len(line) == LONGEST_LINE:
+            raise UserError(f"{file}:{number}: a line of more than {LONGEST_LINE:,} characters")
         if line.strip():
             yield text_of(line, field, f"{file}:{number}")
 
@@ -240,11 +236,10 @@ def load_tokenizer(name, texts=()):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    try:
-        return sentencepiece_tokenizer(name, Path(name).read_bytes())
-    except (OSError, ValueError):
+    if not os.path.isfile(name):
         expected = "bpe:N, a SentencePiece .model file, tiktoken:gpt2 or bytes"
-        raise UserError(f"no tokenizer '{name}': expected {expected}") from None
+        raise UserError(f"no tokenizer '{name}': expected {expected}")
+    return sentencepiece_tokenizer(name, read_bytes(Path(name)))
 
 
 def encode_bytes(texts):
@@ -288,7 +283,7 @@ def sentencepiece_coder(name, model):
 
 def token_text(file):
     """A function of a token that returns what it says, by a SentencePiece file; "" if the file has it not."""
-    coder = sentencepiece_coder(str(file), file.read_bytes())
+    coder = sentencepiece_coder(str(file), read_bytes(file))
 
     def text(token):
         return coder.id_to_piece(token) if token < coder.vocab_size() else ""
@@ -389,7 +384,7 @@ def prepare(settings: Settings):
 
 def write_tokens(folder, texts, tokenizer, held_out):
     """Write train.bin, val.bin and tokenizer.model as the texts come; returns what meta.json says of them."""
-    dtype = DTYPES["uint16" if tokenizer.vocab_size <= 2**16 else "uint32"]
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     source_hash = hashlib.sha256()
     size = 0  # bytes
     count = {"train": 0, "val": 0}  # documents
@@ -447,10 +442,36 @@ def hold_out_tail(paths, dtype, held_out) -> None:
 def digests(folder):
     """The SHA-256 of every file of tokens, and of the tokenizer's."""
     files = sorted([*folder.glob("*.bin"), *folder.glob("*.model")])
-    return {file.name: sha256(file) for file in progress(files, desc="SHA-256", leave=False)}
+    sums = {}
+    for file in progress(files, desc="SHA-256", leave=False):
+        check_regular(file)
+        sums[file.name] = sha256(file)
+    return sums
 
 
 # ---- batches -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says of a data set."""
+
+    source: tuple[str, ...]
+    source_sha256: str
+    bytes: int
+    documents: dict[str, int]  # of each split, by their hashes
+    tokens: dict[str, int]  # of each split
+    tokenizer: str  # tokenizer.model, bytes, or tiktoken's name
+    vocab_size: int
+    bos: int
+    dtype: Literal["uint16", "uint32"]
+    sha256: dict[str, str]  # of each file
+
+    def __post_init__(self):
+        if not 0 <= self.bos < self.vocab_size <= 2**31:
+            raise ValueError(f"bos {self.bos} is no token of {self.vocab_size}")
+        if self.tokenizer not in ("tokenizer.model", "bytes") and not self.tokenizer.startswith("tiktoken:"):
+            raise ValueError(f"tokenizer cannot be {self.tokenizer!r}")
 
 
 class TokenData:
@@ -461,24 +482,29 @@ class TokenData:
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        try:
-            self.meta = read_meta(self.folder)
-            self.vocab_size = self.meta["vocab_size"]
-            self.tokenizer = self.meta["tokenizer"]
-            dtype = DTYPES[self.meta["dtype"]]
-            self.tokens = {split: np.memmap(self.folder / f"{split}.bin", dtype, "r") for split in SPLITS}
-            count = {split: len(tokens) for split, tokens in self.tokens.items()}
-            if count != self.meta["tokens"]:
-                raise ValueError(f"{count} tokens, not {self.meta['tokens']}")
-            if self.tokenizer_file:
-                self.tokenizer_file.stat()
-        except FileNotFoundError as error:
-            hint = f"prepare one: python -m lib.data SOURCE --out {folder}"
-            raise UserError(f"no data set in {folder}, no {Path(error.filename).name}: {hint}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"cannot read the data set {folder}: {error!r}; prepare it anew") from None
-        identity = json.dumps(self.meta["sha256"])
+        path = self.folder / "meta.json"
+        if not path.exists():
+            raise UserError(f"no data set in {folder}: prepare one: python -m lib.data SOURCE --out {folder}")
+        self.meta = from_values(Meta, read_json(path), path)
+        self.vocab_size = self.meta.vocab_size
+        self.tokenizer = self.meta.tokenizer
+        self.tokens = {split: self.open_split(split) for split in SPLITS}
+        if self.tokenizer_file:
+            check_regular(self.tokenizer_file)
+        identity = json.dumps(self.meta.sha256)
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+
+    def open_split(self, split):
+        """A split's tokens, memory-mapped; UserError unless there are as many as meta.json says."""
+        path = self.folder / f"{split}.bin"
+        check_regular(path)
+        size = path.stat().st_size
+        count = self.meta.tokens.get(split)
+        if count is None or count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
+            raise UserError(
+                f"{path} has {size} bytes, not those of {count} tokens: prepare the data set anew"
+            )
+        return np.memmap(path, self.meta.dtype, "r")
 
     @property
     def tokenizer_file(self):
@@ -492,7 +518,7 @@ class TokenData:
     def verify(self) -> None:
         """Read every file; UserError for one whose SHA-256 is not the one in meta.json."""
         for name, digest in digests(self.folder).items():
-            if digest != self.meta["sha256"].get(name):
+            if digest != self.meta.sha256.get(name):
                 raise UserError(f"{self.folder / name} is not as it was made: prepare the data set anew")
 
     def num_windows(self, split, T):
@@ -509,6 +535,9 @@ class TokenData:
         starts = T * np.array(numbers)[:, None]
         places = starts + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
+        if window.max() >= self.vocab_size:
+            largest = f"token {window.max()} among {self.vocab_size}"
+            raise UserError(f"{self.folder} holds {largest}: prepare the data set anew")
         return window[:, :-1], window[:, 1:]
 
     def batch(self, data_seed, sequences, T):
@@ -530,15 +559,6 @@ def permutation(data_seed, epoch, T, size) -> np.ndarray:
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-def read_meta(folder):
-    """What meta.json says; TypeError, ValueError or KeyError if it is damaged."""
-    meta = dict(json.loads((folder / "meta.json").read_text()))
-    for name, kind in META_TYPES.items():
-        if type(meta[name]) is not kind:
-            raise TypeError(f"{name} is {meta[name]!r}")
-    return meta
-
-
 def describe(settings: Settings) -> None:
     """Prepare a data set, or verify one, and say what there is."""
     if settings.verify:
@@ -548,10 +568,10 @@ def describe(settings: Settings) -> None:
     else:
         data = TokenData(prepare(settings))
     meta = data.meta
-    tokens = meta["tokens"]
-    count = sum(meta["documents"].values())
-    print(f"{data.folder}: {meta['bytes']:,} bytes in {count:,} documents")
-    print(f"{tokens['train']:,} training and {tokens['val']:,} validation tokens of {data.vocab_size:,}")
+    count = sum(meta.documents.values())
+    print(f"{data.folder}: {meta.bytes:,} bytes in {count:,} documents")
+    train, val = meta.tokens["train"], meta.tokens["val"]
+    print(f"{train:,} training and {val:,} validation tokens of {data.vocab_size:,}")
 
 
 COMMANDS = {"": Command(describe, Settings())}

@@ -10,7 +10,8 @@ from matplotlib.ticker import LogFormatter
 from scipy.cluster.hierarchy import dendrogram, linkage
 from scipy.spatial.distance import squareform
 
-from lib.runtime import atomic_file, rank
+from lib.files import atomic_file
+from lib.runtime import rank
 
 rcParams.update({"text.parse_math": False, "lines.markersize": 5, "lines.linewidth": 2.2})  # $ in names
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)

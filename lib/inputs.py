@@ -14,8 +14,10 @@ import torch
 
 from init import STD, keyed_generator
 from lib.data import TokenData, load_tokenizer
-from lib.folders import check_file
+from lib.files import check_sum, read_bytes
 from lib.settings import RunSettings, UserError, at_least
+
+LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
 
 # ---- random inputs -----------------------------------------------------------------------------------------
 
@@ -61,7 +63,7 @@ class TextSettings(RunSettings):
     """put the tokenizer's BOS at the first position"""
     input_seed: int = 0
     """seed of random tokens, or of the places in --text"""
-    num_sequences: int = at_least(2, 100)
+    num_sequences: at_least(2) = 100
     """sequences (Gu et al.: 100)"""
 
 
@@ -113,10 +115,8 @@ open_data = functools.lru_cache(TokenData)
 @functools.lru_cache
 def encode_file(path, tokenizer):
     """A text file's tokens, (n,) int64; UserError if it cannot be read."""
-    try:
-        text = Path(path).read_text("utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    text = read_bytes(Path(path), LARGEST_TEXT).decode(errors="replace")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
     (tokens,) = load_tokenizer(tokenizer).encode([text])
     return torch.tensor(tokens, dtype=torch.int64)
 
@@ -134,12 +134,12 @@ def check_tokenizer(spec, data) -> None:
         return
     made_by = data.tokenizer.encode()
     if data.tokenizer_file:
-        made_by = data.tokenizer_file.read_bytes()
+        made_by = read_bytes(data.tokenizer_file)
     for name in ("tokenizer.model", "tokenizer.txt", "tokenizer.json"):  # no data set is made by the last
         path = spec.folder / name
         if not path.is_file():
             continue
-        check_file(spec.folder, name)
-        if path.read_bytes() != made_by:
+        check_sum(path)
+        if read_bytes(path) != made_by:
             raise UserError(f"{data.folder} was made by another tokenizer than {path}")
         return

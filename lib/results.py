@@ -21,7 +21,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lib.runtime import atomic_file, rank, start, world_size
+from lib.files import atomic_file
+from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings
 
 
@@ -119,11 +120,6 @@ def write_json(result, path) -> None:
         parts.append(f'"{key}": {text}')
     with atomic_file(path) as temporary:
         temporary.write_text("{\n " + ",\n ".join(parts) + "\n}\n")
-
-
-def read_json(path):
-    """A result that was saved."""
-    return json.loads(path.read_text())
 
 
 def print_rows(rows, columns=()) -> None:

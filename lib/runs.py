@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import pandas as pd
 
 from lib import checkpoint, runtime
 from lib.figures import curves
-from lib.folders import JSON_ERRORS
+from lib.files import atomic_file, cannot_write, check_regular, read_bytes, read_json
 from lib.results import is_power_of_two
-from lib.settings import UserError, checked_values
+from lib.settings import UserError, from_values
+
+LARGEST_LOG = 2**28  # bytes of metrics.jsonl: a million steps
 
 
 def stored_settings(run, settings_class):
@@ -28,18 +31,14 @@ def stored_settings(run, settings_class):
     path = run / "settings.json"
     if not path.exists() and not checkpoint.steps(run):
         return None
-    try:
-        values = json.loads(path.read_text())
-        return settings_class(**checked_values(values, settings_class, str(path)))
-    except JSON_ERRORS as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    return from_values(settings_class, read_json(path), path)
 
 
 def trained_length(folder):
     """Tokens in a sequence of the run that a checkpoint is of; None where that is not known."""
     try:
-        length = json.loads((folder.parent / "settings.json").read_text())["sequence_length"]
-    except JSON_ERRORS:
+        length = read_json(folder.parent / "settings.json").get("sequence_length")
+    except UserError:
         return None
     return length if isinstance(length, int) else None  # the file may be a stranger's
 
@@ -60,37 +59,35 @@ def check_settings(settings, may_change) -> None:
 
 @contextlib.contextmanager
 def sole_owner(folder):
-    """Hold a run folder for this process group alone; UserError if another one holds it."""
-    lock = filelock.FileLock(folder / ".lock", blocking=False)
+    """Hold a run folder for this process group alone; UserError, which names its holder, if it is held."""
+    path = folder / ".lock"
+    if path.exists():
+        check_regular(path)
+    lock = filelock.FileLock(path, blocking=False)
     try:
         if runtime.rank() == 0:
             lock.acquire()
+            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
-        raise UserError(f"another process trains in {folder}: wait for it, or choose another --out") from None
+        holder = read_bytes(path).decode(errors="replace") or "another process"
+        raise UserError(f"{holder} trains in {folder}: stop it, or choose another --out") from None
     except (OSError, NotImplementedError):
         pass  # a file system without locks
     try:
         yield
     finally:
-        lock.release()
-
-
-def remove_leftovers(folder) -> None:
-    """Remove the temporary files and folders that killed processes left in a folder that we own alone."""
-    for leftover in folder.glob(".*.[0-9]*.tmp"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+        if lock.is_locked:
+            path.write_text("")
+            lock.release()
 
 
 def load_newest(run):
-    """Model and state of the newest checkpoint that is whole; UserError if all are damaged."""
+    """Model, state and optimizer's tensors of the newest whole checkpoint; UserError if all are damaged."""
     reasons = []
     for folder in checkpoint.steps(run)[::-1]:
         try:
-            state = checkpoint.load_state(folder)
-            return checkpoint.load(folder), state
+            state, tensors = checkpoint.read_state(folder)
+            return checkpoint.load(folder), state, tensors
         except UserError as error:
             reasons.append(str(error))
             if runtime.rank() == 0:
@@ -98,36 +95,53 @@ def load_newest(run):
     raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
 
 
-def begin_logs(settings, metrics, num_lines) -> None:
-    """Write settings.json, and keep the first lines of metrics.jsonl: what came after them comes again."""
-    lines = []
-    if num_lines and metrics.exists():
-        lines = metrics.read_text(errors="replace").splitlines(keepends=True)[:num_lines]
-    with runtime.atomic_file(metrics.with_name("settings.json")) as temporary:
+def begin_logs(settings, run, step) -> None:
+    """Write settings.json, and keep the lines of metrics.jsonl up to a step: later ones come again."""
+    rows = [] if step is None else [row for row in read_log(run) if row["step"] <= step]
+    with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    with runtime.atomic_file(metrics) as temporary:
-        temporary.write_text("".join(lines))
+    with atomic_file(run / "metrics.jsonl") as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def append_line(path, row) -> None:
-    """Add a row to a file of JSON lines."""
+def read_log(run):
+    """The rows of metrics.jsonl, one a step; lines that are no row, as of a full disk, are left out."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return
+    check_regular(path, LARGEST_LOG)
+    with path.open(errors="replace") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                    yield row
+
+
+def append_row(run, row) -> None:
+    """Add a row to metrics.jsonl."""
+    path = run / "metrics.jsonl"
     try:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+        raise cannot_write(path, error) from None
 
 
 def prune(run, keep) -> None:
     """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
     for folder in checkpoint.steps(run)[:-2]:
         step = int(folder.name.removeprefix("step_"))
-        if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
-            (folder / "state.pt").unlink(missing_ok=True)
-        else:
-            doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-            folder.rename(doomed)  # at once: no half of a checkpoint is ever seen
-            shutil.rmtree(doomed)
+        try:
+            if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
+                (folder / "state.json").unlink(missing_ok=True)
+                (folder / "optimizer.safetensors").unlink(missing_ok=True)
+            else:
+                doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+                folder.rename(doomed)  # at once: no half of a checkpoint is ever seen
+                shutil.rmtree(doomed)
+        except OSError as error:
+            raise UserError(f"cannot remove {folder}: {error.strerror}") from None
 
 
 def diverged(run, step, what) -> UserError:
@@ -163,8 +177,10 @@ def lines_to_open(folder):
 
 def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
-    log = pd.read_json(run / "metrics.jsonl", lines=True)
-    log = log.reindex(columns=["step", "loss", "val_loss"])  # there may be no evaluation yet
+    log = pd.DataFrame(read_log(run)).reindex(
+        columns=["step", "loss", "val_loss"]
+    )  # there may be no val_loss
+    log = log.apply(pd.to_numeric, errors="coerce")
     log.columns = ["step", "training", "held out"]
     points = log.melt("step", var_name="split", value_name="nats").dropna()
     curves(

@@ -1,14 +1,11 @@
-"""Where does a script compute, with whom does it share the work, and how does it write without loss?
+"""Where does a script compute, and with whom does it share the work?
 
-Under `torchrun` the same command shares its work among processes; rank 0 prints and writes. A file or folder
-is written under a temporary name and renamed, so that a failure leaves what was there.
+Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
 """
 
 import contextlib
 import dataclasses
-import hashlib
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -127,50 +124,3 @@ def listening_for_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# ---- files -------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def atomic_file(path):
-    """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def atomic_folder(path):
-    """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    old = path.with_name(f".{path.name}.old.tmp")
-    try:
-        if old.exists() and not path.exists():
-            os.rename(old, path)  # a process was killed between the two renames below
-        shutil.rmtree(new, ignore_errors=True)  # in containers a killed process may have had our number
-        new.mkdir(parents=True)
-        yield new
-        for file in new.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(path, old)
-        os.rename(new, path)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def sha256(path):
-    """A file's SHA-256, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

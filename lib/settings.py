@@ -12,19 +12,21 @@ A config file is the user's own Python; each public name in it must be a setting
 import dataclasses
 import difflib
 import inspect
-import math
 import os
+import re
 import runpy
 import sys
 import types
-import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 import tyro
+
+LARGEST_NUMBER = 2**40  # in settings and in models' configurations
 
 
 class UserError(Exception):
@@ -59,9 +61,9 @@ class RunSettings:
         return getattr(torch, self.dtype)
 
 
-def at_least(least, default):
-    """A dataclass field whose numbers must be finite and not below `least`."""
-    return dataclasses.field(default=default, metadata={"least": least})
+def at_least(least, kind=int):
+    """The type of numbers that are finite, not below `least`, and not absurdly large."""
+    return Annotated[kind, msgspec.Meta(ge=least, le=LARGEST_NUMBER)]
 
 
 def closest(name, choices, what):
@@ -119,8 +121,7 @@ def read_settings(defaults, words, document, subcommand=""):
         if word.startswith("-"):
             break
         if word.endswith(".py"):
-            values = read_config_file(words.pop(position), type(defaults))
-            defaults = dataclasses.replace(defaults, **values)
+            defaults = read_config_file(words.pop(position), defaults)
             break
     settings = tyro.cli(
         type(defaults),
@@ -135,73 +136,64 @@ def read_settings(defaults, words, document, subcommand=""):
     return settings
 
 
-def read_config_file(path, settings_class):
-    """The values that a config file gives to settings of this class."""
+def read_config_file(path, defaults):
+    """The settings that a config file gives; `defaults` for what it does not name."""
+    if not os.path.isfile(path):
+        raise UserError(f"cannot read config file {path!r}: there is no such file")
     try:
         names = runpy.run_path(path)
-    except OSError as error:
-        raise UserError(f"cannot read config file {path!r}: {error.strerror}") from None
     except Exception as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
     values = {}
     for name, value in names.items():
         if not name.startswith("_") and not isinstance(value, types.ModuleType):
             values[name] = value
-    return checked_values(values, settings_class, path)
+    return from_values(type(defaults), vars(defaults) | values, path)
 
 
-def checked_values(values, settings_class, path):
-    """The values that a file gives to settings of this class; UserError for unknown names and wrong types."""
-    hints = typing.get_type_hints(settings_class)
-    checked = {}
-    for name, value in values.items():
-        closest(name, hints, f"setting in {path}:")
-        hint = hints[name]
-        if fits((value,), hint):  # a single value where several may be
-            value = (value,)
-        if not fits(value, hint):
-            expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
-            raise UserError(f"{path}: {name} expects {expected}, not {value!r}")
-        checked[name] = tuple(value) if isinstance(value, list) else value
-    return checked
+def from_values(kind, values, path, their_names=None):
+    """The dataclass `kind` of what a file says; UserError for unknown names, wrong types, strange numbers.
+
+    `their_names` maps our names to those that the file has, for the message.
+    """
+    fields = [field.name for field in dataclasses.fields(kind)]
+    for name in values:
+        closest(name, fields, f"setting in {path}:")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {explained(error, values, their_names or {})}") from None
 
 
-def fits(value, hint):
-    """Is a value of the type that a field's hint names? A whole number serves as a float."""
-    options = typing.get_args(hint)
-    kind = typing.get_origin(hint)
-    if kind in (types.UnionType, typing.Union):
-        return any(fits(value, option) for option in options)
-    if kind is Literal:
-        return value in options
-    if kind is tuple:
-        is_sequence = isinstance(value, tuple | list) and len(value) > 0
-        return is_sequence and all(fits(item, options[0]) for item in value)
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint
+def explained(error, values, their_names):
+    """What msgspec says of a wrong value, after the value's name and the value itself."""
+    text, _, place = str(error).partition(" - at `$.")
+    text = text.replace(" >= ", " of at least ").replace(" <= ", " of at most ").replace("array", "tuple")
+    text = " ".join(their_names.get(word, word) for word in text.split(" "))
+    if not place:
+        return text
+    name = re.match(r"\w*", place)[0]
+    return f"{their_names.get(name, name)} {values[name]!r}: {text[0].lower()}{text[1:]}"
 
 
 def check(settings) -> None:
-    """UserError for a number below its least, or not finite, and for a value given twice."""
+    """UserError for a number out of its range, and for a value that is missing or given twice."""
+    values = vars(settings)
+    flags = {name: "--" + name.replace("_", "-") for name in values}
+    try:
+        msgspec.convert(values, type(settings))
+    except msgspec.ValidationError as error:
+        raise UserError(explained(error, values, flags)) from None
     for field in dataclasses.fields(settings):
-        flag = "--" + field.name.replace("_", "-")
-        value = getattr(settings, field.name)
-        values = value if isinstance(value, tuple) else (value,)
+        value = values[field.name]
         is_positional = field.default == ()  # such words may be missing, or come twice
-        if not values and not is_positional:
-            raise UserError(f"{flag}: expected at least one value")
-        if len(set(values)) < len(values) and not is_positional:
-            twice = max(values, key=values.count)
-            raise UserError(f"{flag}: {twice} is given twice")
-        for number in values:
-            if not isinstance(number, int | float):
-                continue
-            if not -math.inf < number < math.inf:
-                raise UserError(f"{flag} {number}: expected a finite number")
-            least = field.metadata.get("least", number)
-            if number < least:
-                raise UserError(f"{flag} {number}: expected a number of at least {least}")
+        if is_positional or not isinstance(value, tuple):
+            continue
+        if not value:
+            raise UserError(f"{flags[field.name]}: expected at least one value")
+        if len(set(value)) < len(value):
+            twice = max(value, key=value.count)
+            raise UserError(f"{flags[field.name]}: {twice} is given twice")
 
 
 # ---- a script's whole life ---------------------------------------------------------------------------------

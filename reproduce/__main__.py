@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from lib import runtime
-from lib.results import read_json
+from lib.files import atomic_file, read_json
 from lib.settings import Command, RunSettings, UserError, read_command, run_script
 from reproduce import family, siblings, tables
 from reproduce.claims import CLAIMS
@@ -174,7 +174,7 @@ def read_result(path):
         result = read_json(path)
         is_whole = isinstance(result["settings"], dict) and isinstance(result["rows"], list)
         is_whole = is_whole and {"seconds", "device"} <= result["environment"].keys()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (UserError, KeyError, TypeError, AttributeError):
         return None
     return result if is_whole else None
 
@@ -213,7 +213,7 @@ def write_report(settings: Settings) -> None:
         lines="\n".join(report_line(claim, results, settings) for claim in CLAIMS),
     )
     out = Path(settings.out)
-    with runtime.atomic_file(out / "README.md") as temporary:
+    with atomic_file(out / "README.md") as temporary:
         temporary.write_text(text)
     if out.resolve() == tables.DOCS.parent / "results" and results.keys() == RESULTS.keys():
         tables.write_tables(results)

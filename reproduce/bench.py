@@ -57,9 +57,9 @@ class Settings(RunSettings):
     """presets whose forward pass is timed"""
     sequence_length: tuple[int, ...] = (64, 512, 1024)
     """tokens in a sequence of a forward pass"""
-    tokens: int | None = at_least(1, None)
+    tokens: at_least(1) | None = None
     """in a batch of a forward pass (default: 2048; on CUDA 65536)"""
-    rounds: int = at_least(1, 3)
+    rounds: at_least(1) = 3
     """measurements of each contestant; the median counts"""
 
 

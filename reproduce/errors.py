@@ -71,19 +71,19 @@ class RateSettings(RunSettings):
     """presets to be born"""
     schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")
     """how they are drawn"""
-    first_seed: int = at_least(0, 1)
+    first_seed: at_least(0) = 1
     """seed of the first birth; the others follow"""
-    num_births: int = at_least(14, 200)
+    num_births: at_least(14) = 200
     """newborns of the exact tests; each is compared with the next six, its weights with the next one"""
-    num_sequences: int = at_least(1, 16)
+    num_sequences: at_least(1) = 16
     """random sequences of the exact test; each of their positions is a row"""
     sequence_length: int = 64
     """tokens in each of them"""
-    permutations: int = at_least(99, 999)
+    permutations: at_least(99) = 999
     """relabellings; the smallest p is 1 / (1 + this)"""
-    paper_births: int = at_least(3, 12)
+    paper_births: at_least(3) = 12
     """newborns of the paper's test, which takes longer; all pairs"""
-    paper_sequences: int = at_least(3, 1000)
+    paper_sequences: at_least(3) = 1000
     """random sequences of the paper's test; in the paper 10000"""
     paper_length: int = 64
     """tokens in each of them; in the paper 1024"""
@@ -97,7 +97,7 @@ class CostSettings(PairSettings):
 
     sequence_length: int = 64
     """tokens in a sequence"""
-    permutations: int = at_least(199, 9999)
+    permutations: at_least(199) = 9999
     """relabellings; the smallest p is 1 / (1 + this)"""
 
 

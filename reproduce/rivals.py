@@ -28,7 +28,7 @@ class Settings(PairSettings):
 
     data: str | None = None
     """folder of a prepared data set, whose held-out text REEF reads (default: random tokens)"""
-    num_sequences: int = at_least(2, 200)
+    num_sequences: at_least(2) = 200
     """sequences that REEF reads"""
     sequence_length: int = 64
     """tokens in a sequence"""

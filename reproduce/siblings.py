@@ -22,7 +22,7 @@ from lib.data import TRIGGERS, default_folder
 from lib.figures import curves
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import check_settings
+from lib.runs import check_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from measure import attention
 from measure.cosines import interval
@@ -82,14 +82,14 @@ class Settings(RunSettings):
 
     def training(self, config, name, **changes) -> train.Settings:
         """The run <runs>/<name> at this scale: configs/<config>.py ("": the defaults), changed."""
-        values = {}
+        settings = train.Settings()
         if config:
-            values = read_config_file(f"{Path(train.__file__).parent}/configs/{config}.py", train.Settings)
-        values |= changes
+            path = Path(train.__file__).with_name("configs") / f"{config}.py"
+            settings = read_config_file(str(path), settings)
         if self.scale == "smoke":
-            values |= SMOKE
-        values |= {"device": self.device, "dtype": self.dtype, "out": str(Path(self.runs, name))}
-        return train.Settings(**values)
+            changes |= SMOKE
+        changes |= {"device": self.device, "dtype": self.dtype, "out": str(Path(self.runs, name))}
+        return replace(settings, **changes)
 
     def some(self, seeds):
         """The seeds; two of them at the smallest scale."""
@@ -142,7 +142,7 @@ def begin(name, paper, settings: Settings, runs):
 
 def logged(run, key):
     """What a run's log says of `key`, by step."""
-    table = pd.read_json(Path(run, "metrics.jsonl"), lines=True, precise_float=True)
+    table = pd.DataFrame(read_log(Path(run)))
     return table.set_index("step")[key].dropna()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from lib.runtime import atomic_file
+from lib.files import atomic_file
 from measure.cosines import interval
 from measure.lineage import SAME_BIRTH
 from reproduce.rivals import RIVALS, THRESHOLD

@@ -9,7 +9,6 @@ resumed and killed again, then resumed to its end. All that its files hold must 
 bit, but for the speeds in metrics.jsonl.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -21,11 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
-import torch._dynamo  # which an optimizer imports: once here, not in every process
 
 import train
-from lib import checkpoint, data, speed
+from lib import data, speed
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 SPEEDS = ("tokens_per_second", "mfu")
@@ -99,20 +96,9 @@ def contents(run: Path) -> dict[str, str | bytes]:
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = json.dumps([{k: v for k, v in row.items() if k not in SPEEDS} for row in rows])
-        elif path.name == "state.pt":  # read, as one state has many spellings; against its checksum
-            found[name] = repr(numbers_of(checkpoint.load_state(path.parent)))
         elif path.is_file() and path.name != "checksums.json":
             found[name] = path.read_bytes().replace(str(run).encode(), b"RUN")
     return found
-
-
-def numbers_of(value):
-    """A state with a hash of its tensors in their place; of numpy's, since torch may not compute here."""
-    if isinstance(value, dict):
-        return {key: numbers_of(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        return hashlib.sha256(value.numpy().tobytes()).hexdigest()
-    return value
 
 
 def main() -> None:

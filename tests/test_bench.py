@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_refused, run_here
 
-from lib.results import read_json
+from lib.files import read_json
 from lib.speed import forward_flops
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import bench

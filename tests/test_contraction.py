@@ -16,8 +16,8 @@ import contraction
 import init
 from contraction import COMMANDS, EXPERIMENTS
 from lib import checkpoint
+from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
-from lib.results import read_json
 from measure import theory
 from model import PRESETS, ModelConfig, Transformer
 from probe import count_predictions

@@ -100,7 +100,7 @@ def test_sources_of_every_format_agree(corpus, tmp_path):
     sources = [(zipped, {}), (other, {"field": "body"}), (tmp_path / "texts*.gz", {})]
     for i, (source, more) in enumerate(sources):
         same = data.TokenData(prepare(source, tmp_path / f"same{i}", **more))
-        assert same.meta["sha256"] == plain.meta["sha256"] and same.fingerprint == plain.fingerprint
+        assert same.meta.sha256 == plain.meta.sha256 and same.fingerprint == plain.fingerprint
 
 
 def test_hub_source_offline(corpus, tmp_path, monkeypatch):
@@ -325,11 +325,11 @@ def folder(whole, tmp_path):
         ("meta.json", None, "python -m lib.data SOURCE"),
         ("meta.json", b"[]", "cannot read"),
         ("meta.json", b'{"source": ["py', "cannot read"),
-        ("tokenizer.model", None, "no tokenizer.model"),
-        ("val.bin", None, "no val.bin"),
-        ("val.bin", b"", "cannot read"),
-        ("val.bin", b"\0\0\0", "cannot read"),
-        ("val.bin", b"\0\0\0\0", "'val': 2"),
+        ("tokenizer.model", None, "tokenizer.model is missing"),
+        ("val.bin", None, "val.bin is missing"),
+        ("val.bin", b"", "has 0 bytes"),
+        ("val.bin", b"\0\0\0", "has 3 bytes"),
+        ("val.bin", b"\0\0\0\0", "has 4 bytes"),
     ],
 )
 def test_a_file_that_is_missing_or_cut_is_refused(folder, name, contents, word):

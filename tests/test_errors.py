@@ -13,8 +13,8 @@ from conftest import assert_refused, run_here
 import init
 from lib import checkpoint
 from lib.checkpoint import Newborn, final_states
+from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
-from lib.results import read_json
 from measure import lineage
 from measure.cosines import wilson
 from model import PRESETS, ModelConfig

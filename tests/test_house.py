@@ -13,6 +13,7 @@ FLOORS = [  # a file imports from floors below its own alone
     ["model"],
     ["init"],
     ["lib.settings"],
+    ["lib.files"],
     ["lib.runtime"],
     ["lib.speed"],
     ["lib.folders"],
@@ -102,7 +103,7 @@ def test_a_circle_is_found():
 
 def test_size_and_density():
     counts = density.total(list(FILES.values()))
-    assert counts["nodes"] <= 21_800, counts
+    assert counts["nodes"] <= 22_200, counts
     assert counts["nodes"] / counts["code"] <= 4.8, counts
     for name, path in FILES.items():
         if name != "measure.theory":  # formulas are dense

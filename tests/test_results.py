@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from lib import results
+from lib import files, results
 from lib.settings import RunSettings
 
 
@@ -35,7 +35,7 @@ def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
     returned = begun(tmp_path).save(rows, columns=("name", "value", "absent", "seed"), details=[[1, 2], [3]])
     text = (tmp_path / "x.json").read_text()
     saved = json.loads(text)
-    assert saved == results.read_json(tmp_path / "x.json") == returned
+    assert saved == files.read_json(tmp_path / "x.json") == returned
     assert list(saved) == ["experiment", "paper", "settings", "environment", "rows", "details"]
     assert (saved["experiment"], saved["paper"]) == ("x", "BB Table 1")
     assert saved["rows"] == rows and saved["details"] == [[1, 2], [3]]
@@ -107,7 +107,7 @@ def test_killed_while_writing(tmp_path):
     assert write_big(tmp_path, kill).returncode == -signal.SIGKILL
     assert not (tmp_path / "big.json").exists()
     begun(tmp_path).save([{"value": 1}])
-    assert results.read_json(tmp_path / "x.json")["rows"] == [{"value": 1}]
+    assert files.read_json(tmp_path / "x.json")["rows"] == [{"value": 1}]
 
 
 def test_environment_names_the_commit_or_nothing():

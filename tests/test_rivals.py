@@ -12,8 +12,8 @@ import init
 from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.data import TokenData
+from lib.files import read_json
 from lib.inputs import random_tokens
-from lib.results import read_json
 from lib.settings import UserError
 from model import ModelConfig
 from reproduce import rivals

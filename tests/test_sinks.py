@@ -18,8 +18,8 @@ import sinks
 import train
 from lib import checkpoint, data
 from lib.checkpoint import Spec, parse_spec
+from lib.files import read_json
 from lib.inputs import TextSettings, random_tokens, read_tokens
-from lib.results import read_json
 from lib.settings import UserError
 from measure import attention, theory
 from model import CHOICES, PRESETS, ModelConfig, Transformer

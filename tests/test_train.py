@@ -89,7 +89,12 @@ def same_bits(run: Path, other: Path) -> bool:
     mine = kill_training.contents(run)
     theirs = kill_training.contents(other)
     last = checkpoint.steps(run)[-1].name
-    names = ["metrics.jsonl", f"{last}/model.safetensors", f"{last}/state.pt"]
+    names = [
+        "metrics.jsonl",
+        f"{last}/model.safetensors",
+        f"{last}/optimizer.safetensors",
+        f"{last}/state.json",
+    ]
     return all(mine[name] == theirs[name] for name in names)
 
 
@@ -253,7 +258,7 @@ def test_a_sample_is_the_models_text(tokens, whole):
 
 def test_a_run_folder(whole):
     assert [path.name[-2:] for path in checkpoint.steps(whole)] == ["00", "01", "02", "04", "08", "09", "12"]
-    with_state = [path.name[-2:] for path in checkpoint.steps(whole) if (path / "state.pt").exists()]
+    with_state = [path.name[-2:] for path in checkpoint.steps(whole) if (path / "state.json").exists()]
     assert with_state == ["09", "12"]
     assert (whole / "loss.png").stat().st_size > 5000
     assert json.loads((whole / "settings.json").read_text())["max_iters"] == 12
@@ -331,7 +336,7 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_configs(config):
-    settings = train.Settings(**read_config_file(str(config), train.Settings))
+    settings = read_config_file(str(config), train.Settings())
     assert settings.sequence_length <= PRESETS[settings.model].context_length
     assert settings.global_batch_size % settings.micro_batch_size == 0
     first = config.read_text().splitlines()[0]
@@ -374,7 +379,7 @@ def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, told_to_s
     assert done.returncode == 0 and "at step 5; --resume goes on" in done.stdout, done.stderr
     assert signal.getsignal(number) is before
     assert len(losses(tmp_path / "a")) == 5
-    assert checkpoint.load_state(checkpoint.steps(tmp_path / "a")[-1])["step"] == 5
+    assert checkpoint.read_state(checkpoint.steps(tmp_path / "a")[-1])[0].step == 5
     done = run_here("train.py", "--resume", "--out", tmp_path / "a")
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "a")) == 12 and same_bits(tmp_path / "a", whole)
@@ -456,7 +461,7 @@ def test_damaged_settings_are_refused(copied, text):
 def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped, capsys):
     """The one before it serves, with other settings of the log too; if none is whole, nothing is done."""
     newest = checkpoint.steps(copied)[-1]
-    for name in ("state.pt", "model.safetensors", "config.json"):
+    for name in ("state.json", "optimizer.safetensors", "model.safetensors", "config.json"):
         raw = bytearray((newest / name).read_bytes())
         raw[len(raw) // 2] ^= 1
         (newest / name).write_bytes(raw)
@@ -491,14 +496,15 @@ def test_another_data_set_is_refused(tokens, tmp_path):
 
 def test_one_process_group_a_run(stopped):
     """While another process holds the folder; it is as it was."""
-    code = "import filelock, sys\nwith filelock.FileLock(sys.argv[1]):\n    input(print('held', flush=True))"
+    code = "import sys; from pathlib import Path; from lib.runs import sole_owner\n"
+    code += "with sole_owner(Path(sys.argv[1])):\n    input(print('held', flush=True))"
     before = kill_training.contents(stopped)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, str(stopped / ".lock")], **pipes) as owner:
+    with subprocess.Popen([sys.executable, "-c", code, str(stopped)], cwd=ROOT, **pipes) as owner:
         assert owner.stdout.readline() == "held\n"
         refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
         owner.communicate("\n")
-    assert_refused(refused, "another process trains in", str(stopped))
+    assert_refused(refused, f"process {owner.pid} on", f"trains in {stopped}")
     assert kill_training.contents(stopped) == before
 
 
@@ -552,7 +558,7 @@ def test_full_disk(tokens, tmp_path):
         done = run_here("train.py", *words_of(small(tokens, tmp_path / "a", max_iters=1)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(done, "cannot write", "step_0000001")
+    assert_refused(done, "cannot write", "step_0000001", "the disk is full")
     assert [path.name for path in checkpoint.steps(tmp_path / "a")] == ["step_0000000"]
     assert not list((tmp_path / "a").glob(".step*"))
     assert run_here("train.py", "--resume", "--out", tmp_path / "a").returncode == 0

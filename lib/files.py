@@ -1,0 +1,150 @@
+"""How are files read and written, so that none can hang us, fill the memory, or be half there?
+
+In a stranger's folder a pipe, a device or a file of any size may stand in the place of any other, so every
+file is checked before it is opened. A file or folder of ours is written under a temporary name and renamed:
+a failure leaves what was there.
+"""
+
+import contextlib
+import glob
+import hashlib
+import json
+import math
+import os
+import shutil
+import stat
+
+from safetensors import SafetensorError
+
+from lib.settings import UserError
+
+LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
+DISK_FULL = ("No space left", "File too large", "quota")  # how libraries' errors say so
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+def check_regular(path, largest=math.inf) -> None:
+    """UserError unless a path, or what it links to, is a regular file of at most `largest` bytes."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
+        raise UserError(f"cannot read {path}: {error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"cannot read {path}: it is no regular file")
+    if status.st_size > largest:
+        raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")
+
+
+def read_bytes(path, largest=LARGEST):
+    """What a regular file holds; UserError if it is none, too large, or cannot be read."""
+    check_regular(path, largest)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_json(path):
+    """The JSON object that a file holds, a dictionary; UserError if it holds anything else."""
+    try:
+        values = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {type(error).__name__}: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"cannot read {path}: expected a JSON object")
+    return values
+
+
+def sha256(path):
+    """A file's SHA-256, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_sum(path) -> None:
+    """UserError if a file is not the one that checksums.json, where its folder has one, was written for."""
+    check_regular(path)
+    sums = path.with_name("checksums.json")
+    known = read_json(sums).get(path.name) if sums.exists() else None
+    if known is not None and known != sha256(path):
+        raise UserError(f"corrupt checkpoint: {path} is not what checksums.json says")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def atomic_file(path):
+    """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove_leftovers(path.parent, path.name)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path):
+    """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.old.tmp")
+    remove_leftovers(path.parent, path.name)
+    try:
+        if old.exists() and not path.exists():
+            os.rename(old, path)  # a process was killed between the two renames below
+        new.mkdir(parents=True)
+        yield new
+        for file in new.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(path, old)
+        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(path, error) from None
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def cannot_write(path, error) -> UserError:
+    """What to say of an error in writing: a full disk is called so."""
+    reason = getattr(error, "strerror", None) or str(error)
+    if any(words in reason for words in DISK_FULL):
+        reason = "the disk is full, or a limit of the system is reached"
+    return UserError(f"cannot write {path}: {reason}")
+
+
+def remove_leftovers(folder, name=None) -> None:
+    """Remove what killed processes left unfinished: of one name, or, in a folder of our own, of any.
+
+    In a folder that others may write, too, what a living process has begun stays.
+    """
+    pattern = "*" if name is None else glob.escape(name)
+    for leftover in folder.glob(f".{pattern}.[0-9]*.tmp"):
+        process = leftover.name.split(".")[-2]
+        if name is not None and is_running(process):
+            continue
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def is_running(process):
+    """Does another process have this number, as text? In containers a killed one may have had ours."""
+    try:
+        os.kill(int(process), 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    return int(process) != os.getpid()

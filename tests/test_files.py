@@ -1,0 +1,185 @@
+"""lib/files.py: only regular files of a sane size are opened; a failure leaves what was there."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from safetensors import SafetensorError
+
+from lib import files, runs
+from lib.settings import UserError
+
+# ---- read --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_regular_file(tmp_path):
+    """Refused before it is opened: opening a pipe would wait for ever, reading a device would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("pipe", "device", "folder"):
+        with pytest.raises(UserError, match=f"{name}: it is no regular file"):
+            files.read_bytes(tmp_path / name)
+    for name in ("nowhere", "gone"):
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            files.read_bytes(tmp_path / name)
+    for name in ("zero\0byte", "x" * 999):
+        with pytest.raises(UserError, match="cannot read"):
+            files.read_bytes(tmp_path / name)
+
+
+def test_a_file_of_any_size(tmp_path):
+    """Thirty gigabytes of nothing, which the disk does not hold; a link to a regular file is one."""
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 30 * 2**30)
+    with pytest.raises(UserError, match="32,212,254,720 bytes"):
+        files.read_json(tmp_path / "large")
+    (tmp_path / "small").write_text('{"a": 1}')
+    (tmp_path / "link").symlink_to(tmp_path / "small")
+    assert files.read_json(tmp_path / "link") == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", "[" * 200_000, '{"a": ' * 200_000, "1" * 9999])
+def test_what_is_no_json_object(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match="a.json"):
+        files.read_json(tmp_path / "a.json")
+
+
+# ---- written whole, or not at all --------------------------------------------------------------------------
+
+
+def test_a_failure_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    with files.atomic_file(path) as temporary:
+        temporary.write_text("old")
+        assert not path.exists()
+    with pytest.raises(RuntimeError), files.atomic_file(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_failure_leaves_the_old_folder(tmp_path, was_there):
+    path = tmp_path / "run"
+    if was_there:
+        with files.atomic_folder(path) as new:
+            (new / "old").write_text("all")
+    with pytest.raises(RuntimeError), files.atomic_folder(path) as new:
+        (new / "torn").write_text("half")
+        raise RuntimeError
+    left = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")]
+    assert left == (["run", "run/old"] if was_there else [])
+    with files.atomic_folder(path) as new:
+        (new / "whole").write_text("all")
+    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")] == ["run", "run/whole"]
+
+
+def test_a_folder_that_a_process_of_our_number_left_half_written(tmp_path):
+    left = tmp_path / f".run.{os.getpid()}.tmp"  # as in containers, where numbers come again
+    left.mkdir()
+    (left / "torn").write_text("half")
+    with files.atomic_folder(tmp_path / "run") as new:
+        (new / "whole").write_text("all")
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["whole"]
+    assert not left.exists()
+
+
+def test_killed_while_a_folder_takes_its_place(tmp_path):
+    """Between the two renames nothing bears the folder's name; the next attempt finds the old one again."""
+    run = tmp_path / "run"
+    with files.atomic_folder(run) as new:
+        (new / "file").write_text("old")
+    code = f"""
+import os, pathlib, signal
+from lib import files
+rename = os.rename
+def rename_and_die(old, new):
+    rename(old, new)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.rename = rename_and_die
+with files.atomic_folder(pathlib.Path({str(run)!r})) as new:
+    (new / "file").write_text("new")
+"""
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    assert not run.exists()
+    with pytest.raises(RuntimeError), files.atomic_folder(run):
+        raise RuntimeError
+    assert (run / "file").read_text() == "old"
+    files.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    (tmp_path / ".loss.csv.123.tmp").write_text("")
+    (tmp_path / ".step_0000001.45.tmp").mkdir()
+    (tmp_path / ".step_0000001.45.tmp" / "x").write_text("")
+    kept = [".lock", ".step_0000001.old.tmp", "notes.7.tmp", "step_0000001"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    files.remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+HOLD = """
+import pathlib, sys, time
+from lib.runs import sole_owner
+with sole_owner(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_run_folder_has_one_owner(tmp_path):
+    """A second process is refused; a killed one holds nothing."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout.readline() == "held\n"
+            with (
+                pytest.raises(UserError, match=f"process {owner.pid} on .* trains in"),
+                runs.sole_owner(tmp_path),
+            ):
+                pass
+        finally:
+            owner.kill()
+    for _ in range(2):
+        with runs.sole_owner(tmp_path):
+            pass
+
+
+def test_sha256(tmp_path):
+    (tmp_path / "abc").write_text("abc")  # the example of FIPS 180-2, Appendix B.1
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert files.sha256(tmp_path / "abc") == expected
+
+
+def test_only_what_dead_processes_left_is_removed_beside_others(tmp_path):
+    """In a folder that is not ours alone a file that a living process writes stays."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as living:
+        names = [f".a.json.{living.pid}.tmp", ".a.json.0999999999.tmp", ".b.json.0999999999.tmp"]
+        for name in names:
+            (tmp_path / name).write_text("")
+        with files.atomic_file(tmp_path / "a.json") as temporary:
+            temporary.write_text("whole")
+        left = sorted(path.name for path in tmp_path.iterdir())
+        living.communicate(b"\n")
+    assert left == sorted(["a.json", names[0], names[2]])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_a_full_disk_is_called_so(tmp_path, number):
+    with pytest.raises(UserError, match="the disk is full"), files.atomic_file(tmp_path / "a"):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(UserError, match="the disk is full"), files.atomic_folder(tmp_path / "a"):
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+        )
