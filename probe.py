@@ -119,9 +119,8 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
         if vectors:
             layers[layer].update(x[:, -1])
 
-    batches = share(
-        math.ceil(num_sequences / batch_size)
-    )  # whole batches: the same results for any number of ranks
+    # whole batches: the same results for any number of ranks
+    batches = share(math.ceil(num_sequences / batch_size))
     total = min(len(batches) * batch_size, num_sequences)
     with progress(total=total, desc=f"{T} tokens", unit=" sequences") as bar:
         for batch in batches:

@@ -108,6 +108,9 @@ def train(settings: Settings):
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     settings, device, dtype = runtime.start(settings)
     runs.check_settings(settings, MAY_CHANGE)
+    if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
+        config = checkpoint.parse_spec(settings.init_from).config
+        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
     run = Path(settings.out)
     with runs.sole_owner(run):
         if runtime.rank() == 0:
@@ -318,10 +321,7 @@ def open_data(settings: Settings, device):
 
 
 def load_model(settings: Settings, tokens):
-    """The model, float32 on the CPU, and the state and the optimizer's moments to resume from, None at birth.
-
-    UserError unless they fit the data.
-    """
+    """The model, float32; if resumed, its state and moments, else None. UserError unless they fit the data."""
     state, moments = None, None
     if settings.resume and checkpoint.steps(settings.out):
         model, state, moments = runs.load_newest(Path(settings.out))

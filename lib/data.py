@@ -274,11 +274,13 @@ def sentencepiece_tokenizer(name, model):
 
 
 def sentencepiece_coder(name, model):
-    """The library's coder; UserError, with the `name`, for what is no model."""
+    """The library's coder; UserError, with the `name`, for what is no model, or has no text for a token."""
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError:
+        coder = sentencepiece.SentencePieceProcessor(model_proto=model)
+        coder.id_to_piece(list(range(coder.vocab_size())))
+    except (RuntimeError, UnicodeDecodeError):
         raise UserError(f"{name} is no SentencePiece model") from None
+    return coder
 
 
 def token_text(file):
@@ -512,8 +514,12 @@ class TokenData:
         return self.folder / self.tokenizer if self.tokenizer == "tokenizer.model" else None
 
     def load_tokenizer(self):
-        """The tokenizer that made the data set."""
-        return load_tokenizer(str(self.tokenizer_file or self.tokenizer))
+        """The tokenizer that made the data set; UserError if it has another number of tokens."""
+        tokenizer = load_tokenizer(str(self.tokenizer_file or self.tokenizer))
+        if tokenizer.vocab_size != self.vocab_size:
+            sizes = f"{tokenizer.vocab_size} tokens, not the {self.vocab_size} of meta.json"
+            raise UserError(f"the tokenizer of {self.folder} has {sizes}: prepare the data set anew")
+        return tokenizer
 
     def verify(self) -> None:
         """Read every file; UserError for one whose SHA-256 is not the one in meta.json."""

@@ -64,9 +64,9 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_sum(path) -> None:
+def check_sum(path, largest=LARGEST) -> None:
     """UserError if a file is not the one that checksums.json, where its folder has one, was written for."""
-    check_regular(path)
+    check_regular(path, largest)
     sums = path.with_name("checksums.json")
     known = read_json(sums).get(path.name) if sums.exists() else None
     if known is not None and known != sha256(path):

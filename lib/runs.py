@@ -8,6 +8,7 @@ A run is one process group's alone. What a killed process left there is skipped,
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
@@ -15,13 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import filelock
-import pandas as pd
 
 from lib import checkpoint, runtime
 from lib.figures import curves
 from lib.files import atomic_file, cannot_write, check_regular, read_bytes, read_json
 from lib.results import is_power_of_two
-from lib.settings import UserError, from_values
+from lib.settings import LARGEST_NUMBER, UserError, from_values
 
 LARGEST_LOG = 2**28  # bytes of metrics.jsonl: a million steps
 
@@ -114,8 +114,13 @@ def read_log(run):
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                if isinstance(row, dict) and is_step(row.get("step")):
                     yield row
+
+
+def is_step(value):
+    """Is what a log says a step's number?"""
+    return type(value) is int and 0 <= value < LARGEST_NUMBER
 
 
 def append_row(run, row) -> None:
@@ -177,18 +182,12 @@ def lines_to_open(folder):
 
 def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
-    log = pd.DataFrame(read_log(run)).reindex(
-        columns=["step", "loss", "val_loss"]
-    )  # there may be no val_loss
-    log = log.apply(pd.to_numeric, errors="coerce")
-    log.columns = ["step", "training", "held out"]
-    points = log.melt("step", var_name="split", value_name="nats").dropna()
+    rows = list(read_log(run))
+    points = []
+    for key, split in (("loss", "training"), ("val_loss", "held out")):
+        for row in rows:
+            if isinstance(row.get(key), float) and math.isfinite(row[key]):
+                points.append({"step": row["step"], "split": split, "nats": row[key]})
     curves(
-        points.to_dict("records"),
-        run / "loss.png",
-        x="step",
-        y="nats",
-        series="split",
-        style="-",
-        ylabel="loss, nats a token",
+        points, run / "loss.png", x="step", y="nats", series="split", style="-", ylabel="loss, nats a token"
     )

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import tyro
 
 LARGEST_NUMBER = 2**40  # in settings and in models' configurations
+LONGEST_WORD = 4096  # of a command line, as of a path
 
 
 class UserError(Exception):
@@ -117,6 +118,9 @@ def read_settings(defaults, words, document, subcommand=""):
     status 2, as tyro has it; other mistakes raise UserError.
     """
     words = list(words)
+    longest = max(words, key=len, default="")
+    if len(longest) > LONGEST_WORD:
+        raise UserError(f"a word of {len(longest):,} characters: {longest}")
     for position, word in enumerate(words):
         if word.startswith("-"):
             break
@@ -221,8 +225,14 @@ def run_script(commands, document) -> None:
         function(settings)
     except UserError as error:
         if is_first_process():
-            printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+            clipped = re.sub(r"(\S{300})\S+", r"\1...", str(error))
+            printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in clipped)
             print(f"{script}: {printable}", file=sys.stderr)
+        sys.exit(2)
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error):
+            raise
+        print(f"{script}: there is too little memory: choose a smaller model or batch", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{script}: interrupted", file=sys.stderr)

@@ -346,6 +346,13 @@ def test_configs(config):
 # ---- killed, told to stop, resumed -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words", [("random", 3), ("full", 2)])
+def test_killed_at_random_and_without_room(words):
+    """Two processes, and files that may not grow: the run that is resumed ends with the same bits."""
+    done = run_script("tests/kill_training.py", *words)
+    assert done.returncode == 0 and "same bits" in done.stdout, done.stdout + done.stderr
+
+
 def test_killed_and_resumed():
     """The short version of tests/kill_training.py: a run that dies at three moments of its life."""
     done = run_script("tests/kill_training.py", 3)
