@@ -7,6 +7,7 @@
 Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `overlap`, `predict` and `cure`.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import functools
 import itertools
 import math

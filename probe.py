@@ -9,10 +9,10 @@ Random sequences go in, the argmax of the last position's logits comes out. If t
 N sequences would give N random tokens; instead they agree. For each model, seed and length a row says on
 which token and how often (`top1_*`), how often the most frequent of N uniform draws would come up
 (`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
-(`mean_cosine`), and which token the states' mean direction alone would predict (`direction_token`, BB Finding
-2.2).
+(`mean_cosine`), and the token that their mean direction would predict (`direction_token`, BB Finding 2.2).
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import math
 import time
 from dataclasses import dataclass

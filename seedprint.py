@@ -10,6 +10,7 @@ A verdict comes from an exact test (`measure/lineage.py`). The test uses weights
 activations elsewhere. Models are read one block at a time: two of 7B parameters fit into a laptop's memory.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
 import math
 import re
@@ -355,8 +356,7 @@ def persistence(settings: PersistenceSettings):
     """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
     `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions. The stranger is the
-    checkpoint of --stranger at the same step, or its last one where there is none. Writes persistence.json
-    and .png.
+    checkpoint of --stranger at the same step, else its last one. Writes persistence.json and .png.
     """
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000":

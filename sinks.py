@@ -11,6 +11,7 @@ head with alpha_k above --epsilon is a sink head at k. Text comes from a prepare
 ourselves is called ours.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace

@@ -13,6 +13,7 @@ the same bits as one that was not. On SIGTERM or SIGINT a run finishes its step,
 under torchrun that must take less than 30 s.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import math
 import time
 from dataclasses import dataclass, replace
@@ -109,8 +110,7 @@ def train(settings: Settings):
     settings, device, dtype = runtime.start(settings)
     runs.check_settings(settings, MAY_CHANGE)
     if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
-        config = checkpoint.parse_spec(settings.init_from).config
-        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
+        checkpoint.shortest_context([checkpoint.parse_spec(settings.init_from)])
     run = Path(settings.out)
     with runs.sole_owner(run):
         if runtime.rank() == 0:
@@ -321,7 +321,7 @@ def open_data(settings: Settings, device):
 
 
 def load_model(settings: Settings, tokens):
-    """The model, float32; if resumed, its state and moments, else None. UserError unless they fit the data."""
+    """The model, float32; if resumed, state and moments, too. UserError unless they fit the data."""
     state, moments = None, None
     if settings.resume and checkpoint.steps(settings.out):
         model, state, moments = runs.load_newest(Path(settings.out))

@@ -37,6 +37,13 @@ KEYS = {  # Hugging Face's name: ours
     "max_position_embeddings": "context_length",
     "tie_word_embeddings": "tie_embeddings",
 }
+PLAIN = {  # what our model does; other values of these keys are refused
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+}
 SCALING_KEYS = {  # the same for Llama 3's RoPE
     "factor": "factor",
     "original_max_position_embeddings": "original_context_length",
@@ -67,19 +74,14 @@ def read_family_config(family, raw, path) -> ModelConfig:
     if not isinstance(rope, dict) or any(isinstance(value, dict | list) for value in rope.values()):
         raise UserError(f"{path}: rope_parameters cannot be {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    window = raw.get("sliding_window", 4096 if family == "mistral" else None)  # their defaults
-    strange = {
-        f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
-        "biases of its linear layers": raw.get("attention_bias") or raw.get("mlp_bias"),
-        "sliding-window attention": raw.get("use_sliding_window", family == "mistral") and window,
-        "quantised weights": raw.get("quantization_config"),
-        f"RoPE of type {rope_type!r}": rope_type not in ("default", "llama3"),
-        "RoPE on a part of the head": raw.get("partial_rotary_factor", 1) != 1
-        or rope.get("partial_rotary_factor", 1) != 1,
-    }
-    for name, is_strange in strange.items():
-        if is_strange:
-            raise UserError(f"{path}: {name} is not supported; expected a plain {', '.join(FAMILIES)}")
+    if rope_type not in ("default", "llama3"):
+        raise UserError(f"{path}: RoPE of type {rope_type!r} is not supported")
+    if raw.get("use_sliding_window", family == "mistral") and raw.get("sliding_window", 4096):
+        raise UserError(f"{path}: sliding_window is not supported; expected null")
+    for key, plain in PLAIN.items():
+        value = rope.get(key, raw.get(key, plain))
+        if value not in (plain, None):
+            raise UserError(f"{path}: {key} {value!r} is not supported; expected {plain}")
     values = dict(FAMILIES[family])
     for theirs, ours in KEYS.items():
         if theirs in raw:

@@ -15,6 +15,7 @@ import inspect
 import os
 import re
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Callable
@@ -219,6 +220,7 @@ def is_first_process():
 def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = program_name()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # lib/interrupt.py had changed it
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not have every letter of a sample
     try:
         function, settings = read_command(commands, sys.argv[1:], document)

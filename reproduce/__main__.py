@@ -10,6 +10,7 @@ has a line for each table, figure, finding and proposition. `--scale paper` asks
 and so for GPUs and weeks.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import dataclasses
 import importlib
 import json

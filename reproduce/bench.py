@@ -12,6 +12,7 @@ the products that the answer needs: what is computed beyond is a loss. (What str
 tests/streaming.py.)
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
 from dataclasses import dataclass
 from functools import partial

@@ -8,6 +8,7 @@ its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the 
 token table of their own, through one that all share, or Gaussian vectors), and on how they are drawn.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
 import math
 import time

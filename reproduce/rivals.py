@@ -6,6 +6,7 @@ Kin are models of one birth; the second one here has another token table. Each s
 says kin from 0.8 on. None says what strangers would give, so name a stranger as well.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 from dataclasses import dataclass
 
 import numpy as np

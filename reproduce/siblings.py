@@ -6,6 +6,7 @@
 Each run is made once and reused, and taken up where it was stopped. `--scale paper` is the papers' own.
 """
 
+import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,9 @@
 """lib/settings.py: flags, config files, subcommands, and what a mistake in them is answered with."""
 
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -261,6 +263,22 @@ def test_help_shows_a_config_files_defaults(capsys, tmp_path):
     config = tmp_path / "c.py"
     config.write_text("steps = 123")
     assert "(default: 123)" in helped(capsys, "rate", config, "--help")
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "lib.data"], ["-m", "reproduce"]])
+def test_an_interrupt_while_libraries_load_is_quiet(words, seconds, tmp_path):
+    """Loading torch takes more than a second; before, Python itself starts, which nobody can silence."""
+    command = [sys.executable, "-X", "importtime", *words, "--out", str(tmp_path), "--max-iters", "x"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if "lib.interrupt" in line:
+                break
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        printed = process.stderr.read()
+    assert "Traceback" not in printed
+    assert process.returncode == -signal.SIGINT or seconds > 0.1  # a fast machine may have loaded all
 
 
 # ---- a script's whole life ---------------------------------------------------------------------------------
