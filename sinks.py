@@ -7,8 +7,7 @@
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
 head with alpha_k above --epsilon is a sink head at k. Text comes from a prepared data set (--data) or a file
-(--text); without either, tokens are random. SO's formulas are not in its abstract: what we had to define
-ourselves is called ours.
+(--text); else tokens are random. What SO's abstract leaves undefined we had to define: it is called ours.
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip

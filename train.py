@@ -110,7 +110,8 @@ def train(settings: Settings):
     settings, device, dtype = runtime.start(settings)
     runs.check_settings(settings, MAY_CHANGE)
     if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
-        checkpoint.shortest_context([checkpoint.parse_spec(settings.init_from)])
+        config = checkpoint.parse_spec(settings.init_from).config
+        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
     run = Path(settings.out)
     with runs.sole_owner(run):
         if runtime.rank() == 0:
