@@ -84,7 +84,7 @@ class ModelConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        if self.num_heads % self.kv_heads:
+        if self.num_heads < 1 or self.num_heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} key-value heads cannot serve {self.num_heads} heads evenly")
         if self.head_size % 2 or (self.head_dim is None and self.d_model % self.num_heads):
             raise ValueError(f"heads of {self.d_model}/{self.num_heads}: RoPE needs an even, whole head_dim")

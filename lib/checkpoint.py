@@ -267,7 +267,7 @@ def read_state(folder):
         raise UserError(f"{folder / 'state.json'} is of step {state.step}")
     expected = {}
     if state.step > 0:
-        for name, shape in parameter_shapes(read_config(folder)).items():
+        for name, shape in Weights(folder).shapes.items():
             expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
     tensors = TensorFiles([folder / "optimizer.safetensors"], types=("F32",))
     tensors.check(expected, folder)

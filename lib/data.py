@@ -486,7 +486,7 @@ class TokenData:
     def __init__(self, folder):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
-        if not path.exists():
+        if not os.path.exists(path):
             raise UserError(f"no data set in {folder}: prepare one: python -m lib.data SOURCE --out {folder}")
         self.meta = from_values(Meta, read_json(path), path)
         self.vocab_size = self.meta.vocab_size

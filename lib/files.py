@@ -25,7 +25,7 @@ DISK_FULL = ("No space left", "File too large", "quota")  # how libraries' error
 
 
 def check_regular(path, largest=math.inf) -> None:
-    """UserError unless a path, or what it links to, is a regular file of at most `largest` bytes."""
+    """UserError unless a path, or what it links to, is a regular file that we may read, not too large."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -36,15 +36,14 @@ def check_regular(path, largest=math.inf) -> None:
         raise UserError(f"cannot read {path}: it is no regular file")
     if status.st_size > largest:
         raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"cannot read {path}: permission denied")
 
 
 def read_bytes(path, largest=LARGEST):
-    """What a regular file holds; UserError if it is none, too large, or cannot be read."""
+    """What a regular file holds; UserError if it is none, too large, or closed to us."""
     check_regular(path, largest)
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return path.read_bytes()
 
 
 def read_json(path):

@@ -29,7 +29,7 @@ LARGEST_LOG = 2**28  # bytes of metrics.jsonl: a million steps
 def stored_settings(run, settings_class):
     """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
     path = run / "settings.json"
-    if not path.exists() and not checkpoint.steps(run):
+    if not os.path.exists(path) and not checkpoint.steps(run):
         return None
     return from_values(settings_class, read_json(path), path)
 

@@ -174,10 +174,10 @@ def explained(error, values, their_names):
     """What msgspec says of a wrong value, after the value's name and the value itself."""
     text, _, place = str(error).partition(" - at `$.")
     text = text.replace(" >= ", " of at least ").replace(" <= ", " of at most ").replace("array", "tuple")
-    text = " ".join(their_names.get(word, word) for word in text.split(" "))
-    if not place:
-        return text
+    text = re.sub(r"\w+", lambda word: their_names.get(word[0], word[0]), text)
     name = re.match(r"\w*", place)[0]
+    if name not in values:  # the error is of the whole, or quotes such a place
+        return text
     return f"{their_names.get(name, name)} {values[name]!r}: {text[0].lower()}{text[1:]}"
 
 
@@ -232,7 +232,7 @@ def run_script(commands, document) -> None:
             print(f"{script}: {printable}", file=sys.stderr)
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
-        if "memory" not in str(error):
+        if "memory" not in repr(error).lower():  # Python's and numpy's errors say it by their names alone
             raise
         print(f"{script}: there is too little memory: choose a smaller model or batch", file=sys.stderr)
         sys.exit(2)
