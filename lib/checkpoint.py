@@ -27,7 +27,7 @@ from lib import runtime
 from lib.files import atomic_folder, check_sum, read_json, sha256
 from lib.folders import KEYS, SCALING_KEYS, TensorFiles, Weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
-from model import NORMS, PRESETS, Block, ModelConfig, Transformer, rope_table
+from model import NORMS, PRESETS, Block, Transformer, rope_table
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, as AdamW calls them
 
@@ -56,7 +56,7 @@ class Spec:
         return self.folder is None
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self):
         """The architecture, without the weights; UserError for a folder that is none of ours."""
         return PRESETS[self.preset] if self.is_newborn else read_config(self.folder)
 
@@ -68,7 +68,7 @@ class Spec:
         check_sum(self.folder / "tokenizer.model")
         return self.folder / "tokenizer.model"
 
-    def open(self) -> "Weights | Newborn":
+    def open(self):
         """A source of the parameters, one at a time: `config`, `shapes` by name, `read(name)`."""
         if not self.is_newborn:
             return Weights(self.folder)
@@ -129,11 +129,9 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     return specs
 
 
-def load(spec: str | Path | Spec, device="cpu", dtype=torch.float32):
-    """The model of a spec or folder, in eval mode, its blocks in `dtype`."""
-    if not isinstance(spec, Spec):
-        spec = parse_spec(str(spec))
-    return spec.load(device, dtype)
+def load(name, device="cpu", dtype=torch.float32):
+    """The model that a text or a folder names, in eval mode, its blocks in `dtype`."""
+    return parse_spec(str(name)).load(device, dtype)
 
 
 def steps(run):
@@ -160,7 +158,7 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
 class Newborn:
     """The tensors of a newborn, each drawn when it is read; the twin of `Weights`."""
 
-    def __init__(self, config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
+    def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
         self.config = config
         self.shapes = parameter_shapes(config)
         self.birth = (seed, embedding_seed, scheme)
@@ -217,7 +215,7 @@ class TrainingState:
     data: str  # fingerprint of the data set
 
 
-def save(folder, model, optimizer=None, state: TrainingState | None = None, tokenizer="") -> None:
+def save(folder, model, optimizer=None, state=None, tokenizer="") -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
 
     `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.
@@ -274,7 +272,7 @@ def read_state(folder):
     return state, tensors
 
 
-def restore(optimizer, model, state: TrainingState, tensors) -> None:
+def restore(optimizer, model, state, tensors) -> None:
     """Give an AdamW, which has made no step, the moments that `read_state` found for a model's parameters."""
     for name, parameter in model.named_parameters():
         if state.step > 0:
@@ -283,7 +281,7 @@ def restore(optimizer, model, state: TrainingState, tensors) -> None:
             optimizer.state[parameter] = {"step": step} | values
 
 
-def config_json(config: ModelConfig):
+def config_json(config):
     """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
     is_llama = config.norm == "rmsnorm" and config.mlp == "swiglu"
     is_whole = config.sublayers == "full" and config.attn_calibration == "none"

@@ -135,7 +135,7 @@ def read(files, field):
             raise UserError(f"cannot read {file}: {error}") from None
 
 
-def pages(lines: io.TextIOBase):
+def pages(lines):
     """Pieces of PAGE characters, each with the rest of its last line."""
     while True:
         page = lines.read(PAGE) + lines.readline(PAGE)
@@ -144,7 +144,7 @@ def pages(lines: io.TextIOBase):
         yield page
 
 
-def json_texts(lines: io.TextIOBase, field, file):
+def json_texts(lines, field, file):
     """The text of each line of JSON."""
     read_line = functools.partial(lines.readline, LONGEST_LINE)
     for number, line in enumerate(iter(read_line, ""), start=1):
@@ -561,7 +561,7 @@ class TokenData:
 
 
 @functools.lru_cache(maxsize=2)  # a batch spans two epochs at most
-def permutation(data_seed, epoch, T, size) -> np.ndarray:
+def permutation(data_seed, epoch, T, size):
     """The order of an epoch's windows, (size,)."""
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 

@@ -114,7 +114,7 @@ def atomic_folder(path):
         shutil.rmtree(new, ignore_errors=True)
 
 
-def cannot_write(path, error) -> UserError:
+def cannot_write(path, error):
     """What to say of an error in writing: a full disk is called so."""
     reason = getattr(error, "strerror", None) or str(error)
     if any(words in reason for words in DISK_FULL):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import safetensors
 import torch
-from torch import Tensor
 
 from lib.files import check_regular, check_sum, read_json
 from lib.settings import LARGEST_NUMBER, UserError, from_values
@@ -55,7 +54,7 @@ SCALING_KEYS = {  # the same for Llama 3's RoPE
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
-def read_config(folder) -> ModelConfig:
+def read_config(folder):
     """The architecture that a folder's config.json describes; UserError for one that is not ours."""
     path = folder / "config.json"
     check_sum(path)
@@ -68,7 +67,7 @@ def read_config(folder) -> ModelConfig:
     return read_family_config(family, raw, path)
 
 
-def read_family_config(family, raw, path) -> ModelConfig:
+def read_family_config(family, raw, path):
     """A Hugging Face configuration of one of FAMILIES as ours; UserError for what our model does not do."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict | list) for value in rope.values()):
@@ -93,7 +92,7 @@ def read_family_config(family, raw, path) -> ModelConfig:
     return checked_config(values, path, KEYS | SCALING_KEYS)
 
 
-def checked_config(values, path, keys=None) -> ModelConfig:
+def checked_config(values, path, keys=None):
     """What a stranger's config.json says, as ours; UserError for wrong types and strange numbers.
 
     `keys` maps the file's own names to ours.
@@ -107,7 +106,7 @@ def checked_config(values, path, keys=None) -> ModelConfig:
     return config
 
 
-def parameter_shapes(config: ModelConfig, path="config"):
+def parameter_shapes(config, path="config"):
     """The shapes of a model's parameters, by name; UserError for sizes beyond any memory."""
     try:
         with torch.device("meta"):
@@ -127,8 +126,8 @@ class TensorFiles:
     """
 
     def __init__(self, paths, types=("F32", "BF16", "F16")):
-        self.files: dict[str, Path] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.files = {}  # name: Path
+        self.shapes = {}
         for path in paths:
             check_regular(path)
             try:
@@ -152,7 +151,7 @@ class TensorFiles:
         for path in set(self.files.values()):
             check_sum(path, largest=math.inf)
 
-    def read(self, name) -> Tensor:
+    def read(self, name):
         """One tensor, in memory of its own."""
         with safetensors.safe_open(self.files[name], "pt") as file:
             return file.get_tensor(name).clone()

@@ -6,10 +6,9 @@ against each other. This file imports nothing of ours.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x, cos, sin):
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     half = x.shape[-1] // 2
     cosines = torch.cat((cos, cos), dim=-1)  # (T, 1, Dh)
@@ -25,7 +24,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q, k, v):
     """Causal attention of q (B, H, T, Dh) on k and v (B, G, T, Dh), by the quickest way on a CPU."""
     T = k.shape[2]
     grouped = k.shape[1] < q.shape[1]
@@ -38,7 +37,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
-def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blockwise_attention(q, k, v):
     """Causal attention as it is defined, 128 queries at a time; scores are of q's type.
 
     For training in bfloat16: the fused kernel's backward pass takes twice the time.
@@ -61,7 +60,7 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(blocks, dim=1).view(B, H, T, Dh)
 
 
-def halved_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def halved_attention(q, k, v):
     """Causal attention of the first half of the queries, and of the second half.
 
     The fused kernel skips masked keys in blocks of 512 only; two halves spare a quarter of the square.

@@ -149,7 +149,7 @@ def prune(run, keep) -> None:
             raise UserError(f"cannot remove {folder}: {error.strerror}") from None
 
 
-def diverged(run, step, what) -> UserError:
+def diverged(run, step, what):
     """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
     bad = run / f"step_{step:07}"
     if bad.exists() and runtime.rank() == 0:

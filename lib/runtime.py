@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from lib.settings import RunSettings, UserError
@@ -87,7 +86,7 @@ def share(count):
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
+def sum_over_ranks(tensor):
     """The element-wise sum of all ranks' tensors, in place; alone, the tensor as it is."""
     if dist.is_initialized():
         dist.all_reduce(tensor)

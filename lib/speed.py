@@ -6,10 +6,9 @@ import time
 import torch
 
 from lib.runtime import sum_over_ranks
-from model import ModelConfig
 
 
-def forward_flops(config: ModelConfig, T, last_only=False):
+def forward_flops(config, T, last_only=False):
     """FLOPs of the matrix products one sequence of T tokens needs for `hidden`: two per multiply-add.
 
     Masked attention is not counted, though kernels may compute it, nor are norms, activations and softmax.
@@ -33,7 +32,7 @@ def forward_flops(config: ModelConfig, T, last_only=False):
     return (config.num_layers - 1) * full_layer + last_layer
 
 
-def training_flops(config: ModelConfig, T):
+def training_flops(config, T):
     """FLOPs of a token of a training step, with logits: a backward pass costs two forward ones."""
     forward = forward_flops(config, T) / T + 2 * config.d_model * config.vocab_size
     return 3 * forward

@@ -175,7 +175,7 @@ def test_names_of_newborns():
     assert parse_spec("nano_llama@42").embedding_seed == 42
     assert parse_spec("nano_llama@42:0").embedding_seed == 0
     drawn = init.newborn("tiny_llama", 3, 5, "centered")
-    loaded = checkpoint.load(parse_spec("tiny_llama@3:5", "centered"))
+    loaded = parse_spec("tiny_llama@3:5", "centered").load()
     source = parse_spec("tiny_llama@3:5", "centered").open()
     for name, parameter in drawn.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name

@@ -151,7 +151,7 @@ def block_outputs(spec: checkpoint.Spec) -> list[np.ndarray]:
         outputs.append(x[:, -1].double().numpy())
 
     with torch.inference_mode():
-        checkpoint.load(spec).hidden(TOKENS, on_state=keep)
+        spec.load().hidden(TOKENS, on_state=keep)
     return outputs[1:]  # the first are the embeddings
 
 
