@@ -63,10 +63,13 @@ class Spec:
     @property
     def tokenizer_file(self):
         """The SentencePiece file beside a checkpoint, if there is one; UserError if it is damaged."""
-        if self.is_newborn or not (self.folder / "tokenizer.model").is_file():
+        if self.is_newborn:
             return None
-        check_sum(self.folder / "tokenizer.model")
-        return self.folder / "tokenizer.model"
+        path = self.folder / "tokenizer.model"
+        if not path.is_file():
+            return None
+        check_sum(path)
+        return path
 
     def open(self):
         """A source of the parameters, one at a time: `config`, `shapes` by name, `read(name)`."""
@@ -255,14 +258,15 @@ def read_state(folder):
 
     The optimizer of a first version's state.pt would have to be unpickled: it is refused.
     """
-    if not (folder / "state.json").exists() and (folder / "state.pt").exists():
+    path = folder / "state.json"
+    if not path.exists() and (folder / "state.pt").exists():
         raise UserError(
             f"{folder}: its state.pt is of an older version; begin anew with --init-from {folder}"
         )
-    check_sum(folder / "state.json")
-    state = from_values(TrainingState, read_json(folder / "state.json"), folder / "state.json")
+    check_sum(path)
+    state = from_values(TrainingState, read_json(path), path)
     if folder.name != f"step_{state.step:07}":
-        raise UserError(f"{folder / 'state.json'} is of step {state.step}")
+        raise UserError(f"{path} is of step {state.step}")
     expected = {}
     if state.step > 0:
         for name, shape in Weights(folder).shapes.items():
@@ -294,15 +298,17 @@ def config_json(config):
     elif config.qk_norm:
         family = "qwen3"
     values = asdict(config) | {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
-    theirs = {key: values[ours] for key, ours in KEYS.items() if family != "qwen2" or ours != "head_dim"}
+    renamed = {theirs: values[ours] for ours, theirs in KEYS.items()}
+    if family == "qwen2":
+        del renamed["head_dim"]
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         scaling = values["rope_scaling"]
-        rope |= {"rope_type": "llama3"} | {key: scaling[ours] for key, ours in SCALING_KEYS.items()}
+        rope |= {"rope_type": "llama3"} | {theirs: scaling[ours] for ours, theirs in SCALING_KEYS.items()}
     return {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **theirs,
+        **renamed,
         "hidden_act": "silu",
         "attention_bias": False,
         "dtype": "float32",

@@ -502,8 +502,8 @@ class TokenData:
         path = self.folder / f"{split}.bin"
         check_regular(path)
         size = path.stat().st_size
-        count = self.meta.tokens.get(split)
-        if count is None or count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
+        count = self.meta.tokens.get(split, 0)
+        if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
             raise UserError(
                 f"{path} has {size} bytes, not those of {count} tokens: prepare the data set anew"
             )
@@ -543,8 +543,7 @@ class TokenData:
         places = starts + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
         if window.max() >= self.vocab_size:
-            largest = f"token {window.max()} among {self.vocab_size}"
-            raise UserError(f"{self.folder} holds {largest}: prepare the data set anew")
+            raise UserError(f"{self.folder} holds a token {window.max()}: prepare the data set anew")
         return window[:, :-1], window[:, 1:]
 
     def batch(self, data_seed, sequences, T):

@@ -91,8 +91,7 @@ def curves(
         grid[0].plot([], [], "k" + dash, linewidth=1.1, label=legend)
     figure.supxlabel(LABELS.get(x, x) if xlabel is None else xlabel, fontsize=10)
     figure.supylabel(LABELS.get(y, y) if ylabel is None else ylabel, fontsize=10)
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
     save_figure(figure, path)
 
 

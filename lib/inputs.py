@@ -101,8 +101,8 @@ def read_tokens(settings: TextSettings, spec, T):
     if settings.bos:
         tokens = tokens.clone()
         tokens[:, 0] = load_tokenizer(str(tokenizer)).bos
-    if tokens.max() >= vocab_size:
-        largest = int(tokens.max())
+    largest = int(tokens.max())
+    if largest >= vocab_size:
         raise UserError(
             f"the text has token {largest}, but {spec.label} knows {vocab_size}: which tokenizer?"
         )

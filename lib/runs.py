@@ -29,7 +29,7 @@ LARGEST_LOG = 2**28  # bytes of metrics.jsonl: a million steps
 def stored_settings(run, settings_class):
     """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
     path = run / "settings.json"
-    if not os.path.exists(path) and not checkpoint.steps(run):
+    if not os.path.isdir(run) or not (path.exists() or checkpoint.steps(run)):
         return None
     return from_values(settings_class, read_json(path), path)
 
@@ -112,9 +112,9 @@ def read_log(run):
     check_regular(path, LARGEST_LOG)
     with path.open(errors="replace") as lines:
         for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 row = json.loads(line)
-                if isinstance(row, dict) and is_step(row.get("step")):
+                if is_step(row["step"]):
                     yield row
 
 
@@ -169,7 +169,7 @@ def lines_to_open(folder):
     text = f"""
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("{folder}")"""
-    if json.loads((folder / "config.json").read_text())["model_type"] == "bornbiased":
+    if read_json(folder / "config.json")["model_type"] == "bornbiased":
         text = f"""
     from lib.checkpoint import load  # in this repository
     model = load("{folder}")"""

@@ -167,7 +167,7 @@ def transformers_model(config: ModelConfig, head=False):
         raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
     shape = config_json(config)
     if config.mlp == "gelu":
-        shape = {theirs: getattr(config, ours) for theirs, ours in KEYS.items()}
+        shape = {theirs: getattr(config, ours) for ours, theirs in KEYS.items()}
         shape["model_type"] = "gpt_neox"
         shape["use_parallel_residual"] = False
         shape["rope_parameters"] = {

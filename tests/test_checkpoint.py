@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +119,14 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         checkpoint.load(folder)
 
 
+def test_a_value_that_quotes_a_place(tmp_path):
+    """As msgspec's messages name one; nothing is there."""
+    values = {"model_type": "bornbiased", **asdict(KINDS["llama"]), "norm": "x - at `$.nowhere`"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="norm must be one of"):
+        folders.read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     "changes, word",
     [
@@ -134,7 +142,8 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         ({"num_hidden_layers": 4}, "model.layers.3"),
         ({"num_hidden_layers": 2}, "model.layers.2"),
         ({"num_key_value_heads": 2}, "k_proj"),
-        ({"hidden_size": None}, "d_model"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, "0 heads"),
         ({"hidden_size": 2**39, "vocab_size": 2**39}, "memory"),
     ],
 )
