@@ -163,7 +163,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         state = checkpoint.TrainingState(step, tokens.fingerprint)
         made_by = tokens.tokenizer_file or tokens.tokenizer
         checkpoint.save(run / f"step_{step:07}", raw_model, optimizer, state, made_by)
-        runs.prune(run, settings.keep)
+        runs.prune(run, settings.keep, step)
 
     durations = []
     stopped = False
@@ -214,8 +214,8 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             if is_master and (is_last or is_kept or step % settings.save_every == 0):
                 save(step)
     if is_master:
-        runs.prune(run, settings.keep)
-        lines = runs.lines_to_open(checkpoint.steps(run)[-1])
+        runs.prune(run, settings.keep, step)
+        lines = runs.lines_to_open(run / f"step_{step:07}")
         print(f"{run} is at step {step}; --resume goes on, up to --max-iters. To open it elsewhere:{lines}")
     runtime.wait_for_all(device)
 

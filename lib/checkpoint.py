@@ -100,7 +100,7 @@ def parse_spec(text, scheme="gpt2"):
     """
     folder = Path(text)
     if os.path.isdir(text):
-        if not (folder / "config.json").exists() and steps(folder):
+        if not os.path.exists(folder / "config.json") and steps(folder):
             folder = steps(folder)[-1]
         return Spec(text, folder)
     match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
@@ -139,8 +139,8 @@ def load(name, device="cpu", dtype=torch.float32):
 
 def steps(run):
     """The checkpoints of a run folder, oldest first; links may lead anywhere, and are none."""
-    folders = sorted(Path(run).glob("step_" + "[0-9]" * 7))
-    return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
+    folders = sorted(Path(run).glob("step_" + "[0-9]" * 7)) if os.path.isdir(run) else []
+    return [folder for folder in folders if os.path.isdir(folder) and not folder.is_symlink()]
 
 
 def shortest_context(specs):

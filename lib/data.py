@@ -369,7 +369,7 @@ def prepare(settings: Settings):
     UserError if it exists, for what cannot be read, or no text.
     """
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
-    if out.exists():
+    if os.path.exists(out):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")

@@ -127,6 +127,10 @@ def remove_leftovers(folder, name=None) -> None:
 
     In a folder that others may write, too, what a living process has begun stays.
     """
+    if name is None:
+        for old in folder.glob(".*.old.tmp"):  # which a new folder had replaced already
+            if (folder / old.name[1:].removesuffix(".old.tmp")).exists():
+                shutil.rmtree(old, ignore_errors=True)
     pattern = "*" if name is None else glob.escape(name)
     for leftover in folder.glob(f".{pattern}.[0-9]*.tmp"):
         process = leftover.name.split(".")[-2]

@@ -132,6 +132,8 @@ class TensorFiles:
             try:
                 with safetensors.safe_open(path, "pt") as file:
                     for name in file.keys():
+                        if name in self.files:
+                            raise UserError(f"{path}: {name} is in {self.files[name].name}, too")
                         tensor = file.get_slice(name)
                         self.files[name] = path
                         self.shapes[name] = tuple(tensor.get_shape())
@@ -152,8 +154,11 @@ class TensorFiles:
 
     def read(self, name):
         """One tensor, in memory of its own."""
-        with safetensors.safe_open(self.files[name], "pt") as file:
-            return file.get_tensor(name).clone()
+        try:
+            with safetensors.safe_open(self.files[name], "pt") as file:
+                return file.get_tensor(name).clone()
+        except (OSError, safetensors.SafetensorError) as error:  # it may be gone by now
+            raise UserError(f"cannot read {self.files[name]}: {error}") from None
 
 
 class Weights(TensorFiles):
@@ -181,10 +186,14 @@ class Weights(TensorFiles):
 
 
 def weight_files(folder):
-    """model.safetensors, or the shards that the index names; UserError for names outside the folder."""
+    """model.safetensors or, without it, the shards that the index names, as `transformers` has it.
+
+    UserError for names outside the folder.
+    """
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
+    whole = folder / "model.safetensors"
+    if whole.exists() or not index.exists():
+        return [whole]
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict):
         raise UserError(f"{index}: expected a weight_map to .safetensors files")

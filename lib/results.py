@@ -23,7 +23,7 @@ import torch
 
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
-from lib.settings import RunSettings
+from lib.settings import RunSettings, UserError
 
 
 class Experiment:
@@ -54,6 +54,10 @@ class Experiment:
             **more,
         }
         if rank() == 0:
+            try:
+                json.dumps(rows, allow_nan=False, default=np.generic.item)
+            except ValueError:
+                raise UserError("the result is not finite: check the weights for huge numbers") from None
             if draw is not None:
                 draw(result, self.folder)
             write_json(result, self.folder / f"{self.name}.json")

@@ -7,8 +7,8 @@ A run is one process group's alone. What a killed process left there is skipped,
 """
 
 import contextlib
+import functools
 import json
-import math
 import os
 import shutil
 import socket
@@ -23,7 +23,8 @@ from lib.files import atomic_file, cannot_write, check_regular, read_bytes, read
 from lib.results import is_power_of_two
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
-LARGEST_LOG = 2**28  # bytes of metrics.jsonl: a million steps
+LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
+LONGEST_LINE = 2**16  # characters of one of its lines
 
 
 def stored_settings(run, settings_class):
@@ -46,6 +47,8 @@ def trained_length(folder):
 def check_settings(settings, may_change) -> None:
     """UserError for a folder that holds another run: one whose settings differ in what may not change."""
     run = Path(settings.out)
+    if os.path.exists(run / "config.json"):
+        raise UserError(f"{run} is a checkpoint: choose another --out for the run")
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     if checkpoint.steps(run) and not settings.resume:
@@ -61,6 +64,8 @@ def check_settings(settings, may_change) -> None:
 def sole_owner(folder):
     """Hold a run folder for this process group alone; UserError, which names its holder, if it is held."""
     path = folder / ".lock"
+    if path.is_symlink() or path.is_dir():
+        raise UserError(f"{path} is no lock of ours: remove it")
     if path.exists():
         check_regular(path)
     lock = filelock.FileLock(path, blocking=False)
@@ -96,12 +101,13 @@ def load_newest(run):
 
 
 def begin_logs(settings, run, step) -> None:
-    """Write settings.json, and keep the lines of metrics.jsonl up to a step: later ones come again."""
-    rows = [] if step is None else [row for row in read_log(run) if row["step"] <= step]
+    """Write settings.json, and keep the log's rows up to a step, None at birth: later ones come again."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    with atomic_file(run / "metrics.jsonl") as temporary:
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with atomic_file(run / "metrics.jsonl") as temporary, temporary.open("w") as file:
+        for row in read_log(run):
+            if step is not None and row["step"] <= step:
+                file.write(json.dumps(row) + "\n")
 
 
 def read_log(run):
@@ -111,7 +117,7 @@ def read_log(run):
         return
     check_regular(path, LARGEST_LOG)
     with path.open(errors="replace") as lines:
-        for line in lines:
+        for line in iter(functools.partial(lines.readline, LONGEST_LINE), ""):
             with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                 row = json.loads(line)
                 if is_step(row["step"]):
@@ -133,9 +139,10 @@ def append_row(run, row) -> None:
         raise cannot_write(path, error) from None
 
 
-def prune(run, keep) -> None:
-    """Remove the checkpoints not to be kept, and the optimiser's states, but for the newest two."""
-    for folder in checkpoint.steps(run)[:-2]:
+def prune(run, keep, newest) -> None:
+    """Of the steps up to the newest, remove those not to be kept, and all optimizers but the last two's."""
+    known = [folder for folder in checkpoint.steps(run) if folder.name <= f"step_{newest:07}"]
+    for folder in known[:-2]:
         step = int(folder.name.removeprefix("step_"))
         try:
             if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
@@ -155,7 +162,10 @@ def diverged(run, step, what):
     if bad.exists() and runtime.rank() == 0:
         aside = run / f"diverged_{step:07}"
         shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
-        os.replace(bad, aside)
+        try:
+            os.replace(bad, aside)
+        except OSError as error:
+            raise cannot_write(aside, error) from None
     good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
     hint = "other weights"
     if good:
@@ -182,11 +192,10 @@ def lines_to_open(folder):
 
 def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
-    rows = list(read_log(run))
     points = []
     for key, split in (("loss", "training"), ("val_loss", "held out")):
-        for row in rows:
-            if isinstance(row.get(key), float) and math.isfinite(row[key]):
+        for row in read_log(run):
+            if isinstance(row.get(key), float) and abs(row[key]) < LARGEST_NUMBER:
                 points.append({"step": row["step"], "split": split, "nats": row[key]})
     curves(
         points, run / "loss.png", x="step", y="nats", series="split", style="-", ylabel="loss, nats a token"

@@ -11,6 +11,7 @@ A config file is the user's own Python; each public name in it must be a setting
 
 import dataclasses
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -27,7 +28,8 @@ import torch
 import torch.distributed as dist
 import tyro
 
-LARGEST_NUMBER = 2**40  # in settings and in models' configurations
+LARGEST_COUNT = 2**24  # of sequences, steps and the like
+LARGEST_NUMBER = 2**40  # in models' configurations
 LONGEST_WORD = 4096  # of a command line, as of a path
 
 
@@ -65,7 +67,7 @@ class RunSettings:
 
 def at_least(least, kind=int):
     """The type of numbers that are finite, not below `least`, and not absurdly large."""
-    return Annotated[kind, msgspec.Meta(ge=least, le=LARGEST_NUMBER)]
+    return Annotated[kind, msgspec.Meta(ge=least, le=LARGEST_COUNT)]
 
 
 def closest(name, choices, what):
@@ -147,7 +149,7 @@ def read_config_file(path, defaults):
         raise UserError(f"cannot read config file {path!r}: there is no such file")
     try:
         names = runpy.run_path(path)
-    except Exception as error:  # the file is the user's own code, and may fail in any way
+    except (Exception, SystemExit) as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
     values = {}
     for name, value in names.items():
@@ -191,6 +193,8 @@ def check(settings) -> None:
         raise UserError(explained(error, values, flags)) from None
     for field in dataclasses.fields(settings):
         value = values[field.name]
+        if value == "":
+            raise UserError(f"{flags[field.name]}: expected a word, not an empty one")
         is_positional = field.default == ()  # such words may be missing, or come twice
         if is_positional or not isinstance(value, tuple):
             continue
@@ -214,17 +218,21 @@ def program_name():
 
 def is_first_process():
     """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = program_name()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # lib/interrupt.py had changed it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by lib/interrupt.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # a stream may be closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not have every letter of a sample
     try:
         function, settings = read_command(commands, sys.argv[1:], document)
         function(settings)
+        sys.stdout.flush()
     except UserError as error:
         if is_first_process():
             clipped = re.sub(r"(\S{300})\S+", r"\1...", str(error))
@@ -239,9 +247,14 @@ def run_script(commands, document) -> None:
     except KeyboardInterrupt:
         print(f"{script}: interrupted", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # `| head` has read enough
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        if error.errno == errno.EPIPE:  # `| head` has read enough
+            sys.exit(1)
+        print(f"{script}: cannot print: the disk is full", file=sys.stderr)
+        sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -122,7 +122,8 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     (tmp_path / ".loss.csv.123.tmp").write_text("")
     (tmp_path / ".step_0000001.45.tmp").mkdir()
     (tmp_path / ".step_0000001.45.tmp" / "x").write_text("")
-    kept = [".lock", ".step_0000001.old.tmp", "notes.7.tmp", "step_0000001"]
+    (tmp_path / ".step_0000001.old.tmp").mkdir()  # replaced by step_0000001 already
+    kept = [".lock", ".step_0000002.old.tmp", "notes.7.tmp", "step_0000001"]
     for name in kept:
         (tmp_path / name).mkdir()
     files.remove_leftovers(tmp_path)

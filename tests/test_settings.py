@@ -316,6 +316,7 @@ def test_mistakes_are_one_line_and_status_2(run, monkeypatch):
     assert run(interrupt) == (1, f"{program_name()}: interrupted\n")
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run(lambda settings: 1 / 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setenv("RANK", "1")  # under torchrun every rank meets the same mistake
     assert run(refuse) == (2, "")
 
@@ -337,3 +338,13 @@ run_script({"": Command(work, RunSettings())}, "What?")
         writer.stdout.close()
         assert writer.stderr.read() == b""
         assert writer.wait() == 1
+
+
+def test_a_full_terminal_and_closed_streams(tmp_path):
+    """Nothing to print to is a message, or nothing; never a traceback."""
+    words = f"sinks.py --model backcopy --num-sequences 2 --sequence-length 8 --out {tmp_path}"
+    outcomes = {"> /dev/full": 2, ">&-": 0, "2>&-": 0}
+    for redirection, status in outcomes.items():
+        command = f"{sys.executable} {words} {redirection}"
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == status and "Traceback" not in done.stderr, (redirection, done.stderr)

@@ -480,6 +480,20 @@ def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped, capsys):
     assert_refused(run_here("train.py", "--resume", "--out", copied), "can be resumed", str(newest))
 
 
+def test_a_stray_newest_step_is_passed_over(copied):
+    """It neither counts as one of the newest two nor is opened when the run ends."""
+    (copied / "step_0000009").mkdir()
+    done = run_here("train.py", "--resume", "--out", copied, "--max-iters", 5)
+    assert done.returncode == 0 and f"{copied}/step_0000005" in done.stdout, done.stderr
+    with_state = [path.name[-1] for path in checkpoint.steps(copied) if (path / "state.json").exists()]
+    assert with_state == ["4", "5"]
+
+
+def test_a_checkpoint_is_no_run(copied):
+    words = ["--resume", "--out", checkpoint.steps(copied)[0], "--max-iters", 5]
+    assert_refused(run_here("train.py", *words), "is a checkpoint: choose another --out")
+
+
 def test_a_run_survives_a_damaged_birth_and_log(copied, stopped):
     """Neither is needed to go on: the newest checkpoint knows the shape, what is torn comes again."""
     (copied / "step_0000000" / "config.json").write_text("{")
