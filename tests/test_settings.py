@@ -270,7 +270,12 @@ def test_help_shows_a_config_files_defaults(capsys, tmp_path):
 def test_an_interrupt_while_libraries_load_is_quiet(words, seconds, tmp_path):
     """Loading torch takes more than a second; before, Python itself starts, which nobody can silence."""
     command = [sys.executable, "-X", "importtime", *words, "--out", str(tmp_path), "--max-iters", "x"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed_interrupts() -> None:  # which a shell's background jobs ignore, and so would this one
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_interrupts}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         for line in process.stderr:
             if "lib.interrupt" in line:
                 break
