@@ -149,6 +149,7 @@ def read_config_file(path, defaults):
         raise UserError(f"cannot read config file {path!r}: there is no such file")
     try:
         names = runpy.run_path(path)
+        repr(names)  # fails for a number of thousands of digits, which no message could show
     except (Exception, SystemExit) as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
     values = {}
@@ -224,6 +225,8 @@ def is_first_process():
 def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = program_name()
+    if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < 20:
+        del os.environ["COLUMNS"]  # tyro's help never ends on a terminal so narrow
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by lib/interrupt.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w")  # a stream may be closed
