@@ -94,6 +94,8 @@ def train_until(
     try:
         train.train(settings)
     except UserError as error:
+        _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))  # the message may go into a file, too
         sys.stderr.write(f"{error}\n")
         os._exit(FULL if "the disk is full" in str(error) else 1)
     os._exit(0)
@@ -139,7 +141,7 @@ def attempt_with_limit(settings: train.Settings, size: int) -> int:
     counter = processes.Value("i", 0)
 
     def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
         train_until(settings, 0, counter, 0, 1, 0)
 
     process = processes.Process(target=limited)
