@@ -6,8 +6,9 @@
     python seedprint.py identify SUSPECT --seeds 0-99999   # which seed of init.py?
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-A verdict comes from an exact test (`measure/lineage.py`). The test uses weights where these can decide, and
-activations elsewhere. Models are read one block at a time: two of 7B parameters fit into a laptop's memory.
+A base's hidden units are looked for in a suspect (`measure/census.py`), whatever the architecture, width and
+basis, and coordinates are compared by an exact test (`measure/lineage.py`). Models are read one matrix at a
+time: two of 7B parameters fit into a laptop's memory.
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip
@@ -18,22 +19,25 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 import tyro
 from scipy.spatial.distance import squareform
-from scipy.stats import norm
 
 from init import SCHEMES
 from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
-from lib.figures import clipped, curves, family_tree
+from lib.figures import clipped, curves, evidence, family_tree
+from lib.folders import shared_tokens
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
+from measure.census import Units, unit_census
+from measure.verdict import verdict
 
-VERDICT_COLUMNS = ("suspect", "verdict", "relabel_z", "matched", "body_z", "body_matched", "embedding_z")
-VERDICT_COLUMNS += ("basis_free_z",)
+VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "body_z", "body_matched", "embedding_z")
+VERDICT_COLUMNS += ("relabel_z",)
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 
 Models = Annotated[
@@ -55,7 +59,12 @@ class PairSettings(RunSettings):
 
 @dataclass
 class CompareSettings(PairSettings):
-    """What the exact test reads, and how often it permutes."""
+    """What is read of each model, and how often it is permuted."""
+
+    layers: at_least(1) = 8
+    """layers whose hidden units are looked for, evenly spaced"""
+    units: at_least(2) = 1024
+    """of these hidden units, how many in each MLP of the base"""
 
     num_sequences: at_least(1) = 16
     """random sequences; each of their positions is a row"""
@@ -108,11 +117,16 @@ class IdentifySettings(RunSettings):
 # ---- what is compared --------------------------------------------------------------------------------------
 
 
-def comparable_models(names, scheme):
-    """The models of a command line; UserError unless there are two or more, all of one width."""
+def comparable_models(names, scheme, any_architecture=False):
+    """The models of a command line; UserError unless two or more, of our architecture and of one width.
+
+    With `any_architecture`, whatever they are.
+    """
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
     specs = [parse_spec(name, scheme) for name in names]
+    if any_architecture:
+        return specs
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
         raise UserError(f"only models of one width can be compared, not of {widths}")
@@ -156,129 +170,142 @@ def last_outputs(source, vocab_size, settings: PaperSettings):
 
 def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
-    experiment, specs, sources, fingerprints = begin("compare", "BB 6.1", settings)
-    rows, points, details = [], [], []
-    for number in range(1, len(specs)):
-        pair = (fingerprints[0], fingerprints[number])
-        row, correlations, skipped = compare_pair(sources[0], sources[number], pair, settings)
-        suspect = specs[number].name
-        rows.append({"base": specs[0].name, "suspect": suspect} | row)
-        details.append({"skipped": skipped})
-        title = f"{number}: {clipped(suspect)}"
-        points += histogram(correlations["relabel"], f"activations, {title}", row["num_rows"])
-        if "body" in correlations:
-            points += histogram(correlations["body"], f"weights, {title}")
-    result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, points=points, details=details)
+    experiment, models = begin("compare", "BB 6.1", settings)
+    base, *suspects = models
+    rows, points, layer_maps, layers, skipped = [], [], [], [], []
+    for number, suspect in enumerate(progress(suspects, desc="suspects"), start=1):
+        comparison = compare_pair(base, suspect, settings)
+        rows.append({"base": base.name, "suspect": suspect.name} | comparison.row)
+        layer_maps.append(comparison.layer_map)
+        layers.append(comparison.layers)
+        skipped.append(comparison.skipped)
+        if "body" in comparison.correlations:
+            points += histogram(comparison.correlations["body"], number)
+    more = {"points": points, "layers": layers, "layer_map": layer_maps, "skipped": skipped}
+    result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, **more)
     if rank() == 0:
         for row in rows:
-            print(f"{row['suspect']}: {row['verdict']} ({row['rests_on']})")
+            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
     return result
 
 
+@dataclass
+class Model:
+    """A model as it is compared: name, source of weights, hidden units, and final states, if it is ours."""
+
+    name: str
+    source: object
+    units: Units
+    states: torch.Tensor | None
+
+
+def read_model(name, source, vocab_size, settings: CompareSettings):
+    """The Model of a source; its final states, of tokens below `vocab_size`, only if `model.py` is it."""
+    states = None if source.config is None else state_fingerprint(source, vocab_size, settings)
+    return Model(name, source, Units(source), states)
+
+
 def begin(name, paper, settings: CompareSettings):
-    """Begin `compare` or `matrix`: the experiment, the models' specs, their sources, their fingerprints.
-
-    A source gives a model's weights one matrix at a time.
-    """
-    specs = comparable_models(settings.models, settings.init)
-    check_lengths((settings.sequence_length,), shortest_context(specs))
+    """Begin `compare` or `matrix`: the experiment, and the models."""
+    specs = comparable_models(settings.models, settings.init, any_architecture=True)
+    sources = [spec.open(any_architecture=True) for spec in specs]
+    readable = [source for source in sources if source.config is not None]
+    vocab_size = 0
+    if readable:
+        check_lengths((settings.sequence_length,), shortest_context(readable))
+        vocab_size = common_vocabulary(readable)
     experiment = Experiment(name, paper, settings)
-    vocab_size = common_vocabulary(specs)
-    sources = [spec.open() for spec in specs]
-    fingerprints = [state_fingerprint(source, vocab_size, experiment.settings) for source in sources]
-    return experiment, specs, sources, fingerprints
+    models = []
+    for spec, source in zip(specs, sources):
+        models.append(read_model(spec.name, source, vocab_size, experiment.settings))
+    return experiment, models
 
 
-def compare_pair(base, suspect, fingerprints, settings: CompareSettings):
-    """The row of two sources and their fingerprints; the correlations behind it; matrices left out.
+@dataclass
+class Comparison:
+    """What `compare` says of a pair: its row, the rows of its census, and what is drawn."""
 
-    A test that was not made leaves its columns empty. `smallest_visible` is the least matched - mismatched
-    that would count as one birth.
-    """
-    tests, correlations, skipped = lineage.compare_sources(
-        base, suspect, fingerprints, settings.input_seed, settings.permutations
-    )
-    verdict, reason = lineage.verdict(tests)
-    relabel = tests["relabel"]
-    row = {
-        "verdict": verdict,
-        "rests_on": reason,
-        "num_rows": len(fingerprints[0]),
-        "matched": relabel["matched"],
-        "mismatched": relabel["mismatched"],
-        "smallest_visible": relabel["smallest_visible"],
-        "relabel_z": relabel["z"],
-        "relabel_log10_p": relabel["log10_p"],
-        "permutation_p": relabel["p"],
-    }
+    row: dict
+    layers: list
+    layer_map: list
+    correlations: dict
+    skipped: list
+
+
+def compare_pair(base: Model, suspect: Model, settings: CompareSettings):
+    """Compare two models by every kind of evidence that can be had; what cannot is null in the row."""
+    correlations, skipped = lineage.weight_correlations(base.source, suspect.source)
+    have_states = base.states is not None and suspect.states is not None
+    if have_states and base.source.width == suspect.source.width:
+        correlations["relabel"] = lineage.relation(base.states, suspect.states)
+    tests = {}
+    for kind, C in correlations.items():
+        tests[kind] = lineage.diagonal_test(C, (kind, settings.input_seed), settings.permutations)
+    missing = ""
+    for model in (base, suspect):
+        if model.units.parts.missing:
+            missing = f"no {model.units.parts.missing} found in {model.name}"
+    layers, layer_map = [], []
+    if not missing:
+        count = min(base.units.num_tokens, suspect.units.num_tokens)
+        tokens = shared_tokens(base.source, suspect.source, count)
+        limits = (settings.units, settings.layers)
+        layers, layer_map = unit_census(base.units, suspect.units, tokens, *limits, settings.input_seed)
+    answer, sentence = verdict(tests, layers, missing)
+    least = min(layers, key=lambda layer: layer["share"], default={})
+    row = {"verdict": answer, "sentence": sentence, "units": least.get("units")}
+    row |= {"units_found": least.get("found"), "units_share": least.get("share")}
+    row["num_rows"] = len(base.states) if "relabel" in tests else None
+    relabel = tests.get("relabel", {})
+    for name in ("matched", "mismatched", "smallest_visible"):
+        row[name] = relabel.get(name)
+    for column, name in (("relabel_z", "z"), ("relabel_log10_p", "log10_p"), ("permutation_p", "p")):
+        row[column] = relabel.get(name)
     for kind in ("body", "embedding"):
-        test = tests.get(kind, {})
         for name in ("matched", "mismatched", "smallest_visible", "z", "log10_p", "p"):
-            row[f"{kind}_{name}"] = test.get(name)
-    for kind in ("any_order", "basis_free"):
-        test = tests.get(kind, {})
-        row[kind] = test.get("correlation")
-        row[f"{kind}_z"] = test.get("z")
-        row[f"{kind}_p"] = test.get("p")
-    return row, correlations, skipped
+            row[f"{kind}_{name}"] = tests.get(kind, {}).get(name)
+    return Comparison(row, layers, layer_map, correlations, skipped)
 
 
-def histogram(C, title, num_rows=None):
-    """Shares of matched and mismatched correlations by size.
-
-    `theory` is the share expected of unrelated models whose rows are independent; weights have none.
-    """
-    edges = np.linspace(C.min().item(), C.max().item(), 61)
-    centres = (edges[1:] + edges[:-1]) / 2
-    law = [None] * 60
-    if num_rows is not None:
-        law = (100 * np.diff(norm.cdf(edges, scale=num_rows**-0.5))).tolist()
+def histogram(C, suspect):
+    """Shares of matched and of mismatched correlations by size, of a suspect by its number."""
+    edges = np.linspace(-1, 1, 201)
     mismatched = C[~torch.eye(len(C), dtype=bool)]
     for coordinates, values in (("mismatched", mismatched), ("matched", C.diagonal())):
         counts, _ = np.histogram(values.numpy(), edges)
-        shares = 100 * counts / len(values)
-        for centre, share, expected in zip(centres.tolist(), shares.tolist(), law):
-            point = {"evidence": title, "coordinates": coordinates, "correlation": centre}
-            yield point | {"share": share, "theory": expected}
+        for left, right, count in zip(edges, edges[1:], counts):
+            point = {"suspect": suspect, "coordinates": coordinates, "correlation": (left + right) / 2}
+            yield point | {"share": 100 * count / len(values)}
 
 
 def draw_compare(result, folder) -> None:
-    """compare.png: matched against mismatched correlations, two panels for each suspect."""
-    curves(
-        result["points"],
-        folder / "compare.png",
-        x="correlation",
-        y="share",
-        series="coordinates",
-        panel="evidence",
-        theories={"theory": "by chance, if rows were independent"},
-        style="-",
-        share="",
-        panels_in_a_row=2,
-        xlabel="correlation of a coordinate of one model with one of the other",
-        ylabel="% of pairs",
-    )
+    """compare.png, a row for each suspect: units found by layer, and correlations of coordinates."""
+    panels = []
+    for number, (row, layers) in enumerate(zip(result["rows"], result["layers"]), start=1):
+        points = [point for point in result["points"] if point["suspect"] == number]
+        panels.append((f"{clipped(row['suspect'])}: {row['verdict']}", layers, points))
+    evidence(folder / "compare.png", panels)
 
 
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    experiment, specs, sources, fingerprints = begin("matrix", "BB Table 4", settings)
+    experiment, models = begin("matrix", "BB Table 4", settings)
     rows = []
-    pairs = list(itertools.combinations(range(len(specs)), 2))
+    pairs = list(itertools.combinations(models, 2))
     for a, b in progress(pairs, desc="matrix", unit=" pairs"):
-        row, _, _ = compare_pair(sources[a], sources[b], (fingerprints[a], fingerprints[b]), settings)
-        rows.append({"a": specs[a].name, "b": specs[b].name} | row)
+        rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, settings).row)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
 
 
 def draw_matrix(result, folder) -> None:
-    """matrix.png: colours show correlations of block weights, numbers the z of activations; and a tree."""
+    """matrix.png: colours show the units found again, numbers the z of the blocks' weights; and a tree."""
+    rows = pd.DataFrame(result["rows"])[["units_share", "body_matched", "body_z"]].astype(float)
+    found = rows["units_share"].fillna(rows["body_matched"]).fillna(0)
     names = result["settings"]["models"]
-    matched = squareform([row["body_matched"] or 0.0 for row in result["rows"]])
-    z = squareform([row["relabel_z"] for row in result["rows"]])
-    closeness = matched + np.eye(len(names))
-    label = "correlation of body weights"
-    family_tree(folder / "matrix.png", names, closeness, z, label, "z of activations")
+    closeness = squareform(found) + np.eye(len(names))
+    z = squareform(rows["body_z"].fillna(0))
+    label = "share of hidden units found again"
+    family_tree(folder / "matrix.png", names, closeness, z, label, "z of weights")
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

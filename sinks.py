@@ -31,8 +31,8 @@ from lib.runs import trained_length
 from lib.runtime import progress, warn
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention, theory
+from measure.census import evenly_spaced
 from measure.cosines import interval
-from measure.lineage import evenly_spaced_layers
 from measure.neurons import super_neurons
 from model import CHOICES
 
@@ -226,7 +226,7 @@ def value_spread(settings: LengthSettings, spec, model):
 def drawn_rows(rows):
     """The rows of four layers of a checkpoint, evenly spaced, with a `series`."""
     depth = max(row["layer"] for row in rows)
-    layers = [1 + layer for layer in evenly_spaced_layers(depth, 4)]
+    layers = [1 + layer for layer in evenly_spaced(depth, 4)]
     return [row | {"series": f"layer {row['layer']}"} for row in rows if row["layer"] in layers]
 
 

@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from init import birth_value, newborn
 from lib import runtime
 from lib.files import atomic_folder, check_sum, read_json, sha256
-from lib.folders import KEYS, SCALING_KEYS, TensorFiles, Weights, parameter_shapes, read_config
+from lib.folders import KEYS, SCALING_KEYS, Weights, open_weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
+from lib.tensors import TensorFiles
 from model import NORMS, PRESETS, Block, Transformer, rope_table
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, as AdamW calls them
@@ -39,7 +40,7 @@ class Spec:
     """A model as a command line names it: a checkpoint folder, or the newborn of a preset and its seeds."""
 
     name: str  # as the user wrote it
-    folder: Path | None = None
+    folder: Path | None = None  # or a single file of weights
     preset: str | None = None
     seed: int | None = None
     embedding_seed: int | None = None
@@ -71,10 +72,13 @@ class Spec:
         check_sum(path)
         return path
 
-    def open(self):
-        """A source of the parameters, one at a time: `config`, `shapes` by name, `read(name)`."""
+    def open(self, any_architecture=False):
+        """A source of the parameters, one at a time: `config`, `width`, `shapes` by name, `read(name)`.
+
+        `config` is None for an architecture that is not ours, where `any_architecture` allows it.
+        """
         if not self.is_newborn:
-            return Weights(self.folder)
+            return open_weights(self.folder) if any_architecture else Weights(self.folder)
         return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
 
     def load(self, device="cpu", dtype=torch.float32):
@@ -103,6 +107,8 @@ def parse_spec(text, scheme="gpt2"):
         if not os.path.exists(folder / "config.json") and steps(folder):
             folder = steps(folder)[-1]
         return Spec(text, folder)
+    if os.path.isfile(text):
+        return Spec(text, folder)
     match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
     if match:
         preset, seed, embedding_seed = match.groups()
@@ -110,6 +116,11 @@ def parse_spec(text, scheme="gpt2"):
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
     if text in PRESETS:
         raise UserError(f"no model '{text}': give it a seed, as in {text}@42")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        raise UserError(
+            f"no folder '{text}'; a model of this name on the Hugging Face Hub is to be downloaded first: "
+            f"hf download {text} --local-dir {folder.name}"
+        )
     presets = ", ".join(PRESETS)
     raise UserError(f"no model '{text}': expected a checkpoint folder, or PRESET@SEED with one of {presets}")
 
@@ -162,7 +173,10 @@ class Newborn:
     """The tensors of a newborn, each drawn when it is read; the twin of `Weights`."""
 
     def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
+        self.place = None  # on the disk
         self.config = config
+        self.width = config.d_model
+        self.family = "bornbiased"
         self.shapes = parameter_shapes(config)
         self.birth = (seed, embedding_seed, scheme)
 
@@ -271,8 +285,8 @@ def read_state(folder):
     if state.step > 0:
         for name, shape in Weights(folder).shapes.items():
             expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
-    tensors = TensorFiles([folder / "optimizer.safetensors"], types=("F32",))
-    tensors.check(expected, folder)
+    tensors = TensorFiles([folder / "optimizer.safetensors"])
+    tensors.check(expected, folder, types=("F32",))
     return state, tensors
 
 

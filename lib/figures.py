@@ -95,6 +95,42 @@ def curves(
     save_figure(figure, path)
 
 
+def evidence(path, panels) -> None:
+    """Draw what tells kin from strangers, a row for each (title, layers, points) of `panels`.
+
+    `layers` are the rows of a census; `points` have the `share` of `coordinates` at each `correlation`.
+    """
+    figure = Figure(figsize=(10, 0.8 + 2.2 * len(panels)), layout="constrained")
+    grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", sharey="col")
+    for (units, coordinates), (title, layers, points) in zip(grid, panels):
+        numbers = range(1, len(layers) + 1)
+        found = [100 * layer["share"] for layer in layers]
+        permuted = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
+        expected = [100 * layer["expected"] / max(1, layer["units"]) for layer in layers]
+        units.plot(numbers, found, "o", color=BLUE, label="found again", zorder=4)
+        units.plot(numbers, permuted, "x", color=VERMILION, label="tokens permuted", zorder=4)
+        units.plot(numbers, expected, "k--", linewidth=1.1, label="strangers expected")
+        for kind, colour in (("matched", BLUE), ("mismatched", VERMILION)):
+            line = [point for point in points if point["coordinates"] == kind and point["share"] > 0]
+            x = [point["correlation"] for point in line]
+            coordinates.plot(x, [point["share"] for point in line], ".-", color=colour, alpha=0.8, label=kind)
+        for axes, values, what in ((units, layers, "hidden units"), (coordinates, points, "coordinates")):
+            axes.spines[["top", "right"]].set_visible(False)
+            if not values:
+                axes.text(0.5, 0.5, f"no {what} to compare", transform=axes.transAxes, ha="center")
+        units.set_title(title, loc="left")
+        units.set_ylim(-5, 105)
+        units.locator_params(axis="x", integer=True)
+    for axes, xlabel, ylabel in zip(
+        grid[-1], ("MLP of the suspect", "correlation"), ("units", "coordinates")
+    ):
+        axes.set_xlabel(xlabel)
+        for above in grid[:, 0 if ylabel == "units" else 1]:
+            above.set_ylabel(f"% of {ylabel}")
+        axes.legend(frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
 def family_tree(path, names, closeness, numbers, label, title) -> None:
     """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1; `numbers` (n, n) are written in."""
     count = len(names)

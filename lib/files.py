@@ -46,10 +46,10 @@ def read_bytes(path, largest=LARGEST):
     return path.read_bytes()
 
 
-def read_json(path):
+def read_json(path, largest=LARGEST):
     """The JSON object that a file holds, a dictionary; UserError if it holds anything else."""
     try:
-        values = json.loads(read_bytes(path))
+        values = json.loads(read_bytes(path, largest))
     except (ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {type(error).__name__}: {error}") from None
     if not isinstance(values, dict):

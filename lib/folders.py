@@ -4,18 +4,22 @@
     >>> weights = Weights(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
     >>> weights.read("model.norm.weight").shape           # one tensor at a time
     torch.Size([4096])
+    >>> open_weights(Path("/models/pythia-70m")).width    # of any architecture: names and shapes
+    512
 
-A folder holds config.json and model.safetensors, or shards and their index. Nothing in it is ever executed.
+A folder holds config.json, and weights in one file or in shards and their index; a single file of weights may
+be named in a folder's place. Nothing in it is ever executed.
 """
 
-import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import safetensors
 import torch
 
-from lib.files import check_regular, check_sum, read_json
-from lib.settings import LARGEST_NUMBER, UserError, from_values
+from lib.files import check_sum, read_json
+from lib.parts import TABLE
+from lib.settings import LARGEST_NUMBER, UserError, at_least, from_values
+from lib.tensors import QUANTISED, TensorFiles
 from model import ModelConfig, Transformer
 
 FAMILIES = {  # model_type: what its configurations leave out
@@ -40,9 +44,12 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")  # as architectures call the residual stream's width
+TEXT_KEYS = ("text_config", "llm_config", "language_config")  # the language model of one that sees, or hears
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
+LARGEST_TOKENIZER = 2**27  # bytes; Gemma's has a quarter
 SCALING_KEYS = {  # the same for Llama 3's RoPE
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -51,19 +58,59 @@ SCALING_KEYS = {  # the same for Llama 3's RoPE
 }
 
 
+class ForeignArchitecture(UserError):
+    """A folder is a checkpoint, but not of an architecture that `model.py` is."""
+
+
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
-def read_config(folder):
-    """The architecture that a folder's config.json describes; UserError for one that is not ours."""
-    path = folder / "config.json"
+def config_path(place):
+    """The config.json of a checkpoint: in its folder, or beside its single file of weights."""
+    folder = place if place.is_dir() else place.parent
+    return folder / "config.json"
+
+
+def read_raw_config(place):
+    """What config.json says, and its path; UserError for folders that only look like a checkpoint."""
+    path = config_path(place)
+    refuse_what_needs_a_step_more(place, path.parent)
     check_sum(path)
     raw = read_json(path)
+    quantisation = raw.get("quantization_config")
+    if quantisation is not None:
+        raise UserError(f"{path}: the weights are quantised; {merge_line('.dequantize()', path.parent)}")
+    return raw, path
+
+
+def refuse_what_needs_a_step_more(place, folder) -> None:
+    """UserError for a LoRA adapter and for .gguf files, with the line to type."""
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        line = merge_line(".merge_and_unload()", folder, "peft", "AutoPeftModelForCausalLM")
+        raise UserError(f"{folder} is a LoRA adapter, which changes another model: {line}")
+    packed = [place] if place.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if place.suffix == ".gguf" or (packed and not (folder / "config.json").exists()):
+        line = merge_line("", folder, more=f", gguf_file='{packed[0].name}'")
+        raise UserError(f"{packed[0]} is a .gguf file, of quantised weights: {line}")
+
+
+def merge_line(method, folder, library="transformers", name="AutoModelForCausalLM", more=""):
+    """The line to type for a folder of plain weights."""
+    code = f"from {library} import {name} as M; M.from_pretrained('{folder}'{more}){method}"
+    return f"make a folder of plain weights: python -c \"{code}.save_pretrained('plain')\""
+
+
+def read_config(place):
+    """The architecture that config.json describes; ForeignArchitecture for one that is not ours."""
+    raw, path = read_raw_config(place)
     family = raw.pop("model_type", None)
     if family == "bornbiased":
         return checked_config(raw, path, {})
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        raise UserError(f"{path}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}")
+        raise ForeignArchitecture(
+            f"{path}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}. "
+            "`seedprint.py compare` reads any"
+        )
     return read_family_config(family, raw, path)
 
 
@@ -74,13 +121,11 @@ def read_family_config(family, raw, path):
         raise UserError(f"{path}: rope_parameters cannot be {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
-        raise UserError(f"{path}: RoPE of type {rope_type!r} is not supported")
-    if raw.get("use_sliding_window", family == "mistral") and raw.get("sliding_window", 4096):
-        raise UserError(f"{path}: sliding_window is not supported; expected null")
+        raise ForeignArchitecture(f"{path}: RoPE of type {rope_type!r} is not supported")
     for key, plain in PLAIN.items():
         value = rope.get(key, raw.get(key, plain))
         if value not in (plain, None):
-            raise UserError(f"{path}: {key} {value!r} is not supported; expected {plain}")
+            raise ForeignArchitecture(f"{path}: {key} {value!r} is not supported; expected {plain}")
     values = dict(FAMILIES[family])
     for ours, theirs in KEYS.items():
         if theirs in raw:
@@ -89,7 +134,11 @@ def read_family_config(family, raw, path):
     if rope_type == "llama3":
         scaling = {ours: rope[theirs] for ours, theirs in SCALING_KEYS.items() if theirs in rope}
         values["rope_scaling"] = scaling
-    return checked_config(values, path, KEYS | SCALING_KEYS)
+    config = checked_config(values, path, KEYS | SCALING_KEYS)
+    window = raw.get("sliding_window")
+    if raw.get("use_sliding_window", family == "mistral") and type(window) is int and window > 0:
+        config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
+    return config
 
 
 def checked_config(values, path, their_names):
@@ -118,65 +167,25 @@ def parameter_shapes(config, path="config"):
 # ---- weights -----------------------------------------------------------------------------------------------
 
 
-class TensorFiles:
-    """The tensors of safetensors files, read one at a time. Has `shapes`, by name.
-
-    UserError for what is no such file, or has numbers of other types than `types`.
-    """
-
-    def __init__(self, paths, types=("F32", "BF16", "F16")):
-        self.files = {}  # name: Path
-        self.shapes = {}
-        for path in paths:
-            check_regular(path)
-            try:
-                with safetensors.safe_open(path, "pt") as file:
-                    for name in file.keys():
-                        if name in self.files:
-                            raise UserError(f"{path}: {name} is in {self.files[name].name}, too")
-                        tensor = file.get_slice(name)
-                        self.files[name] = path
-                        self.shapes[name] = tuple(tensor.get_shape())
-                        if tensor.get_dtype() not in types:
-                            raise UserError(f"{path}: {name} is of type {tensor.get_dtype()}")
-            except (OSError, safetensors.SafetensorError) as error:
-                raise UserError(f"cannot read {path}: {error}") from None
-
-    def check(self, expected, place) -> None:
-        """UserError unless the tensors are the `expected` ones, by name and shape, and their files whole."""
-        for name in sorted(expected.keys() | self.shapes):
-            here = self.shapes.get(name, "missing")
-            wanted = expected.get(name, "no such tensor")
-            if here != wanted:
-                raise UserError(f"{place}: {name} is {here}, expected {wanted}")
-        for path in set(self.files.values()):
-            check_sum(path, largest=math.inf)
-
-    def read(self, name):
-        """One tensor, in memory of its own."""
-        try:
-            with safetensors.safe_open(self.files[name], "pt") as file:
-                return file.get_tensor(name).clone()
-        except (OSError, safetensors.SafetensorError) as error:  # it may be gone by now
-            raise UserError(f"cannot read {self.files[name]}: {error}") from None
-
-
 class Weights(TensorFiles):
-    """The parameters of a checkpoint folder, read one at a time.
+    """The parameters of a checkpoint of our architecture, read one at a time.
 
-    Has `config`, and `shapes` by name. UserError unless the tensors are those of config.json.
+    Has `config`, `width`, `family`, and `shapes` by name. UserError unless the tensors are config.json's.
     """
 
-    def __init__(self, folder):
-        self.config = read_config(folder)
-        super().__init__(weight_files(folder))
+    def __init__(self, place):
+        self.place = place
+        self.config = read_config(place)
+        self.width = self.config.d_model
+        self.family = "bornbiased"
+        super().__init__(weight_files(place))
         if self.config.num_layers > len(self.files):  # building the layers might take all memory
-            raise UserError(f"{folder}: too few tensors for {self.config.num_layers} layers")
-        expected = parameter_shapes(self.config, folder / "config.json")
+            raise UserError(f"{place}: too few tensors for {self.config.num_layers} layers")
+        expected = parameter_shapes(self.config, config_path(place))
         for name in set(self.shapes) - set(expected):
             if name.endswith("inv_freq") or self.is_tied_head(name):
                 del self.shapes[name]
-        self.check(expected, folder)
+        self.check(expected, place)
 
     def is_tied_head(self, name):
         """Is a tensor the head of a tied model, which is its token table stored twice?"""
@@ -185,19 +194,132 @@ class Weights(TensorFiles):
         return is_head and torch.equal(self.read(name), self.read(table))
 
 
-def weight_files(folder):
-    """model.safetensors or, without it, the shards that the index names, as `transformers` has it.
+class ForeignWeights(TensorFiles):
+    """The tensors of a checkpoint of any architecture, read one at a time.
 
-    UserError for names outside the folder.
+    Has `width`, the residual stream's, `family`, config.json's model_type, and `shapes` by name; `config` is
+    None. UserError for weights that are quantised.
     """
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
-    if whole.exists() or not index.exists():
-        return [whole]
+
+    def __init__(self, place):
+        self.place = place
+        self.config = None
+        raw = {}
+        path = config_path(place)
+        if place.is_dir() or path.exists():
+            raw, _ = read_raw_config(place)
+        super().__init__(weight_files(place))
+        self.check_sums()
+        self.family = str(raw.get("model_type", ""))
+        self.width = hidden_size(raw, path) if raw else table_width(self.shapes, place)
+        for name, kind in self.types.items():
+            if kind in QUANTISED and name.endswith("weight") and len(self.shapes[name]) > 1:
+                line = merge_line(".dequantize()", path.parent)
+                raise UserError(f"{place}: {name} is of {kind}, quantised weights; {line}")
+
+
+def open_weights(place):
+    """The tensors of a checkpoint folder or a single file: Weights, or ForeignWeights if not of our kind."""
+    if not place.is_dir() and not config_path(place).exists():
+        return ForeignWeights(place)
+    try:
+        return Weights(place)
+    except ForeignArchitecture:
+        return ForeignWeights(place)
+
+
+def table_width(shapes, place):
+    """The residual stream's width by the token table; UserError where there is no table."""
+    tables = [name for name in shapes if TABLE.search(name) and len(shapes[name]) == 2]
+    if not tables:
+        raise UserError(f"{place} has no config.json beside it, and no token table that tells its width")
+    return shapes[tables[0]][1]
+
+
+def hidden_size(raw, path):
+    """The residual stream's width that config.json names; UserError if it names none."""
+    for key in TEXT_KEYS:
+        if isinstance(raw.get(key), dict):
+            raw = raw | raw[key]
+    for key in WIDTH_KEYS:
+        width = raw.get(key)
+        if type(width) is int and 0 < width < LARGEST_NUMBER:
+            return width
+    raise UserError(f"{path} names no hidden size; expected one of {', '.join(WIDTH_KEYS)}")
+
+
+def weight_files(place):
+    """The files of a checkpoint's weights: a single file, or the shards that an index names.
+
+    As in `transformers`, safetensors come before .bin, a whole before its shards. UserError for names outside
+    the folder.
+    """
+    if not place.is_dir():
+        return [place]
+    for name in WEIGHT_FILES:
+        whole = place / name
+        index = place / f"{name}.index.json"
+        if whole.exists():
+            return [whole]
+        if index.exists():
+            return shards(index, whole.suffix)
+    return [place / WEIGHT_FILES[0]]
+
+
+def shards(index, suffix):
+    """The files that an index names, each once."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict):
-        raise UserError(f"{index}: expected a weight_map to .safetensors files")
+        raise UserError(f"{index}: expected a weight_map to {suffix} files")
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{index}: expected .safetensors files in this folder, not {name!r}")
-    return sorted({folder / name for name in names.values()})
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
+            raise UserError(f"{index}: expected {suffix} files in this folder, not {name!r}")
+    return sorted({index.parent / name for name in names.values()})
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+
+def token_ids(place):
+    """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none.
+
+    The blank at a word's beginning is written in one way, whatever the tokenizer. UserError for a tokenizer
+    that is damaged.
+    """
+    folder = config_path(place).parent
+    ids = {}
+    if (folder / "tokenizer.json").exists():
+        path = folder / "tokenizer.json"
+        raw = read_json(path, LARGEST_TOKENIZER)
+        model = raw.get("model")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else {}
+        ids = from_values(Vocabulary, {"ids": vocabulary}, path).ids
+        if isinstance(ids, list):  # of strings and their scores
+            ids = {token: number for number, (token, _) in enumerate(ids)}
+    elif (folder / "vocab.json").exists():
+        path = folder / "vocab.json"
+        ids = from_values(Vocabulary, {"ids": read_json(path, LARGEST_TOKENIZER)}, path).ids
+    return {token.replace("\u0120", "\u2581"): number for token, number in ids.items()}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Each token's id by its string."""
+
+    ids: dict[str, at_least(0)] | list[tuple[str, float]]
+
+
+def shared_tokens(base, suspect, count):
+    """The ids of the tokens that two sources have, in each of them, (n,) each, of `count` rows of both.
+
+    They are the same ids, unless both bring a tokenizer, and these differ: then tokens of the same string.
+    """
+    ids = torch.arange(count)
+    if base.place is None or suspect.place is None:
+        return ids, ids
+    theirs = token_ids(suspect.place)
+    ours = token_ids(base.place)
+    shared = [token for token in ours if theirs.get(token, count) < count and ours[token] < count]
+    if not shared or ours == theirs:
+        return ids, ids
+    return torch.tensor([ours[token] for token in shared]), torch.tensor([theirs[token] for token in shared])

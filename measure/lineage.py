@@ -8,9 +8,10 @@
     >>> lineage.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: strangers
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
-without a common birth, a trained model is as likely as itself with its coordinates relabelled. So it is with
-the hidden units of each MLP. Relabelling one of two models therefore gives the exact distribution of whatever
-compares them, however trained and however dependent the rows (ours; BB compares with Gaussian matrices).
+without a common birth, a trained model is as likely as itself with its coordinates relabelled. Relabelling
+one of two models therefore gives the exact distribution of whatever compares them, however trained and
+however dependent the rows (ours; BB compares with Gaussian matrices). Who rotates the basis escapes these
+tests, but not `measure/census.py`.
 
 A model comes as a source, `Spec.open()`, whose parameters are read one at a time.
 """
@@ -27,15 +28,12 @@ from scipy.special import softmax
 from torch import Tensor
 
 from init import STD, draw, keyed_generator
+from lib import parts
 from lib.runtime import bfloat16_is_fast, progress
 from lib.settings import UserError
 from measure.cosines import student_log10_tail
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
-UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
-SAME_BIRTH = "same birth"
-NO_EVIDENCE = "no evidence"
-INCONCLUSIVE = "inconclusive"
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
 
@@ -79,16 +77,17 @@ def unit_ranks(rows) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def decorrelated(ranks: Tensor, ridge=0.03) -> Tensor:
+def decorrelated(ranks: Tensor, ridge=0.03, precision=torch.float64) -> Tensor:
     """R (R'R + ridge)^(-1/2) of R (n, d), whose columns have norm 1, and again scaled to it.
 
     What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
-    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too.
+    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too, in
+    `precision`.
     """
     n, d = ranks.shape
     varies = ranks.norm(dim=0) > 0
     gram = ranks.T @ ranks if d <= n else ranks @ ranks.T
-    values, vectors = torch.linalg.eigh(gram.double())
+    values, vectors = torch.linalg.eigh(gram.to(precision))
     root = (vectors * (values.clamp(min=0) + ridge).rsqrt()) @ vectors.T
     root = root.float()
     white = ranks @ root if d <= n else root @ ranks
@@ -144,33 +143,41 @@ class Correlation:
 def weight_correlations(a, b):
     """Correlations of the residual coordinates over the rows of all weight matrices, and the names left out.
 
-    "body" has the matrices of the blocks, matched by name and shape; "embedding" has the token table and the
-    head, up to the shorter vocabulary. A kind without matrices is missing.
+    Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
+    the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
+    missing; models of different width have none.
     """
-    shapes_a = {name: shape for name, shape in a.shapes.items() if len(shape) == 2}
-    shapes_b = {name: shape for name, shape in b.shapes.items() if len(shape) == 2}
-    sums = {"body": Correlation(a.config.d_model), "embedding": Correlation(a.config.d_model)}
-    skipped = sorted(shapes_a.keys() ^ shapes_b.keys())
-    shared = [name for name in shapes_a if name in shapes_b]
+    if a.width != b.width:
+        return {}, []
+    names_a, skipped_a = matrices(a)
+    names_b, skipped_b = matrices(b)
+    inputs_first = [parts.stores_inputs_first(source) for source in (a, b)]
+    sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
+    alone = names_a.keys() ^ names_b.keys()
+    skipped = {*skipped_a, *skipped_b, *((names_a | names_b)[name] for name in alone)}
+    shared = [name for name in names_a if name in names_b]
     for name in progress(shared, desc="weights", leave=False):
-        kind = "body" if name.startswith("model.layers.") else "embedding"
-        if kind == "body" and shapes_a[name] != shapes_b[name]:
-            skipped.append(name)
+        kind = "body" if parts.is_in_a_layer(name) else "embedding"
+        if kind == "body" and a.shapes[names_a[name]] != b.shapes[names_b[name]]:
+            skipped.add(names_a[name])
             continue
-        rows_a = residual_columns(a, name)
-        rows_b = residual_columns(b, name)
+        rows_a = parts.residual_rows(a.read(names_a[name]), name, a.width, inputs_first[0])
+        rows_b = parts.residual_rows(b.read(names_b[name]), name, b.width, inputs_first[1])
         count = min(len(rows_a), len(rows_b))
         sums[kind].update(rows_a[:count], rows_b[:count])
     values = {kind: total.value() for kind, total in sums.items()}
-    return {kind: value for kind, value in values.items() if value is not None}, skipped
+    return {kind: value for kind, value in values.items() if value is not None}, sorted(skipped)
 
 
-def residual_columns(source, name) -> Tensor:
-    """A matrix with its residual axis as columns, (n, d): attention output and MLP down are transposed."""
-    weight = source.read(name)
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        return weight.T
-    return weight
+def matrices(source):
+    """A source's names of tensors with rows along the residual stream, by plain name; and those without."""
+    named, skipped = {}, []
+    for name, shape in source.shapes.items():
+        if parts.is_matrix(name, shape, source.width):
+            named[parts.plain_name(name)] = name
+        elif len(shape) > 1:
+            skipped.append(name)
+    return named, skipped
 
 
 # ---- the exact test of coordinates -------------------------------------------------------------------------
@@ -219,92 +226,6 @@ def outcome(z, log10_p, exceeding, permutations):
     return {"z": z, "log10_p": log10_p, "p": p, "same": bool(same)}
 
 
-# ---- Gram matrices: what no new basis, or no new order of neurons, alters ----------------------------------
-
-
-def gram_test(pairs, key, permutations=99):
-    """Are the Gram matrices of each pair alike in the order they come in? Mantel's permutation test.
-
-    `pairs` yields (m, m) matrices of A and B; each pair has permutations of its own, of B's rows and columns
-    alike. Returns the `correlation` of the entries and the `outcome` of z, by the permutations' mean and
-    standard deviation; since these are estimates, its tail is Student's.
-    """
-    generator = keyed_generator("gram", *key)
-    product = 0.0  # of the entries, in the order they come in
-    permuted = np.zeros(permutations)  # the same, B's order permuted
-    squares = np.zeros(2)
-    for a, b in pairs:
-        squares += a.square().sum().item(), b.square().sum().item()
-        product += torch.vdot(a.flatten(), b.flatten()).item()
-        for i in range(permutations):
-            order = torch.from_numpy(generator.permutation(len(b)))
-            permuted[i] += torch.vdot(a.flatten(), b[order].index_select(1, order).flatten()).item()
-    if not np.isfinite(squares).all():
-        raise UserError("a model's weights are not finite: check them for NaN")
-    std = permuted.std(ddof=1)
-    t = (product - permuted.mean()) / std if std > 0 else 0.0
-    exceeding = int((permuted >= product).sum())
-    log10_p = student_log10_tail(t / (1 + 1 / permutations) ** 0.5, permutations - 1)
-    correlation = product / max(squares.prod() ** 0.5, 1e-300)
-    return {"correlation": correlation, **outcome(t, log10_p, exceeding, permutations)}
-
-
-def neuron_grams(a, b, count):
-    """Gram matrices of the hidden units of up to `count` layers that both models have."""
-    for layer in evenly_spaced_layers(min(a.config.num_layers, b.config.num_layers), count):
-        yield neuron_gram(a, layer), neuron_gram(b, layer)
-
-
-def neuron_gram(source, layer, limit=1024) -> Tensor:
-    """How alike the hidden units of a layer's MLP are, (m, m), m the first units up to `limit`.
-
-    For W (m, d), gate and up rows with the norm's gain folded in, and down columns: W (W'W + ridge)^-1 W',
-    which no new basis of the residual stream alters, and in which no few directions outweigh the others.
-    """
-    prefix = f"model.layers.{layer}"
-    gain = source.read(f"{prefix}.post_attention_layernorm.weight").float()
-    gram = 0.0
-    for kind in ("gate", "up", "down"):
-        name = f"{prefix}.mlp.{kind}_proj.weight"
-        if name not in source.shapes:
-            continue
-        weight = residual_columns(source, name)[:limit].float()
-        if kind != "down":
-            weight = weight * gain
-        square = weight.T @ weight
-        square.diagonal().add_(square.trace().div(len(square)).clamp(min=1e-30))
-        root = torch.linalg.cholesky_ex(square).L  # NaN, if there is one, goes on to `gram_test`
-        half = torch.linalg.solve_triangular(root, weight.T, upper=False)
-        gram = gram + half.T @ half
-    return off_diagonal(gram)
-
-
-def coordinate_gram(source, count) -> Tensor:
-    """Products of the residual coordinates over some layers, which no order of neurons alters: (d, d)."""
-    d = source.config.d_model
-    total = torch.zeros(d, d)
-    layers = evenly_spaced_layers(source.config.num_layers, count)
-    prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-    for name, shape in source.shapes.items():
-        if name.startswith(prefixes) and len(shape) == 2:
-            weight = residual_columns(source, name).float()
-            total += weight.T @ weight / weight.square().sum().clamp(min=1e-30)
-    return off_diagonal(total)
-
-
-def off_diagonal(gram: Tensor) -> Tensor:
-    """A symmetric matrix without its diagonal, the rest centred."""
-    m = len(gram)
-    mean = (gram.sum() - gram.trace()) / (m * (m - 1))
-    return (gram - mean).fill_diagonal_(0.0)
-
-
-def evenly_spaced_layers(depth, count):
-    """Up to `count` layers of 0..depth - 1, evenly spaced."""
-    numbers = np.linspace(0, depth - 1, min(count, depth)).round()
-    return np.unique(numbers.astype(int)).tolist()
-
-
 # ---- the seed ----------------------------------------------------------------------------------------------
 
 
@@ -337,57 +258,6 @@ def closest_births(source, parameter, count, seeds):
         family_log10_p = min(0.0, student_log10_tail(t, m - 1) + math.log10(len(seeds)))
         rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
     return rows
-
-
-# ---- the verdict -------------------------------------------------------------------------------------------
-
-
-def compare_sources(a, b, fingerprints, seed, permutations, grams=99, layers=4):
-    """Every test of two sources and their states' fingerprints, (n, d) each.
-
-    The two tests by Gram matrices, of `grams` permutations and `layers` layers, are made if the others find
-    no kin, or a token table that might tie strangers. Returns the tests' results by name, the correlation
-    matrices they rest on, and the names of the matrices that were left out.
-    """
-    weights, skipped = weight_correlations(a, b)
-    correlations = {"relabel": relation(*fingerprints), **weights}
-    tests = {kind: diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
-    have_mlps = "attention" not in (a.config.sublayers, b.config.sublayers)
-    shares_table = "embedding" in tests and tests["embedding"]["same"]
-    needs_units = shares_table or verdict(tests)[0] != SAME_BIRTH
-    if needs_units and have_mlps and a.config.d_ff == b.config.d_ff:
-        tests["basis_free"] = gram_test(neuron_grams(a, b, layers), ("basis_free", seed), grams)
-    if verdict(tests)[0] != SAME_BIRTH:
-        pair = (coordinate_gram(a, layers), coordinate_gram(b, layers))
-        tests["any_order"] = gram_test([pair], ("any_order", seed), grams)
-    return tests, correlations, skipped
-
-
-def verdict(tests):
-    """The verdict of the tests that were made, and what it rests on: on weights, wherever they can decide.
-
-    A transplanted token table ties the residual coordinates of strangers: `relabel` sees it at once,
-    `any_order` and at times `body` once they are trained. Hidden units remain exchangeable (`basis_free`).
-    """
-    same = {name for name, test in tests.items() if test["same"]}
-    units_decide = "embedding" in same and "basis_free" in tests
-    if "body" in same and ("basis_free" in same or not units_decide):
-        return SAME_BIRTH, "the weights of the blocks"
-    if "basis_free" in same:
-        return SAME_BIRTH, "the hidden units, in any basis of the residual stream"
-    if "any_order" in same or "body" in same:
-        units = "hidden units not" if "basis_free" in tests else "no hidden units to compare"
-        return INCONCLUSIVE, f"blocks alike, {units}: noised or reordered kin, or a transplanted table"
-    if "body" not in tests and "basis_free" not in tests:
-        return INCONCLUSIVE, "no matrices of one shape to compare"
-    level = UNDECIDED_P / 2  # Bonferroni: `body` and `relabel` are two
-    if "body" in tests and tests["body"]["p"] <= level:
-        return INCONCLUSIVE, "weights too close for chance, not close enough for kin"
-    if "embedding" in same:
-        return NO_EVIDENCE, "the embedding is transplanted or shared: the blocks, which decide, are unrelated"
-    if tests["relabel"]["p"] <= level:
-        return INCONCLUSIVE, "the activations agree, the weights do not"
-    return NO_EVIDENCE, "neither activations nor weights agree more than by chance"
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

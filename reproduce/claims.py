@@ -907,13 +907,13 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "compare",
         "by": "suspect verdict",
         "judge": ranges,
-        "arguments": ("relabel_z", "body_z", "basis_free_z"),
+        "arguments": ("units_found", "body_z", "relabel_z"),
     },
     ("ours: a family tree", "how far apart are kin and strangers?", "strangers: z of N(0, 1)"): {
         "result": "matrix",
         "by": "verdict",
         "judge": ranges,
-        "arguments": ("relabel_z", "body_z", "basis_free_z"),
+        "arguments": ("units_found", "body_z", "relabel_z"),
     },
     ("ours: which seed?", "was the child born of seed 1000, of 100,000?", "yes"): {
         "result": "identify",

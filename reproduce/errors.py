@@ -31,11 +31,9 @@ from measure.lineage import (
     SAME_LOG10_P,
     diagonal_test,
     fingerprint,
-    gram_test,
     identity_taus,
     judge_taus,
     kendall_std,
-    neuron_grams,
     null_taus,
     paper_test,
     relation,
@@ -168,16 +166,15 @@ def relabelling_p(newborns, inputs, settings: RateSettings):
 
 
 def weights_p(newborns, settings: RateSettings):
-    """The p of the exact tests of weights, for each newborn and the next."""
-    body_p, free_p = [], []
+    """The p of the exact test of weights, for each newborn and the next."""
+    p = []
     for i in range(settings.num_births):
         a = newborns[i]
         b = newborns[(i + 1) % settings.num_births]
         key = (settings.input_seed, i)
         correlations, _ = weight_correlations(a, b)
-        body_p.append(diagonal_test(correlations["body"], key, settings.permutations)["p"])
-        free_p.append(gram_test(neuron_grams(a, b, 1), key)["p"])
-    return {"weights": np.array(body_p), "basis-free": np.array(free_p)}
+        p.append(diagonal_test(correlations["body"], key, settings.permutations)["p"])
+    return {"weights": np.array(p)}
 
 
 def paper_p(newborns, inputs, settings: RateSettings):

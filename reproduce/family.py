@@ -22,7 +22,7 @@ from seedprint import (
     compare_pair,
     last_outputs,
     paper_test,
-    state_fingerprint,
+    read_model,
 )
 
 STYLES = {  # preset; steps of each seed's training; steps on the second corpus
@@ -105,18 +105,18 @@ def compare_all(pairs, data, experiment):
 
     @functools.cache
     def read(folder):
-        """A model's source, its states' fingerprint, and what the paper's test reads."""
+        """A model as `compare` reads it, and what the paper's test reads."""
         source = parse_spec(folder).open()
         vocab_size = source.config.vocab_size
-        return source, state_fingerprint(source, vocab_size, ours), last_outputs(source, vocab_size, theirs)
+        return read_model(folder, source, vocab_size, ours), last_outputs(source, vocab_size, theirs)
 
     rows = []
     for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
-        a, print_a, outputs_a = read(base)
-        b, print_b, outputs_b = read(suspect)
-        row, _, _ = compare_pair(a, b, (print_a, print_b), ours)
+        a, outputs_a = read(base)
+        b, outputs_b = read(suspect)
+        row = compare_pair(a, b, ours).row
         row |= paper_test(outputs_a, outputs_b, theirs)
-        row |= similarities(a, b, text, experiment.device, experiment.dtype)
+        row |= similarities(a.source, b.source, text, experiment.device, experiment.dtype)
         del row["reef_matrix"]  # of all pairs of layers
         rows.append({"table": table, "base": base, "suspect": suspect, "kin": kin} | row)
     return rows

@@ -1,10 +1,11 @@
 """How could a thief fool a comparison of weights? The same function, in another basis or another order.
 
-    python tests/evade.py rotate|permute|neurons IN_FOLDER OUT_FOLDER [--seed N]
+    python tests/evade.py rotate|permute|neurons|signs IN_FOLDER OUT_FOLDER [--seed N]
 
 `permute` relabels the residual coordinates, `rotate` turns them by a random orthogonal matrix (after every
-gain went into the matrices that read it), `neurons` shuffles each layer's hidden units and heads. The logits
-stay as they were, to rounding. The child is float32, whatever the base's type.
+gain went into the matrices that read it), `neurons` shuffles each layer's hidden units and heads, `signs`
+flips the sign of half of the units of gated MLPs and rescales them a little. The logits stay as they were, to
+rounding. The child is float32, whatever the base's type.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import scipy.linalg
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -41,12 +43,24 @@ def permute(weights: dict, config: ModelConfig, generator: np.random.Generator) 
     """Put the residual coordinates in a random order."""
     order = torch.from_numpy(shuffled(generator, config.d_model))
     for name, weight in weights.items():
-        is_gain = name.endswith("norm.weight") and "self_attn" not in name
+        is_gain = name.endswith(("norm.weight", "norm.bias")) and "self_attn" not in name
         if name.endswith(WRITERS):
             weights[name] = weight[order]
         elif is_gain or weight.ndim == 2:
             weights[name] = weight[..., order]
     return config
+
+
+def rotation(config: ModelConfig, generator: np.random.Generator) -> torch.Tensor:
+    """A random orthogonal matrix; one that leaves a LayerNorm's mean where it is."""
+    d = config.d_model
+    fixed = 1 if config.norm == "layernorm" else 0
+    Q, R = np.linalg.qr(generator.standard_normal((d - fixed, d - fixed)))
+    Q = Q * np.sign(np.diag(R))  # uniform over all rotations only with these signs
+    if fixed:
+        basis, _ = np.linalg.qr(np.column_stack([np.ones(d), generator.standard_normal((d, d - 1))]))
+        Q = basis @ scipy.linalg.block_diag(1.0, Q) @ basis.T
+    return torch.from_numpy(Q)
 
 
 def rotate(weights: dict, config: ModelConfig, generator: np.random.Generator) -> ModelConfig:
@@ -56,14 +70,16 @@ def rotate(weights: dict, config: ModelConfig, generator: np.random.Generator) -
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         for norm, names in READERS.items():
-            readers[prefix + norm] = [f"{prefix}{name}.weight" for name in names]
+            there = [f"{prefix}{name}.weight" for name in names]
+            readers[prefix + norm] = [name for name in there if name in weights]
+    Q = rotation(config, generator)
     for norm, names in readers.items():
         gain = weights[f"{norm}.weight"]
         for name in names:
             weights[name] = weights[name] * gain
         weights[f"{norm}.weight"] = torch.ones_like(gain)
-    Q, R = np.linalg.qr(generator.standard_normal((config.d_model, config.d_model)))
-    Q = torch.from_numpy(Q * np.sign(np.diag(R)))  # uniform over all rotations only with these signs
+        if f"{norm}.bias" in weights:
+            weights[f"{norm}.bias"] = weights[f"{norm}.bias"] / gain @ Q
     for name, weight in weights.items():
         if name.endswith(WRITERS):
             weights[name] = Q.T @ weight
@@ -82,7 +98,8 @@ def neurons(weights: dict, config: ModelConfig, generator: np.random.Generator) 
         order = torch.from_numpy(shuffled(generator, config.d_ff))
         for kind, axis in (("gate", 0), ("up", 0), ("down", 1)):
             name = f"{prefix}mlp.{kind}_proj.weight"
-            weights[name] = weights[name].index_select(axis, order)
+            if name in weights:
+                weights[name] = weights[name].index_select(axis, order)
         groups = shuffled(generator, G)
         heads = np.concatenate([group * queries + shuffled(generator, queries) for group in groups])
         for kind, chosen in (("q", heads), ("k", groups), ("v", groups), ("o", heads)):
@@ -93,7 +110,18 @@ def neurons(weights: dict, config: ModelConfig, generator: np.random.Generator) 
     return config
 
 
-WAYS = {"rotate": rotate, "permute": permute, "neurons": neurons}
+def signs(weights: dict, config: ModelConfig, generator: np.random.Generator) -> ModelConfig:
+    """Flip the sign of half of the units, up and down alike, and rescale them all."""
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}.mlp."
+        scale = generator.uniform(0.8, 1.25, config.d_ff) * generator.choice((-1, 1), config.d_ff)
+        scale = torch.from_numpy(scale)
+        weights[f"{prefix}up_proj.weight"] = weights[f"{prefix}up_proj.weight"] * scale[:, None]
+        weights[f"{prefix}down_proj.weight"] = weights[f"{prefix}down_proj.weight"] / scale
+    return config
+
+
+WAYS = {"rotate": rotate, "permute": permute, "neurons": neurons, "signs": signs}
 
 
 def evade(way: str, base: str | Path, child: str | Path, seed: int = 0) -> None:

@@ -23,8 +23,8 @@ from lib.checkpoint import Newborn, parse_spec
 from lib.results import Experiment
 from lib.settings import Command, RunSettings, run_script
 
-READ = seedprint.CompareSettings()  # what the tests read of a model, by default
-KEYS = ("verdict", "relabel_z", "body_z", "basis_free_z")  # of a row of `compare`
+READ = seedprint.CompareSettings(layers=4)  # what the tests read of a model, by default
+KEYS = ("verdict", "sentence", "units_found", "body_z", "relabel_z")  # of a row of `compare`
 
 
 @dataclass
@@ -42,6 +42,9 @@ class Noised:
         self.source = source
         self.share = share
         self.config = source.config
+        self.place = None
+        self.width = source.width
+        self.family = source.family
         self.shapes = source.shapes
 
     def read(self, name: str) -> torch.Tensor:
@@ -90,9 +93,9 @@ def stream(settings: Settings) -> dict:
     for name, suspect in suspects.items():
         begun = time.perf_counter()
         with anonymous_peak() as samples:
-            prints = [seedprint.state_fingerprint(source, *on) for source in (base, suspect)]
+            models = [seedprint.read_model("", source, *on) for source in (base, suspect)]
             states_seconds = time.perf_counter() - begun
-            compared, _, _ = seedprint.compare_pair(base, suspect, prints, READ)
+            compared = seedprint.compare_pair(*models, READ).row
         row = {
             "suspect": name,
             "parameters": size,

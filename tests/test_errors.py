@@ -47,7 +47,7 @@ def test_rows_and_figures(tmp_path):
     result = read_json(tmp_path / "errors.json")
     state_tests = ("relabelling", "t-test", "U-test", "closed form")
     expected = set(itertools.product(state_tests, errors.STATE_INPUTS, ("gpt2", "normal")))
-    expected |= {("weights", "weights", "gpt2"), ("basis-free", "weights", "gpt2")}
+    expected |= {("weights", "weights", "gpt2")}
     assert {(row["test"], row["inputs"], row["scheme"]) for row in result["rows"]} == expected
     assert len(result["rows"]) == len(expected)
     for row in result["rows"]:
@@ -126,14 +126,12 @@ def test_weights_p_by_hand():
     settings = RateSettings(num_births=14, permutations=49, first_seed=5, input_seed=2)
     newborns = errors.strangers("tiny_llama", "normal", "weights", settings)
     p = errors.weights_p(newborns, settings)
-    assert p.keys() == {"weights", "basis-free"}
+    assert p.keys() == {"weights"}
     for i in range(14):
         a = Newborn(SMALL, 5 + i, None, "normal")
         b = Newborn(SMALL, 5 + (i + 1) % 14, None, "normal")
         C = np.corrcoef(scaled_rows(a).T, scaled_rows(b).T)[:32, 32:]
         assert p["weights"][i] == lineage.diagonal_test(torch.from_numpy(C), (2, i), 49)["p"]
-        grams = [(lineage.neuron_gram(a, 0), lineage.neuron_gram(b, 0))]
-        assert p["basis-free"][i] == lineage.gram_test(grams, (2, i))["p"]
 
 
 def scaled_rows(source) -> np.ndarray:

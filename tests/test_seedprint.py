@@ -25,8 +25,9 @@ from seedprint import COMMANDS
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 VALUE_MATRIX = "model.layers.0.self_attn.v_proj.weight"  # (32, 64)
 CONTRACT = {
-    "compare": "base suspect verdict num_rows matched mismatched smallest_visible relabel_z relabel_log10_p"
-    " permutation_p body_z body_matched embedding_z embedding_matched basis_free_z",
+    "compare": "base suspect verdict sentence units units_found units_share num_rows matched mismatched"
+    " smallest_visible relabel_z relabel_log10_p permutation_p body_z body_matched embedding_z"
+    " embedding_matched",
     "paper_test": "base suspect paper_k paper_mean_tau paper_t_p paper_u_p closed_form_z",
     "matrix": "a b relabel_z body_z verdict",
     "identify": "seed cosine z family_log10_p",
@@ -93,39 +94,37 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
     result, text = run("compare", *folders, *ROWS, out=tmp_path)
     rows = by("suspect", result["rows"])
     verdicts = {name: row["verdict"] for name, row in rows.items()}
-    # where hidden units are shuffled, blocks are alike and a table may be a transplanted one
-    assert verdicts.pop("neurons").split(":")[0] in ("same birth", "inconclusive")
-    assert verdicts == dict.fromkeys(names[:4], "same birth") | dict.fromkeys(names[5:], "no evidence")
+    assert verdicts == dict.fromkeys(names[:5], "same birth") | dict.fromkeys(names[5:], "no evidence")
+    for name in names[:5]:
+        assert (rows[name]["units_found"], rows[name]["units"]) == (96, 96)
+        assert rows[name]["sentence"] == "96 of 96 hidden units of every layer found again"
     for name in ("base", "child"):
         assert rows[name]["body_z"] > 30
     assert rows["base"]["relabel_z"] > 30
     assert rows["base"]["body_matched"] == pytest.approx(1, abs=1e-5)  # float32 products
-    for name in ("rotate", "permute"):
+    for name in ("rotate", "permute", *names[5:]):
         assert abs(rows[name]["body_z"]) < 4.5  # 6e-6 of normal ones are beyond
-        assert rows[name]["basis_free_z"] > 10
     assert rows["transplanted"]["embedding_z"] > 30
     assert rows["transplanted"]["relabel_z"] > 10
-    assert rows["other"]["basis_free_z"] is None  # of another width of the MLP
+    assert "the token table is the base's" in rows["transplanted"]["sentence"]
+    assert rows["other"]["units"] == 80  # of another width of the MLP
     for row in result["rows"]:
         assert row["base"] == str(family / "base") and row["num_rows"] == 48
-        assert f"{row['suspect']}: {row['verdict']} ({row['rests_on']})" in text
-    skipped = dict(zip(names, [detail["skipped"] for detail in result["details"]]))
+        assert f"{row['suspect']}: {row['verdict']}: {row['sentence']}" in text
+    skipped = dict(zip(names, result["skipped"]))
     assert skipped["child"] == [] and "lm_head.weight" in skipped["other"]
+    assert np.array(result["layer_map"][1]).shape == (3, 3)
+    assert np.array(result["layer_map"][names.index("other")]).shape == (3, 2)
+    np.testing.assert_array_equal(np.array(result["layer_map"][1]) > 0.5, np.eye(3) > 0)
     assert is_png(tmp_path / "compare.png")
 
 
 def test_compare_draws_all_pairs_of_coordinates(family, tmp_path):
-    result, _ = run("compare", family / "base", family / "stranger", *ROWS, out=tmp_path)
-    curves = itertools.groupby(result["points"], lambda point: (point["evidence"], point["coordinates"]))
-    curves = {key: list(points) for key, points in curves}
-    assert len(curves) == 4  # activations and weights, matched and mismatched
-    for (evidence, _), points in curves.items():
-        assert len(points) == 60
+    result, _ = run("compare", family / "base", family / "child", *ROWS, out=tmp_path)
+    for coordinates, low, high in (("matched", 0.5, 1), ("mismatched", -0.7, 0.7)):
+        points = [point for point in result["points"] if point["coordinates"] == coordinates]
         assert sum(point["share"] for point in points) == pytest.approx(100)
-        if evidence.startswith("activations"):
-            assert sum(point["theory"] for point in points) == pytest.approx(100, abs=2)  # less the tails
-        else:
-            assert all(point["theory"] is None for point in points)
+        assert all(low < point["correlation"] < high for point in points if point["share"] > 0)
 
 
 def test_another_process_says_the_same(family, tmp_path):
@@ -403,11 +402,14 @@ def test_mistakes(words, expected, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("subcommand", ["compare", "matrix", "paper"])
-def test_widths_that_differ_are_refused(subcommand, family, tmp_path):
+def test_widths_that_differ(family, tmp_path):
+    """Units are compared, coordinates are not; and the paper's test can do nothing with them."""
     checkpoint.save(tmp_path / "wide", init.newborn(replace(CONFIG, d_model=32), 1))
-    words = [subcommand, family / "base", tmp_path / "wide", "--out", tmp_path / "out"]
-    assert_refused(run_here("seedprint", *words), "64", "32", "width")
+    pair = [family / "base", tmp_path / "wide"]
+    assert_refused(run_here("seedprint", "paper", *pair, "--out", tmp_path / "out"), "64", "32", "width")
+    for subcommand in ("compare", "matrix"):
+        (row,) = run(subcommand, *pair, *ROWS, out=tmp_path)[0]["rows"]
+        assert row["verdict"] == "no evidence" and row["body_z"] is None and row["num_rows"] is None
 
 
 def test_strangers_that_do_not_fit_a_run_are_refused(runs, tmp_path):

@@ -1,0 +1,273 @@
+"""Whose hidden units are these? A census finds a model's units again in another, by weights alone (ours).
+
+    >>> from lib import checkpoint
+    >>> from measure.census import Units, unit_census
+    >>> base = Units(checkpoint.parse_spec("tiny_llama@1000").open())
+    >>> suspect = Units(checkpoint.parse_spec("runs/lineage/tiny_llama-1000").open())
+    >>> ids = torch.arange(4096)
+    >>> rows, layer_map = unit_census(base, suspect, (ids, ids))
+    >>> rows[0]["found"], rows[0]["units"]
+    (704, 704)
+
+A thief can rotate the residual basis, reorder the hidden units of every MLP, flip their signs and rescale
+them without changing what the model computes. What no such change alters is what a unit reads of the token
+table and writes to the head: its gate, its up and its down weights each give a number for every token. These
+are its three views. For each view, one assignment pairs the units of two models by the size of their
+correlations.
+
+If the models are strangers, what one view says of a unit's partner has nothing to do with what another says.
+Then the number of units on which two views agree is the number of fixed points of a random permutation,
+Poisson(1). If the models are kin, it is nearly all of them. MLPs without a gate have two views.
+
+The closest relative is phi_MATCH (Zhu et al. 2025, arXiv 2502.12292), which pairs gated units by activations
+on texts; MDIR (arXiv 2508.06309) and AWM (2510.06738) estimate the rotation first. The census cannot see a
+unit that was split into several, nor new MLPs on copied attention.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from init import keyed_generator
+from lib import parts
+from lib.runtime import progress
+from lib.settings import UserError
+from measure.lineage import decorrelated
+
+ROW_BATCH = 4096  # tokens whose embeddings are multiplied at once
+FEW_UNITS = 128  # of each MLP of a base, that are looked for in each of a suspect, to find the closest
+STANDS_OUT = 0.1  # share of these from which on an MLP is the closest
+SMALLEST_EIGENVALUE = 1e-6  # of a token table's products, in units of their mean: below, it has no direction
+
+
+# ---- what a unit reads and writes, by tokens ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Of a token table E (V, d): centred over tokens it is Q root, Q with orthonormal columns, never made."""
+
+    root: Tensor  # (d, d), symmetric
+    inverse: Tensor  # (d, d)
+
+
+class Units:
+    """The hidden units of a source's MLPs, as its tokens see them."""
+
+    def __init__(self, source):
+        self.source = source
+        self.parts = parts.find(source)
+        self.inputs_first = parts.stores_inputs_first(source)
+        self.bases = {}  # by the table's name
+        self.kept_views = {}  # by the MLP's number, for many suspects
+
+    def basis(self, table) -> Basis:
+        """The Basis of the token table, or of the head."""
+        if table not in self.bases:
+            self.bases[table] = basis_of(self.source.read(table))
+        return self.bases[table]
+
+    @property
+    def num_tokens(self):
+        """The number of token ids that the model's tables have."""
+        return min(self.source.shapes[name][0] for name in (self.parts.table, self.parts.head))
+
+    @property
+    def layers(self):
+        """The numbers of the layers that have MLPs."""
+        return sorted({mlp.layer for mlp in self.parts.mlps})
+
+    def chosen(self, layers):
+        """The numbers of the MLPs in up to `layers` layers, evenly spaced."""
+        places = evenly_spaced(len(self.layers), layers)
+        read = {self.layers[place] for place in places}
+        return [number for number, mlp in enumerate(self.parts.mlps) if mlp.layer in read]
+
+    def kept(self, number, limit):
+        """The views of an MLP, up to `limit` of its units, made once."""
+        if number not in self.kept_views:
+            self.kept_views[number] = some_units(self.views(number), limit)
+        return self.kept_views[number]
+
+    def views(self, number):
+        """The views of an MLP's units, by name: (d, m) float32, columns of norm 1, or 0 for a dead unit.
+
+        Q of the view's table times a column is what the unit reads of, or writes to, each token, decorrelated
+        from other units: what all share no longer drowns what is theirs.
+        """
+        matrices = self.matrices(self.parts.mlps[number])
+        alive = torch.stack([rows.any(dim=1) for rows in matrices.values()]).all(dim=0)
+        values = {}
+        for view, rows in matrices.items():
+            columns = self.basis(self.table_of(view)).root @ rows.T
+            norms = columns.norm(dim=0).clamp(min=1e-30)
+            values[view] = decorrelated(columns / norms * alive, precision=torch.float32)
+        return values
+
+    def table_of(self, view):
+        """The table that a view is seen through: the head for what is written, else the token table."""
+        return self.parts.head if view == "down" else self.parts.table
+
+    def matrices(self, mlp):
+        """An MLP's matrices by view, (m, d) float32 each, with the gains of the norms around them."""
+        rows = {}
+        for role, name in mlp.matrices.items():
+            weight = self.source.read(name)
+            if mlp.expert is not None:
+                weight = weight[mlp.expert]
+            matrix = parts.residual_rows(weight, name, self.source.width, self.inputs_first).float()
+            if not matrix.isfinite().all():
+                raise UserError(f"{name} is not finite: check it for NaN")
+            if role == "gate_up":
+                rows["gate"], rows["up"] = matrix.chunk(2)
+            else:
+                rows[role] = matrix
+        for view in rows:
+            if view == "down":
+                written = rows[view] * self.gain(mlp.norm_behind)
+                rows[view] = self.through(self.parts.norm, written, writes=True)
+            else:
+                rows[view] = self.through(mlp.norm, rows[view])
+        return rows
+
+    def through(self, norm, rows, writes=False) -> Tensor:
+        """Rows (m, d) as they act through a norm: times its gain, and without a mean if a norm takes it out.
+
+        What is written meets the mean first, what reads meets the gain first.
+        """
+        if writes and self.takes_out_mean(norm):
+            rows = rows - rows.mean(dim=1, keepdim=True)
+        rows = rows * self.gain(norm)
+        if not writes and self.takes_out_mean(norm):
+            rows = rows - rows.mean(dim=1, keepdim=True)
+        return rows
+
+    def takes_out_mean(self, norm):
+        """Is a norm a LayerNorm? Its bias tells, in most families."""
+        if norm is None:
+            return False
+        has_bias = f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
+        return has_bias or self.source.family in parts.LAYERNORMS_WITHOUT_BIAS
+
+    def gain(self, norm):
+        """A norm's gain, (d,); 1 where there is no norm."""
+        if norm is None:
+            return 1.0
+        gain = self.source.read(norm).float()
+        return gain + 1 if self.source.family in parts.GAINS_FROM_ONE else gain
+
+
+def evenly_spaced(count, limit):
+    """Up to `limit` numbers of 0..count - 1, evenly spaced."""
+    numbers = np.linspace(0, count - 1, min(count, limit)).round()
+    return np.unique(numbers.astype(int)).tolist()
+
+
+def some_units(views, limit):
+    """Views (d, m) of up to `limit` units, evenly spaced."""
+    return {view: columns[:, evenly_spaced(columns.shape[1], limit)] for view, columns in views.items()}
+
+
+def basis_of(table: Tensor) -> Basis:
+    """The Basis of a token table (V, d)."""
+    if not table.isfinite().all():
+        raise UserError("a token table is not finite: check it for NaN")
+    products = cross_products(table, table)
+    values, vectors = torch.linalg.eigh(products)
+    has_direction = values > SMALLEST_EIGENVALUE * values.mean()
+    values = values.clamp(min=1e-30)
+    root = (vectors * values.sqrt()) @ vectors.T
+    inverse = (vectors * (values.rsqrt() * has_direction)) @ vectors.T
+    return Basis(root.float(), inverse.float())
+
+
+def cross_products(a: Tensor, b: Tensor) -> Tensor:
+    """A'B of token tables A (V, d) and B (V, e) that are centred over tokens, (d, e) float64."""
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
+    mean = a.mean(dim=0, dtype=torch.float32)
+    for rows_a, rows_b in zip(a.split(ROW_BATCH), b.split(ROW_BATCH)):
+        total += (rows_a.float() - mean).T @ rows_b.float()  # centring one of the two is enough
+    return total
+
+
+# ---- two models --------------------------------------------------------------------------------------------
+
+
+def bridges_between(base: Units, suspect: Units, tokens, order=None):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e).
+
+    `tokens` holds the ids of the tokens that both have, for each model (n,). `order` (n,), a permutation of
+    them, breaks what ties the models and keeps what ties a model to itself: this pair's null.
+    """
+    ids_a, ids_b = tokens
+    if order is not None:
+        ids_b = ids_b[order]
+    bridges = {}
+    for view in ("up", "down"):
+        table_a = base.table_of(view)
+        table_b = suspect.table_of(view)
+        products = cross_products(base.source.read(table_a)[ids_a], suspect.source.read(table_b)[ids_b])
+        bridges[view] = base.basis(table_a).inverse @ products.float() @ suspect.basis(table_b).inverse
+    bridges["gate"] = bridges["up"]
+    return bridges
+
+
+def units_found(a, b, bridges):
+    """How many of a base's units are found again in a suspect's MLP, of how many, and `expected` by chance.
+
+    `a` and `b` are `Units.views`. Each view pairs units by one assignment; a unit is found if two views name
+    the same partner. The count is that of the best two views. Dead units are left out.
+    """
+    partners = []
+    for view in a.keys() & b.keys():
+        columns_a = a[view][:, a[view].any(dim=0)]
+        columns_b = b[view][:, b[view].any(dim=0)]
+        correlations = columns_a.T @ bridges[view] @ columns_b  # (units of a, units of b)
+        rows, columns = linear_sum_assignment(correlations.abs().numpy(), maximize=True)
+        partner = np.full(len(correlations), -1)
+        partner[rows] = columns
+        partners.append(partner)
+    found = 0
+    for x, y in itertools.combinations(partners, 2):
+        found = max(found, int(((x == y) & (x >= 0)).sum()))
+    fewer, more = sorted(correlations.shape)
+    return {"found": found, "units": fewer, "expected": fewer / max(1, more)}
+
+
+def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0):
+    """How many units of a base are found again in each MLP of a suspect; and a map of their layers.
+
+    Returns rows and a map. A row has `layer`, the suspect's, `base_layer`, the closest of the base, what
+    `units_found` says of the two, and `by_chance`, the count where `key` permutes one model's tokens. The map
+    has the share of units found for each MLP of the base (row) and of the suspect (column), by a few units.
+    Up to `limit` units of an MLP are looked for, in up to `layers` layers; if the depths differ, in all of
+    the base. `tokens` are as in `bridges_between`.
+    """
+    order = torch.from_numpy(keyed_generator("census", key).permutation(len(tokens[0])))
+    bridges = bridges_between(base, suspect, tokens)
+    null = bridges_between(base, suspect, tokens, order)
+    has_same_depth = len(base.layers) == len(suspect.layers)
+    ours = base.chosen(layers if has_same_depth else len(base.layers))
+    theirs = suspect.chosen(layers)
+    rows = []
+    layer_map = np.zeros((len(ours), len(theirs)))
+    for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
+        views = suspect.views(number)
+        for row, other in enumerate(ours):
+            few = some_units(base.kept(other, limit), FEW_UNITS)
+            count = units_found(few, views, bridges)
+            layer_map[row, column] = count["found"] / max(1, count["units"])
+        closest = int(layer_map[:, column].argmax())
+        if layer_map[closest, column] < STANDS_OUT:
+            closest = column * len(ours) // len(theirs)  # the one in its place
+        closest = ours[closest]
+        row = {"layer": suspect.parts.mlps[number].label, "base_layer": base.parts.mlps[closest].label}
+        row |= units_found(base.kept(closest, limit), views, bridges)
+        row["share"] = row["found"] / max(1, row["units"])
+        row["by_chance"] = units_found(base.kept(closest, limit), views, null)["found"]
+        rows.append(row)
+    return rows, layer_map.tolist()

@@ -1,0 +1,113 @@
+"""What do the tests of two models say together? A verdict, and a sentence with its reason.
+
+    >>> from measure.verdict import verdict
+    >>> row = {"layer": "layer 1", "base_layer": "layer 1", "found": 2, "units": 704, "expected": 1}
+    >>> verdict({}, [row | {"share": 2 / 704}])
+    ('no evidence', 'at most 2 of 704 hidden units of a layer found again, as chance has it')
+
+Hidden units decide, where there are any (`measure/census.py`): no change of basis or order hides them, and a
+copied token table does not give them. Else coordinates of the blocks' weights do (`measure/lineage.py`). The
+thresholds are ours.
+"""
+
+import math
+
+from scipy import stats
+
+from measure.lineage import SAME_LOG10_P
+
+UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
+KIN_SHARE = 0.2  # of a layer's hidden units; strangers have reached 0.01
+SAME_BIRTH = "same birth"
+NO_EVIDENCE = "no evidence"
+INCONCLUSIVE = "inconclusive"
+
+
+def verdict(tests, rows, missing=""):
+    """The verdict, and its reason, of the tests by name that were made and of the rows of a census.
+
+    Without rows, `missing` says why units could not be looked for.
+    """
+    if rows:
+        return verdict_of_units(tests, rows)
+    return verdict_of_coordinates(tests.get("body"), missing)
+
+
+def verdict_of_units(tests, rows):
+    """The verdict where hidden units were looked for."""
+    judged = judge_units(rows)
+    if judged == SAME_BIRTH:
+        return SAME_BIRTH, f"{found_again(rows)} found again"
+    most = max(rows, key=lambda row: row["share"])
+    count = f"at most {most['found']:,} of {most['units']:,} hidden units of a layer found again"
+    if judged == INCONCLUSIVE:
+        return INCONCLUSIVE, f"{count}: more than chance has it, fewer than a child of the base would have"
+    agreeing = {kind for kind, test in tests.items() if test["same"]}
+    if "body" in agreeing:
+        return INCONCLUSIVE, (
+            f"{effect(tests['body'])}, but {count}. Such are children whose token table or MLPs were drawn "
+            "anew, and strangers trained on a copied table; an earlier checkpoint of the suspect would tell"
+        )
+    if "embedding" in agreeing:
+        return NO_EVIDENCE, f"{count}, as chance has it; the token table is the base's, but can be copied"
+    if "relabel" in agreeing:
+        return INCONCLUSIVE, f"final states agree, but {count}: the suspect may have learnt the base's states"
+    return NO_EVIDENCE, f"{count}, as chance has it"
+
+
+def verdict_of_coordinates(body, missing):
+    """The verdict where only the weights' coordinates could be compared."""
+    if body is None:
+        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {missing}"
+    if body["same"]:
+        return SAME_BIRTH, f"{effect(body)}; hidden units were not looked for: {missing}"
+    if body["p"] <= UNDECIDED_P:
+        return INCONCLUSIVE, f"{effect(body)}: too much for chance, too little for a child of the base"
+    return NO_EVIDENCE, (
+        f"coordinates of the blocks' weights do not agree (z = {body['z']:.1f}); a correlation of "
+        f"{body['smallest_visible']:.1g} would have been seen"
+    )
+
+
+def effect(body):
+    """How far the coordinates of the blocks' weights agree."""
+    numbers = f"correlation {body['matched']:.2g}, z = {body['z']:.0f}"
+    return f"coordinates of the blocks' weights agree ({numbers})"
+
+
+# ---- units -------------------------------------------------------------------------------------------------
+
+
+def judge_units(rows):
+    """The verdict of a census: kin from KIN_SHARE of a layer's units on, no evidence if all is chance."""
+    unexplained = [row for row in rows if chance_log10_p(row, len(rows)) <= SAME_LOG10_P]
+    if any(row["share"] >= KIN_SHARE for row in unexplained):
+        return SAME_BIRTH
+    return INCONCLUSIVE if unexplained else NO_EVIDENCE
+
+
+def chance_log10_p(row, searches):
+    """log10 of the chance that strangers have as many units as a row, or more, in the best of many counts.
+
+    Each of three pairs of views counts Poisson(expected) units, in each of `searches` layers of both models.
+    """
+    log_p = stats.poisson.logsf(row["found"] - 1, row["expected"])
+    return min(0.0, (log_p + math.log(3 * searches**2)) / math.log(10))
+
+
+def found_again(rows):
+    """How many units were found, and in which layers."""
+    found = [row for row in rows if row["share"] >= KIN_SHARE]
+    least = min(found, key=lambda row: row["share"])
+    is_least = all(row["share"] == least["share"] for row in found)
+    count = f"{'' if is_least else 'at least '}{least['found']:,} of {least['units']:,} hidden units"
+    where = "every layer" if len(found) == len(rows) else f"{len(found)} of {len(rows)} layers"
+    if any(row["layer"] != row["base_layer"] for row in found):
+        where += f" (of the base: {listed([row['base_layer'] for row in found])})"
+    return f"{count} of {where}"
+
+
+def listed(words):
+    """Words as a sentence lists them: each once, ten at most."""
+    words = list(dict.fromkeys(words))
+    return ", ".join(words[:10]) + (", ..." if len(words) > 10 else "")

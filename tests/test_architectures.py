@@ -1,0 +1,125 @@
+"""Does `compare` judge any architecture? `transformers`' own classes, three layers of width 128."""
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from conftest import run_here
+
+from lib import folders, parts
+from lib.files import read_json
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+PLAIN = SIZES | {"intermediate_size": 256}
+GATED = PLAIN | {"num_key_value_heads": 2, "head_dim": 32}
+EXPERTS = GATED | {"moe_intermediate_size": 96, "num_experts_per_tok": 2, "num_experts": 4}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "v_head_dim": 32}
+LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+DEEPSEEK = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+T5_SIZES = {"d_model": 128, "d_ff": 256, "num_layers": 3, "num_heads": 4, "d_kv": 32, "vocab_size": 1000}
+ARCHITECTURES = {  # class: its configuration's, the arguments, and how many MLPs its folders have
+    "GPT2LMHeadModel": ("GPT2Config", SIZES, 3),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", PLAIN, 3),
+    "OPTForCausalLM": ("OPTConfig", SIZES | {"ffn_dim": 256, "word_embed_proj_dim": 128}, 3),
+    "BloomForCausalLM": ("BloomConfig", SIZES, 3),
+    "FalconForCausalLM": ("FalconConfig", SIZES, 3),
+    "GemmaForCausalLM": ("GemmaConfig", GATED, 3),
+    "Gemma2ForCausalLM": ("Gemma2Config", GATED, 3),
+    "Gemma3ForCausalLM": ("Gemma3TextConfig", GATED, 3),
+    "Phi3ForCausalLM": ("Phi3Config", GATED, 3),
+    "Olmo2ForCausalLM": ("Olmo2Config", GATED, 3),
+    "MixtralForCausalLM": ("MixtralConfig", GATED | {"num_local_experts": 4}, 12),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 128}, 15),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERTS, 12),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", EXPERTS | LATENT | DEEPSEEK, 11),
+    "MambaForCausalLM": ("MambaConfig", SIZES, 0),
+    "BertForMaskedLM": ("BertConfig", PLAIN, 3),
+    "T5ForConditionalGeneration": ("T5Config", T5_SIZES, 6),
+    "MistralForCausalLM": ("MistralConfig", GATED, 3),
+    "Qwen3ForCausalLM": ("Qwen3Config", GATED, 3),
+}
+
+
+def build(name: str, seed: int) -> transformers.PreTrainedModel:
+    """A newborn of one of transformers' classes."""
+    config, arguments, _ = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    return getattr(transformers, name)(getattr(transformers, config)(**arguments))
+
+
+def noised(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The model with noise of one standard deviation in every matrix, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter += parameter.std() * torch.randn_like(parameter)
+    return model
+
+
+def compared(folder: Path, base: str, *suspects: str) -> list[dict]:
+    """The rows of `compare`."""
+    paths = [folder / name for name in (base, *suspects)]
+    done = run_here("seedprint", "compare", *paths, "--permutations", 999, "--out", folder / "out")
+    assert done.returncode == 0, done.stderr
+    return read_json(folder / "out" / "compare.json")["rows"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_kin_and_strangers(name, tmp_path):
+    base = build(name, 1)
+    base.save_pretrained(tmp_path / "base")
+    build(name, 2).save_pretrained(tmp_path / "stranger")
+    noised(base).save_pretrained(tmp_path / "kin")
+    source = folders.open_weights(tmp_path / "base")
+    num_mlps = ARCHITECTURES[name][2]
+    assert len(parts.find(source).mlps) == num_mlps
+    kin, stranger = compared(tmp_path, "base", "kin", "stranger")
+    assert kin["verdict"] == "same birth" and kin["body_z"] >= 50
+    assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4
+    if num_mlps:
+        assert kin["units_share"] >= 0.95
+        assert stranger["units_found"] <= 8
+
+
+ROTATABLE = ("Gemma2ForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM")
+
+
+@pytest.mark.parametrize("name", ROTATABLE)
+def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
+    """Gains of every kind are drawn, and coordinates permuted with all that goes along them."""
+    base = build(name, 1)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    base.save_pretrained(tmp_path / "base")
+    source = folders.open_weights(tmp_path / "base")
+    order = torch.randperm(128, generator=generator)
+    tensors = {}
+    for key, shape in source.shapes.items():
+        weight = source.read(key)
+        is_writer = parts.WRITES.search(key) and shape[0] == 128
+        if is_writer:
+            weight = weight[order]
+        elif shape[-1] == 128 and not key.endswith(("q_norm.weight", "k_norm.weight")):
+            weight = weight[..., order]
+        if "down_proj" in key or ".w2." in key:
+            weight = weight.flip(1)  # the hidden units the other way round
+        elif "gate_up_proj" in key:
+            weight = torch.cat([half.flip(0) for half in weight.chunk(2)])
+        elif "gate_proj" in key or "up_proj" in key or ".w1." in key or ".w3." in key:
+            weight = weight.flip(0)
+        tensors[key] = weight.contiguous()
+    base.config.save_pretrained(tmp_path / "child")
+    safetensors.torch.save_file(tensors, tmp_path / "child" / "model.safetensors", metadata={"format": "pt"})
+    tokens = torch.arange(40)[None]
+    with torch.inference_mode():
+        models = [getattr(transformers, name).from_pretrained(tmp_path / kind) for kind in ("base", "child")]
+        logits = [model(tokens).logits for model in models]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)  # float32 sums in another order
+    (child,) = compared(tmp_path, "base", "child")
+    assert child["units_share"] == 1

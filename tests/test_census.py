@@ -1,0 +1,392 @@
+"""measure/census.py by hand, and on children that were changed, hidden, cut and grown, and on strangers."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import scipy.stats
+import torch
+from altered import Altered, hidden, noised, of_matrices, open_folder, pruned, rounded, save_perturbed
+from conftest import KINDS, ROOT
+from evade import WAYS, evade
+
+import init
+from lib import checkpoint, parts
+from lib.checkpoint import Newborn
+from lib.folders import shared_tokens
+from lib.inputs import random_tokens
+from lib.settings import UserError
+from measure import census
+from measure.census import Units, unit_census
+from model import PRESETS, ModelConfig
+
+CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
+TINY = PRESETS["tiny_llama"]
+GATED, PLAIN = CONFIG, replace(CONFIG, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
+
+
+def found(a, b, **limits) -> list[dict]:
+    """The rows of a census of two sources."""
+    base, suspect = Units(a), Units(b)
+    tokens = shared_tokens(a, b, min(base.num_tokens, suspect.num_tokens))
+    rows, layer_map = unit_census(base, suspect, tokens, **limits)
+    json.dumps([rows, layer_map], allow_nan=False)
+    return rows
+
+
+def shares(a, b, **limits) -> list[float]:
+    """The share of units found in each MLP."""
+    return [row["share"] for row in found(a, b, **limits)]
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------
+
+
+def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
+    """What each unit reads of, and writes to, every token: (V, m), decorrelated in that space, float64."""
+
+    def read(name):
+        return source.read(name).double().numpy()
+
+    prefix = f"model.layers.{layer}."
+    tables = {"gate": read("model.embed_tokens.weight"), "up": read("model.embed_tokens.weight")}
+    tables["down"] = read("lm_head.weight") if "lm_head.weight" in source.shapes else tables["up"]
+    is_layernorm = "model.norm.bias" in source.shapes
+    d = source.width
+    without_mean = np.eye(d) - is_layernorm * np.ones((d, d)) / d
+    gain = np.diag(read(f"{prefix}post_attention_layernorm.weight"))
+    final_gain = np.diag(read("model.norm.weight"))
+    values = {}
+    for view, table in tables.items():
+        if f"{prefix}mlp.{view}_proj.weight" not in source.shapes:
+            continue
+        weight = read(f"{prefix}mlp.{view}_proj.weight")
+        if view == "down":
+            columns = table @ final_gain @ without_mean @ weight
+        else:
+            columns = table @ without_mean @ gain @ weight.T
+        columns = columns - columns.mean(axis=0)
+        columns /= np.linalg.norm(columns, axis=0)
+        eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
+        white = columns @ vectors @ np.diag((eigenvalues.clip(min=0) + 0.03) ** -0.5) @ vectors.T
+        values[view] = white / np.linalg.norm(white, axis=0)
+    return values
+
+
+@pytest.mark.parametrize("config", [GATED, PLAIN], ids=["gated", "plain"])
+def test_correlations_against_all_tokens(config, tmp_path):
+    """Views of d numbers, and a bridge, give the correlations over all V tokens."""
+    a = save_perturbed(tmp_path / "a", config)
+    b = noised(a, 0.5)
+    base, suspect = Units(a), Units(b)
+    ids = torch.arange(300)
+    bridges = census.bridges_between(base, suspect, (ids, ids))
+    by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
+    ours = (base.views(1), suspect.views(1))
+    assert ours[0].keys() == by_hand[0].keys()
+    for view in ours[0]:
+        correlations = ours[0][view].T @ bridges[view] @ ours[1][view]
+        # float32: rounding of some hundred products, each amplified up to 1/0.03 by the whitening
+        np.testing.assert_allclose(correlations, by_hand[0][view].T @ by_hand[1][view], atol=2e-4)
+
+
+def test_units_found_by_brute_force():
+    """Of all ways to pair three units with four the one of the largest sum, counted where two views agree."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        a = {view: torch.randn(5, 3, generator=generator) for view in ("gate", "up", "down")}
+        b = {view: torch.randn(5, 4, generator=generator) for view in a}
+        partners = {}
+        for view in a:
+            sizes = (a[view].T @ b[view]).abs()
+            orders = itertools.permutations(range(4), 3)
+            partners[view] = max(orders, key=lambda order: sum(sizes[i, j] for i, j in enumerate(order)))
+        agreeing = []
+        for x, y in itertools.combinations(partners.values(), 2):
+            agreeing.append(sum(i == j for i, j in zip(x, y)))
+        count = census.units_found(a, b, dict.fromkeys(a, torch.eye(5)))
+        assert count == {"found": max(agreeing), "units": 3, "expected": 0.75}
+
+
+def test_dead_units_are_in_no_count(tmp_path):
+    """The same units are dead in both: ties would pair them alike."""
+    dead = torch.arange(0, 96, 2)
+
+    def change(name, weight):
+        return weight.index_fill(0, dead, 0.0) if "up_proj" in name else weight
+
+    a, b = (Altered(Newborn(CONFIG, seed), change) for seed in (1, 2))
+    for row in found(a, b):
+        assert row["units"] == 48 and row["found"] <= 8
+    for row in found(a, a):
+        assert (row["found"], row["units"]) == (48, 48)
+
+
+@pytest.mark.parametrize("broken", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_broken_weights_are_refused(broken):
+    def change(name, weight):
+        return weight.index_fill(0, torch.tensor([3]), torch.nan) if name == broken else weight
+
+    with pytest.raises(UserError, match="not finite"):
+        found(Newborn(CONFIG, 1), Altered(Newborn(CONFIG, 1), change))
+
+
+# ---- children ----------------------------------------------------------------------------------------------
+
+CHANGES = {
+    "noise of one std": lambda source: noised(source, 1),
+    "pruned by 90 %": lambda source: of_matrices(source, pruned),
+    "4 bits": lambda source: of_matrices(source, rounded),
+    "bfloat16": lambda source: of_matrices(source, torch.Tensor.bfloat16),
+    "float16": lambda source: of_matrices(source, torch.Tensor.half),
+}
+
+
+@pytest.fixture(scope="module", params=["gated", "plain"])
+def base_folder(request, tmp_path_factory):
+    """A base, gated or plain, of the width of the tiny presets."""
+    config = {"gated": replace(TINY, num_layers=2), "plain": replace(PRESETS["tiny_gpt2"], num_layers=2)}
+    folder = tmp_path_factory.mktemp(request.param) / "a"
+    save_perturbed(folder, config[request.param])
+    return folder
+
+
+def test_hidden_children_are_found_unit_by_unit(base_folder, tmp_path):
+    base = open_folder(base_folder)
+    ways = ("rotate", "neurons", "signs") if base.config.mlp == "swiglu" else ("rotate", "neurons")
+    child = hidden(base_folder, tmp_path / "b", ways)
+    assert min(shares(base, child)) == 1
+    for change in CHANGES.values():
+        assert min(shares(base, change(child))) >= 0.99
+
+
+@pytest.mark.parametrize("name", ["gated", "tied_qwen2", "qwen3", "plain"])
+@pytest.mark.parametrize("way", WAYS)
+def test_evasions_keep_the_logits(name, way, tmp_path):
+    kinds = {"gated": {}, "tied_qwen2": dict(tie_embeddings=True, qkv_bias=True)}
+    kinds["qwen3"] = dict(qk_norm=True, head_dim=20)
+    if (name, way) == ("plain", "signs"):
+        pytest.skip("a GELU has no sign to flip")
+    config = PLAIN if name == "plain" else replace(CONFIG, **kinds[name])
+    base = save_perturbed(tmp_path / "a", config)
+    evade(way, tmp_path / "a", tmp_path / "b", seed=5)
+    tokens = random_tokens(1, range(3), 20, 300)
+    with torch.inference_mode():
+        logits = [checkpoint.load(str(tmp_path / folder))(tokens) for folder in "ab"]
+    # float32 rounding of the weights and of sums of 64 to 160 terms; the logits are of order 0.2
+    torch.testing.assert_close(*logits, rtol=0, atol=3e-6)
+    assert min(shares(base, open_folder(tmp_path / "b"))) == 1
+
+
+def test_evade_as_a_script(tmp_path):
+    save_perturbed(tmp_path / "a", CONFIG)
+    words = ["permute", tmp_path / "a", tmp_path / "b", "--seed", "4"]
+    script = [sys.executable, ROOT / "tests" / "evade.py", *words]
+    process = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    evade("permute", tmp_path / "a", tmp_path / "c", seed=4)
+    b, c = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in "bc")
+    assert b.keys() == c.keys() and all(torch.equal(b[name], c[name]) for name in b)
+
+
+@pytest.mark.parametrize("coordinates, units", [(256, 512), (128, 352), (64, 176)])
+def test_children_of_which_a_part_was_kept(coordinates, units):
+    """Residual coordinates and hidden units kept at random, as width pruning does; either way round."""
+    config = replace(TINY, num_layers=2)
+    generator = np.random.default_rng(0)
+    kept = {256: torch.from_numpy(generator.permutation(256)[:coordinates])}
+    kept[704] = torch.from_numpy(generator.permutation(704)[:units])
+    head_size = 32
+
+    def change(name, weight):
+        for axis, size in enumerate(weight.shape):
+            is_heads = "self_attn" in name and axis == int("o_proj" in name)
+            if size in kept and not is_heads:
+                weight = weight.index_select(axis, kept[size])
+        return weight
+
+    smaller = replace(config, d_model=coordinates, d_ff=units, head_dim=head_size)
+    child = Altered(Newborn(config, 1), change)
+    child.width, child.config = coordinates, smaller
+    child.shapes = Newborn(smaller, 1).shapes
+    for base, suspect in ((Newborn(config, 1), child), (child, Newborn(config, 1))):
+        for row in found(base, suspect):
+            assert row["units"] == units and row["share"] >= 0.95
+    for row in found(Newborn(config, 2), child):
+        assert row["found"] <= 8
+
+
+@pytest.mark.parametrize("order", [(0, 3), (0, 1, 1, 2, 2, 3)], ids=["removed", "repeated"])
+def test_layers_removed_and_repeated(order):
+    """Each layer of the suspect is found, wherever it stood in the base."""
+    base = Newborn(replace(TINY, num_layers=4), 1)
+
+    def change(name, _):
+        words = name.split(".")
+        if "layers" in words:
+            words[2] = str(order[int(words[2])])
+        return base.read(".".join(words))
+
+    rows = found(base, Altered(Newborn(replace(TINY, num_layers=len(order)), 1), change))
+    assert [row["base_layer"] for row in rows] == [f"layer {1 + layer}" for layer in order]
+    assert all(row["share"] == 1 for row in rows)
+
+
+def test_other_vocabularies(tmp_path):
+    """Tokens are added, or removed; or they come in another order, and the tokenizers tell which is which."""
+    base = save_perturbed(tmp_path / "a", CONFIG)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(300))
+    for name in ("more", "fewer", "reordered"):
+        vocab_size = {"more": 331, "fewer": 250, "reordered": 300}[name]
+        child = init.newborn(replace(CONFIG, vocab_size=vocab_size), 9)
+        weights = {key: base.read(key) for key in base.shapes}
+        for key, parameter in child.named_parameters():
+            rows = min(len(parameter), len(weights[key]))
+            parameter.data[:rows] = weights[key][:rows]
+            if name == "reordered" and len(parameter) == 300:
+                parameter.data = weights[key][order]
+        checkpoint.save(tmp_path / name, child)
+        assert (min(shares(base, open_folder(tmp_path / name))) > 0.9) == (name != "reordered")
+    for folder, strings in (("a", range(300)), ("reordered", order.tolist())):
+        vocabulary = {f"token {string}": number for number, string in enumerate(strings)}
+        (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert min(shares(base, open_folder(tmp_path / "reordered"))) == 1
+    (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
+    with pytest.raises(UserError, match="tokenizer.json"):
+        found(base, open_folder(tmp_path / "reordered"))
+
+
+def test_fewer_units_and_layers_are_read_where_asked():
+    base = Newborn(CONFIG, 1)
+    rows = found(base, noised(base, 0.5), limit=20, layers=2)
+    assert [row["layer"] for row in rows] == ["layer 1", "layer 3"]
+    for row in rows:
+        assert (row["found"], row["units"], row["expected"]) == (20, 20, 20 / 96)
+
+
+@pytest.mark.parametrize(
+    "count, limit, chosen", [(3, 4, [0, 1, 2]), (5, 3, [0, 2, 4]), (12, 4, [0, 4, 7, 11]), (1, 4, [0])]
+)
+def test_layers_are_evenly_spaced(count, limit, chosen):
+    assert census.evenly_spaced(count, limit) == chosen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_our_models(kind):
+    source = Newborn(KINDS[kind], 1)
+    here = parts.find(source)
+    assert here.missing == "" and len(here.mlps) == 3
+    is_tied = KINDS[kind].tie_embeddings
+    assert here.head == ("model.embed_tokens.weight" if is_tied else "lm_head.weight")
+
+
+# ---- strangers ---------------------------------------------------------------------------------------------
+
+
+def test_counts_of_newborn_strangers_are_poisson():
+    """Each pair of views of 66 pairs of newborns: the fixed points of a random permutation."""
+    config = replace(TINY, num_layers=1, vocab_size=1024)
+    models = [Units(Newborn(config, seed)) for seed in range(12)]
+    ids = torch.arange(1024)
+    views = [model.views(0) for model in models]
+    counts = []
+    for i, j in itertools.combinations(range(12), 2):
+        bridges = census.bridges_between(models[i], models[j], (ids, ids))
+        for pair in itertools.combinations(("gate", "up", "down"), 2):
+            a, b = ({view: views[number][view] for view in pair} for number in (i, j))
+            counts.append(census.units_found(a, b, bridges)["found"])
+    seen = Counter(min(count, 4) for count in counts)
+    chances = scipy.stats.poisson.pmf(range(4), 1)
+    expected = len(counts) * np.append(chances, 1 - chances.sum())
+    assert scipy.stats.chisquare([seen[count] for count in range(5)], expected).pvalue > 0.01
+    assert max(counts) <= 8
+
+
+@pytest.mark.parametrize("config", [GATED, PLAIN], ids=["gated", "plain"])
+def test_strangers_and_transplanted_tables(config):
+    for embedding_seed in (2, 1):  # its own table, and the base's
+        for row in found(Newborn(config, 1), Newborn(config, 2, embedding_seed)):
+            assert row["found"] <= 8 and row["by_chance"] <= 8
+
+
+def test_a_gated_and_a_plain_model_are_compared_by_two_views():
+    for row in found(Newborn(GATED, 1), Newborn(PLAIN, 2)):
+        assert row["units"] == 96 and row["found"] <= 8 and row["expected"] == 0.6
+
+
+# ---- memory ------------------------------------------------------------------------------------------------
+
+MEMORY = """
+import ctypes, json, pathlib, sys, threading
+import safetensors.torch, torch
+from lib import checkpoint, folders
+import seedprint
+from model import ModelConfig
+
+torch.set_num_threads(1)
+config = ModelConfig(2000, 64, 32, 4, 256, 2048)
+generator = torch.Generator().manual_seed(0)
+parent = pathlib.Path(sys.argv[1])
+weights = {}
+for name, shape in folders.parameter_shapes(config).items():
+    weights[name] = torch.zeros(shape) if len(shape) == 2 else torch.ones(shape)
+size = 4 * sum(weight.numel() for weight in weights.values())
+for name in ("base", "child"):
+    folder = parent / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(checkpoint.config_json(config)))
+    for weight in weights.values():
+        if weight.ndim == 2:
+            weight += torch.empty(weight.shape).uniform_(-0.02, 0.02, generator=generator)
+    half = {name: weight.bfloat16() for name, weight in weights.items()}
+    safetensors.torch.save_file(half, folder / "model.safetensors")
+del weights, weight, half
+ctypes.CDLL("libc.so.6").malloc_trim(0)  # what writing left behind
+
+
+def resident():
+    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return 1024 * int(line.split()[1])
+
+
+def watch():
+    while not done.wait(0.02):
+        peaks.append(resident())
+
+
+torch.ones(8, 8) @ torch.ones(8, 8)  # a library's first product allocates
+before = resident()
+peaks = []
+done = threading.Event()
+watcher = threading.Thread(target=watch)
+watcher.start()
+sources = [checkpoint.parse_spec(str(parent / name)).open() for name in ("base", "child")]
+settings = seedprint.CompareSettings(num_sequences=2, sequence_length=16, permutations=199, layers=4)
+settings.dtype = "float32"
+settings.device = "cpu"
+models = [seedprint.read_model("", source, 2000, settings) for source in sources]
+row = seedprint.compare_pair(*models, settings).row
+done.set()
+watcher.join()
+print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before, "size": size}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
+def test_one_block_at_a_time_is_in_memory(tmp_path):
+    """Two models of 0.24 GB each in float32 are compared in a fraction of it; pages of files not counted."""
+    script = [sys.executable, "-c", MEMORY, tmp_path]
+    process = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    result = json.loads(process.stdout)
+    assert result["verdict"] == "same birth" and result["size"] > 2e8
+    # of two models, each as large: a block is 1/32, the sizes of 1,024 by 2,048 correlations in float64 1/14
+    assert result["growth"] < 0.6 * result["size"], result
