@@ -37,7 +37,6 @@ from measure.census import Units, unit_census
 from measure.verdict import verdict
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "body_z", "body_matched", "embedding_z")
-VERDICT_COLUMNS += ("relabel_z",)
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 
 Models = Annotated[
@@ -58,13 +57,8 @@ class PairSettings(RunSettings):
 
 
 @dataclass
-class CompareSettings(PairSettings):
-    """What is read of each model, and how often it is permuted."""
-
-    layers: at_least(1) = 8
-    """layers whose hidden units are looked for, evenly spaced"""
-    units: at_least(2) = 1024
-    """of these hidden units, how many in each MLP of the base"""
+class StateSettings(PairSettings):
+    """What the exact test reads, and how often it permutes."""
 
     num_sequences: at_least(1) = 16
     """random sequences; each of their positions is a row"""
@@ -72,6 +66,16 @@ class CompareSettings(PairSettings):
     """tokens in a sequence"""
     permutations: at_least(199) = 9999
     """relabellings; the smallest p is 1 / (1 + this)"""
+
+
+@dataclass
+class CompareSettings(StateSettings):
+    """What `compare` and `matrix` can be told."""
+
+    layers: at_least(1) = 8
+    """layers whose hidden units are looked for, evenly spaced"""
+    units: at_least(2) = 1024
+    """how many of them in each MLP of the base"""
 
 
 @dataclass
@@ -93,7 +97,7 @@ class PaperSettings(PairSettings):
 
 
 @dataclass
-class PersistenceSettings(PaperSettings, CompareSettings):
+class PersistenceSettings(PaperSettings, StateSettings):
     """What `persistence` can be told: the settings of both tests."""
 
     stranger: str | None = None
@@ -138,7 +142,7 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
-def state_fingerprint(source, vocab_size, settings: CompareSettings):
+def state_fingerprint(source, vocab_size, settings: StateSettings):
     """A model's fingerprint, (n T, d): a row for each position of each random sequence."""
     indices = range(settings.num_sequences)
     tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
@@ -172,16 +176,12 @@ def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
     experiment, models = begin("compare", "BB 6.1", settings)
     base, *suspects = models
-    rows, points, layer_maps, layers, skipped = [], [], [], [], []
-    for number, suspect in enumerate(progress(suspects, desc="suspects"), start=1):
-        comparison = compare_pair(base, suspect, settings)
-        rows.append({"base": base.name, "suspect": suspect.name} | comparison.row)
-        layer_maps.append(comparison.layer_map)
-        layers.append(comparison.layers)
-        skipped.append(comparison.skipped)
-        if "body" in comparison.correlations:
-            points += histogram(comparison.correlations["body"], number)
-    more = {"points": points, "layers": layers, "layer_map": layer_maps, "skipped": skipped}
+    rows, details = [], []
+    for suspect in progress(suspects, desc="suspects"):
+        row, detail = compare_pair(base, suspect, settings)
+        rows.append({"base": base.name, "suspect": suspect.name} | row)
+        details.append(detail)
+    more = {key: [detail[key] for detail in details] for key in details[0]}
     result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, **more)
     if rank() == 0:
         for row in rows:
@@ -202,7 +202,7 @@ class Model:
 def read_model(name, source, vocab_size, settings: CompareSettings):
     """The Model of a source; its final states, of tokens below `vocab_size`, only if `model.py` is it."""
     states = None if source.config is None else state_fingerprint(source, vocab_size, settings)
-    return Model(name, source, Units(source), states)
+    return Model(name, source, Units(source, name), states)
 
 
 def begin(name, paper, settings: CompareSettings):
@@ -215,25 +215,16 @@ def begin(name, paper, settings: CompareSettings):
         check_lengths((settings.sequence_length,), shortest_context(readable))
         vocab_size = common_vocabulary(readable)
     experiment = Experiment(name, paper, settings)
-    models = []
-    for spec, source in zip(specs, sources):
-        models.append(read_model(spec.name, source, vocab_size, experiment.settings))
+    settings = experiment.settings
+    models = [read_model(spec.name, source, vocab_size, settings) for spec, source in zip(specs, sources)]
     return experiment, models
 
 
-@dataclass
-class Comparison:
-    """What `compare` says of a pair: its row, the rows of its census, and what is drawn."""
-
-    row: dict
-    layers: list
-    layer_map: list
-    correlations: dict
-    skipped: list
-
-
 def compare_pair(base: Model, suspect: Model, settings: CompareSettings):
-    """Compare two models by every kind of evidence that can be had; what cannot is null in the row."""
+    """A pair's row, and what is behind it: the census, its map of layers, correlations, matrices left out.
+
+    What cannot be had of two models is null in the row.
+    """
     correlations, skipped = lineage.weight_correlations(base.source, suspect.source)
     have_states = base.states is not None and suspect.states is not None
     if have_states and base.source.width == suspect.source.width:
@@ -241,10 +232,7 @@ def compare_pair(base: Model, suspect: Model, settings: CompareSettings):
     tests = {}
     for kind, C in correlations.items():
         tests[kind] = lineage.diagonal_test(C, (kind, settings.input_seed), settings.permutations)
-    missing = ""
-    for model in (base, suspect):
-        if model.units.parts.missing:
-            missing = f"no {model.units.parts.missing} found in {model.name}"
+    missing = base.units.missing or suspect.units.missing
     layers, layer_map = [], []
     if not missing:
         count = min(base.units.num_tokens, suspect.units.num_tokens)
@@ -256,44 +244,29 @@ def compare_pair(base: Model, suspect: Model, settings: CompareSettings):
     row = {"verdict": answer, "sentence": sentence, "units": least.get("units")}
     row |= {"units_found": least.get("found"), "units_share": least.get("share")}
     row["num_rows"] = len(base.states) if "relabel" in tests else None
-    relabel = tests.get("relabel", {})
-    for name in ("matched", "mismatched", "smallest_visible"):
-        row[name] = relabel.get(name)
-    for column, name in (("relabel_z", "z"), ("relabel_log10_p", "log10_p"), ("permutation_p", "p")):
-        row[column] = relabel.get(name)
-    for kind in ("body", "embedding"):
-        for name in ("matched", "mismatched", "smallest_visible", "z", "log10_p", "p"):
-            row[f"{kind}_{name}"] = tests.get(kind, {}).get(name)
-    return Comparison(row, layers, layer_map, correlations, skipped)
-
-
-def histogram(C, suspect):
-    """Shares of matched and of mismatched correlations by size, of a suspect by its number."""
-    edges = np.linspace(-1, 1, 201)
-    mismatched = C[~torch.eye(len(C), dtype=bool)]
-    for coordinates, values in (("mismatched", mismatched), ("matched", C.diagonal())):
-        counts, _ = np.histogram(values.numpy(), edges)
-        for left, right, count in zip(edges, edges[1:], counts):
-            point = {"suspect": suspect, "coordinates": coordinates, "correlation": (left + right) / 2}
-            yield point | {"share": 100 * count / len(values)}
+    for kind, prefix in (("relabel", ""), ("body", "body_"), ("embedding", "embedding_")):
+        test = tests.get(kind, {})
+        for name in ("matched", "mismatched", "smallest_visible"):
+            row[prefix + name] = test.get(name)
+        for name in ("z", "log10_p", "p"):
+            row[f"{kind}_{name}"] = test.get(name)
+    row["permutation_p"] = row["relabel_p"]
+    points = lineage.histogram(correlations["body"]) if "body" in correlations else []
+    return row, {"layers": layers, "layer_map": layer_map, "points": points, "skipped": skipped}
 
 
 def draw_compare(result, folder) -> None:
     """compare.png, a row for each suspect: units found by layer, and correlations of coordinates."""
-    panels = []
-    for number, (row, layers) in enumerate(zip(result["rows"], result["layers"]), start=1):
-        points = [point for point in result["points"] if point["suspect"] == number]
-        panels.append((f"{clipped(row['suspect'])}: {row['verdict']}", layers, points))
-    evidence(folder / "compare.png", panels)
+    titles = [f"{clipped(row['suspect'])}: {row['verdict']}" for row in result["rows"]]
+    evidence(folder / "compare.png", list(zip(titles, result["layers"], result["points"])))
 
 
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
     experiment, models = begin("matrix", "BB Table 4", settings)
     rows = []
-    pairs = list(itertools.combinations(models, 2))
-    for a, b in progress(pairs, desc="matrix", unit=" pairs"):
-        rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, settings).row)
+    for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
+        rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, settings)[0])
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
 
 

@@ -74,7 +74,7 @@ def config_path(place):
 def read_raw_config(place):
     """What config.json says, and its path; UserError for folders that only look like a checkpoint."""
     path = config_path(place)
-    refuse_what_needs_a_step_more(place, path.parent)
+    refuse_what_needs_a_step_more(place)
     check_sum(path)
     raw = read_json(path)
     quantisation = raw.get("quantization_config")
@@ -83,8 +83,9 @@ def read_raw_config(place):
     return raw, path
 
 
-def refuse_what_needs_a_step_more(place, folder) -> None:
+def refuse_what_needs_a_step_more(place) -> None:
     """UserError for a LoRA adapter and for .gguf files, with the line to type."""
+    folder = config_path(place).parent
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         line = merge_line(".merge_and_unload()", folder, "peft", "AutoPeftModelForCausalLM")
         raise UserError(f"{folder} is a LoRA adapter, which changes another model: {line}")
@@ -135,7 +136,7 @@ def read_family_config(family, raw, path):
         scaling = {ours: rope[theirs] for ours, theirs in SCALING_KEYS.items() if theirs in rope}
         values["rope_scaling"] = scaling
     config = checked_config(values, path, KEYS | SCALING_KEYS)
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window", 4096)
     if raw.get("use_sliding_window", family == "mistral") and type(window) is int and window > 0:
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
     return config
@@ -220,6 +221,7 @@ class ForeignWeights(TensorFiles):
 
 def open_weights(place):
     """The tensors of a checkpoint folder or a single file: Weights, or ForeignWeights if not of our kind."""
+    refuse_what_needs_a_step_more(place)
     if not place.is_dir() and not config_path(place).exists():
         return ForeignWeights(place)
     try:

@@ -58,9 +58,10 @@ class Basis:
 class Units:
     """The hidden units of a source's MLPs, as its tokens see them."""
 
-    def __init__(self, source):
+    def __init__(self, source, name="the model"):
         self.source = source
         self.parts = parts.find(source)
+        self.missing = f"no {self.parts.missing} found in {name}" if self.parts.missing else ""
         self.inputs_first = parts.stores_inputs_first(source)
         self.bases = {}  # by the table's name
         self.kept_views = {}  # by the MLP's number, for many suspects

@@ -226,6 +226,19 @@ def outcome(z, log10_p, exceeding, permutations):
     return {"z": z, "log10_p": log10_p, "p": p, "same": bool(same)}
 
 
+def histogram(C):
+    """Shares in % of matched and of mismatched correlations C (d, d) by size: points of a figure."""
+    edges = np.linspace(-1, 1, 201)
+    points = []
+    mismatched = C[~torch.eye(len(C), dtype=bool)]
+    for coordinates, values in (("mismatched", mismatched), ("matched", C.diagonal())):
+        shares = 100 * np.histogram(values.numpy(), edges)[0] / len(values)
+        for left, right, share in zip(edges, edges[1:], shares):
+            correlation = (left + right) / 2
+            points.append({"coordinates": coordinates, "correlation": correlation, "share": share})
+    return points
+
+
 # ---- the seed ----------------------------------------------------------------------------------------------
 
 

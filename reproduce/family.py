@@ -114,7 +114,7 @@ def compare_all(pairs, data, experiment):
     for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
         a, outputs_a = read(base)
         b, outputs_b = read(suspect)
-        row = compare_pair(a, b, ours).row
+        row, _ = compare_pair(a, b, ours)
         row |= paper_test(outputs_a, outputs_b, theirs)
         row |= similarities(a.source, b.source, text, experiment.device, experiment.dtype)
         del row["reef_matrix"]  # of all pairs of layers

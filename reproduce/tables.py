@@ -10,7 +10,7 @@ import pandas as pd
 
 from lib.files import atomic_file
 from measure.cosines import interval
-from measure.lineage import SAME_BIRTH
+from measure.verdict import SAME_BIRTH
 from reproduce.rivals import RIVALS, THRESHOLD
 
 DOCS = Path(__file__).parent.parent / "docs"

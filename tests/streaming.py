@@ -95,7 +95,7 @@ def stream(settings: Settings) -> dict:
         with anonymous_peak() as samples:
             models = [seedprint.read_model("", source, *on) for source in (base, suspect)]
             states_seconds = time.perf_counter() - begun
-            compared = seedprint.compare_pair(*models, READ).row
+            compared, _ = seedprint.compare_pair(*models, READ)
         row = {
             "suspect": name,
             "parameters": size,

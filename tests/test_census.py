@@ -373,7 +373,7 @@ settings = seedprint.CompareSettings(num_sequences=2, sequence_length=16, permut
 settings.dtype = "float32"
 settings.device = "cpu"
 models = [seedprint.read_model("", source, 2000, settings) for source in sources]
-row = seedprint.compare_pair(*models, settings).row
+row, _ = seedprint.compare_pair(*models, settings)
 done.set()
 watcher.join()
 print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before, "size": size}))

@@ -104,11 +104,10 @@ def test_what_hugging_face_leaves_out(tmp_path):
 
 def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama_mqa_tied"])
-    edit_config(folder, model_type="mistral")
-    with pytest.raises(UserError, match="sliding_window"):  # transformers' default is a window of 4,096
-        checkpoint.load(folder)
-    config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"sliding_window": None}
-    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    for window, context_length in ((4096, 700), (16, 16)):  # up to its window, a Mistral is plain
+        edit_config(folder, model_type="mistral", sliding_window=window)
+        assert folders.read_config(tmp_path / "a").context_length == context_length
+    edit_config(folder, sliding_window=None)
     weights = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
     head = weights["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(weights | {"lm_head.weight": head}, tmp_path / "a" / "model.safetensors")
@@ -132,7 +131,6 @@ def test_a_value_that_quotes_a_place(tmp_path):
         ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"model_type": None}, "foreign architecture"),
         ({"attention_bias": True}, "attention_bias True"),
-        ({"model_type": "mistral", "sliding_window": 16}, "sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "missing"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),

@@ -16,6 +16,7 @@ FLOORS = [  # a file imports from floors below its own alone
     ["lib.files"],
     ["lib.runtime"],
     ["lib.speed"],
+    ["lib.tensors", "lib.parts"],
     ["lib.folders"],
     ["lib.data"],
     ["lib.checkpoint"],
@@ -28,6 +29,7 @@ FLOORS = [  # a file imports from floors below its own alone
     ["measure.attention"],
     ["measure.neurons"],
     ["measure.lineage"],
+    ["measure.census", "measure.verdict"],
     ["probe", "train", "sinks", "seedprint"],
     ["contraction"],
     ["reproduce"],  # whose files may import each other, without a circle
@@ -103,7 +105,7 @@ def test_a_circle_is_found():
 
 def test_size_and_density():
     counts = density.total(list(FILES.values()))
-    assert counts["nodes"] <= 22_300, counts
+    assert counts["nodes"] <= 24_500, counts
     assert counts["nodes"] / counts["code"] <= 4.8, counts
     for name, path in FILES.items():
         if name != "measure.theory":  # formulas are dense

@@ -122,7 +122,7 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
 def test_compare_draws_all_pairs_of_coordinates(family, tmp_path):
     result, _ = run("compare", family / "base", family / "child", *ROWS, out=tmp_path)
     for coordinates, low, high in (("matched", 0.5, 1), ("mismatched", -0.7, 0.7)):
-        points = [point for point in result["points"] if point["coordinates"] == coordinates]
+        points = [point for point in result["points"][0] if point["coordinates"] == coordinates]
         assert sum(point["share"] for point in points) == pytest.approx(100)
         assert all(low < point["correlation"] < high for point in points if point["share"] > 0)
 

@@ -1,0 +1,332 @@
+"""lib/folders.py and lib/tensors.py: every way to store weights, and what is no folder of weights."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from conftest import KINDS, assert_refused, run_here
+
+import init
+from lib import checkpoint, folders
+from lib.files import read_json
+from lib.settings import UserError
+from lib.tensors import TensorFiles
+
+CONFIG = KINDS["llama"]
+
+
+def save(folder: Path, seed: int = 1, noise: float = 0.0) -> dict[str, torch.Tensor]:
+    """A folder of ours with safetensors, and its tensors."""
+    model = init.newborn(CONFIG, seed)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter += noise * parameter.std() * torch.randn_like(parameter)
+    checkpoint.save(folder, model)
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def as_bin(folder: Path, tensors) -> None:
+    """pytorch_model.bin in the place of safetensors."""
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def as_shards(suffix: str):
+    """Writes two shards and an index, as Hugging Face names them."""
+    stem = {".bin": "pytorch_model", ".safetensors": "model"}[suffix]
+
+    def write(folder: Path, tensors) -> None:
+        index = {}
+        names = list(tensors)
+        for number, part in enumerate((names[::2], names[1::2]), start=1):
+            path = folder / f"{stem}-{number:05}-of-00002{suffix}"
+            shard = {name: tensors[name] for name in part}
+            torch.save(shard, path) if suffix == ".bin" else safetensors.torch.save_file(shard, path)
+            index |= dict.fromkeys(part, path.name)
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+
+    return write
+
+
+WAYS = {"bin": as_bin, "sharded bin": as_shards(".bin"), "shards": as_shards(".safetensors")}
+
+
+def restored(folder: Path, write) -> None:
+    """Store a folder's tensors in another way."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in ("model.safetensors", "checksums.json"):
+        (folder / name).unlink()
+    write(folder, tensors)
+
+
+def verdicts(folder: Path, *suspects) -> list[dict]:
+    """The rows of `compare`, without the names."""
+    words = [folder / "base", *suspects, "--num-sequences", 2, "--permutations", 199]
+    done = run_here("seedprint", "compare", *words, "--out", folder / "out")
+    assert done.returncode == 0, done.stderr
+    rows = read_json(folder / "out" / "compare.json")["rows"]
+    return [{key: value for key, value in row.items() if key != "suspect"} for row in rows]
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A base, its noised child, and a stranger."""
+    save(tmp_path / "base")
+    save(tmp_path / "child", noise=0.5)
+    save(tmp_path / "stranger", seed=2)
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verdicts_do_not_hang_on_how_weights_are_stored(way, family):
+    suspects = [family / "child", family / "stranger"]
+    expected = verdicts(family, *suspects)
+    assert [row["verdict"] for row in expected] == ["same birth", "no evidence"]
+    for folder in suspects:
+        restored(folder, WAYS[way])
+    assert verdicts(family, *suspects) == expected
+    loaded = checkpoint.load(family / "child")
+    assert not any(parameter.isnan().any() for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_single_file_in_place_of_its_folder(suffix, family):
+    """With config.json beside it, and without: then the token table tells the width, and no state is read."""
+    expected = verdicts(family, family / "child", family / "stranger")
+    files = []
+    for name in ("child", "stranger"):
+        if suffix == ".bin":
+            restored(family / name, as_bin)
+        files += (family / name).glob(f"*model{suffix}")
+    assert verdicts(family, *files) == expected
+    for file in files:
+        (file.parent / "config.json").unlink()
+    for row, theirs in zip(verdicts(family, *files), expected):
+        for key in ("verdict", "sentence", "units_found", "body_z"):
+            assert row[key] == theirs[key]
+        assert row["num_rows"] is None
+
+
+def test_a_tensor_that_is_mapped_is_read_as_it_is(tmp_path):
+    tensors = {
+        "a.weight": torch.randn(5, 3),
+        "b.weight": torch.arange(4.0).bfloat16(),
+        "c": torch.ones(2).half(),
+    }
+    torch.save(tensors, tmp_path / "x.bin")
+    files = TensorFiles([tmp_path / "x.bin"])
+    assert files.shapes == {"a.weight": (5, 3), "b.weight": (4,), "c": (2,)}
+    assert files.types == {"a.weight": "F32", "b.weight": "BF16", "c": "F16"}
+    for name, tensor in tensors.items():
+        read = files.read(name)
+        assert torch.equal(read, tensor)
+        read += 1
+        assert torch.equal(files.read(name), tensor)
+
+
+# ---- hostile files -----------------------------------------------------------------------------------------
+
+
+class Command:
+    """What a pickle may do when it is opened."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def with_a_command(path: Path, proof: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(3), "x": Command(proof)}, path)
+
+
+def bare_pickle(path: Path, proof: Path) -> None:
+    path.write_bytes(pickle.dumps(Command(proof)))
+
+
+def of_the_old_format(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+
+
+def cut(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(3000)}, path)
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def cut_within(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(3000)}, path)
+    data = path.read_bytes()
+    path.write_bytes(data[:3000] + data[9000:])
+
+
+def stretched(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(1).expand(2**40)}, path)
+
+
+def elsewhere(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.empty(2**40, device="meta")}, path)
+
+
+def sparse(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.sparse_coo_tensor([[0]], [1.0], (2**40,))}, path)
+
+
+def a_list(path: Path, _: Path) -> None:
+    torch.save([torch.ones(3)], path)
+
+
+def bomb(path: Path, _: Path) -> None:
+    """A pickle of 60 MB, packed into 60 KB."""
+    buffer = io.BytesIO()
+    torch.save({"model.norm.weight": torch.ones(3)}, buffer)
+    with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in whole.namelist():
+            data = whole.read(entry)
+            packed.writestr(entry, data + b"." * 60_000_000 if entry.endswith(".pkl") else data)
+
+
+def pipe(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+HOSTILE = [
+    with_a_command,
+    bare_pickle,
+    of_the_old_format,
+    cut,
+    cut_within,
+    stretched,
+    elsewhere,
+    sparse,
+    a_list,
+]
+HOSTILE += [bomb, pipe]
+
+
+@pytest.mark.parametrize("write", HOSTILE, ids=lambda write: write.__name__)
+def test_hostile_files_are_refused_and_nothing_runs(write, family):
+    for name in ("model.safetensors", "checksums.json"):
+        (family / "child" / name).unlink()
+    write(family / "child" / "pytorch_model.bin", family / "proof")
+    words = ["compare", family / "base", family / "child", "--out", family / "out"]
+    assert_refused(run_here("seedprint", *words), "pytorch_model.bin")
+    assert not (family / "proof").exists()
+
+
+def test_shards_may_not_lead_elsewhere(family):
+    restored(family / "child", as_shards(".bin"))
+    for name in ("../base/model.safetensors", "/etc/passwd", 7, "model.safetensors"):
+        index = {"weight_map": {"model.norm.weight": name}}
+        (family / "child" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match="in this folder"):
+            folders.open_weights(family / "child")
+
+
+def test_a_header_of_gigabytes(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((2**33).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UserError, match="header"):
+        TensorFiles([path])
+
+
+# ---- what needs a step more --------------------------------------------------------------------------------
+
+
+def lora(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def gguf_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model-q4.gguf").write_bytes(b"GGUF")
+    return folder
+
+
+def gguf_file(folder: Path) -> Path:
+    return gguf_folder(folder) / "model-q4.gguf"
+
+
+def quantised_by_config(folder: Path) -> Path:
+    save(folder)
+    config = read_json(folder / "config.json") | {"quantization_config": {"quant_method": "gptq"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+def quantised_by_type(folder: Path) -> Path:
+    tensors = save(folder)
+    tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    config = read_json(folder / "config.json") | {"model_type": "deepseek_v3"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+def of_the_hub(_: Path) -> str:
+    return "meta-llama/Llama-2-7b-hf"
+
+
+def empty(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def nameless(folder: Path) -> Path:
+    save(folder)
+    (folder / "config.json").write_text('{"model_type": "new"}')
+    (folder / "checksums.json").unlink()
+    return folder
+
+
+STEPS = {
+    lora: ["LoRA adapter", "peft", "merge_and_unload", "save_pretrained"],
+    gguf_folder: [".gguf", "gguf_file='model-q4.gguf'"],
+    gguf_file: [".gguf", "gguf_file='model-q4.gguf'"],
+    quantised_by_config: ["quantised", "dequantize"],
+    quantised_by_type: ["F8_E4M3", "quantised", "dequantize"],
+    of_the_hub: ["hf download meta-llama/Llama-2-7b-hf --local-dir Llama-2-7b-hf"],
+    empty: ["config.json", "missing"],
+    nameless: ["no hidden size", "hidden_size"],
+}
+
+
+@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+def test_what_it_is_and_the_line_to_type(make, tmp_path):
+    words = ["compare", "tiny_llama@1", make(tmp_path / "x"), "--out", tmp_path / "out"]
+    assert_refused(run_here("seedprint", *words), *STEPS[make])
+
+
+def test_other_scripts_say_that_compare_reads_it(tmp_path):
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    words = ["--model", tmp_path / "gpt2", "--out", tmp_path / "out"]
+    assert_refused(run_here("probe", *words), "gpt2", "seedprint.py compare")
+
+
+def test_what_is_no_matrix_is_listed(tmp_path):
+    """Two axes, none of which is the residual stream's."""
+    config = transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=50)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "mamba")
+    words = [tmp_path / "mamba", tmp_path / "mamba", "--permutations", 199, "--out", tmp_path]
+    assert run_here("seedprint", "compare", *words).returncode == 0
+    (skipped,) = read_json(tmp_path / "compare.json")["skipped"]
+    assert "backbone.layers.0.mixer.A_log" in skipped
+    assert not any("in_proj" in name or "out_proj" in name for name in skipped)
+    assert np.all([name.startswith("backbone.layers.") for name in skipped])
