@@ -77,17 +77,16 @@ def unit_ranks(rows) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def decorrelated(ranks: Tensor, ridge=0.03, precision=torch.float64) -> Tensor:
+def decorrelated(ranks: Tensor, ridge=0.03) -> Tensor:
     """R (R'R + ridge)^(-1/2) of R (n, d), whose columns have norm 1, and again scaled to it.
 
     What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
-    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too, in
-    `precision`.
+    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too.
     """
     n, d = ranks.shape
     varies = ranks.norm(dim=0) > 0
     gram = ranks.T @ ranks if d <= n else ranks @ ranks.T
-    values, vectors = torch.linalg.eigh(gram.to(precision))
+    values, vectors = torch.linalg.eigh(gram.double())
     root = (vectors * (values.clamp(min=0) + ridge).rsqrt()) @ vectors.T
     root = root.float()
     white = ranks @ root if d <= n else root @ ranks

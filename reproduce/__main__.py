@@ -33,21 +33,18 @@ RESULTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 WORDS = {  # what the braces mean
     "smoke": {
         "size": "tiny",
-        "second": "docstrings",
         "text": "backcopy",
         "data": "data/backcopy-bytes",
         "kin": "tiny_llama@1000",
     },
     "laptop": {
         "size": "tiny",
-        "second": "docstrings",
         "text": "laptop",
         "data": "data/python-bpe_4096",
         "kin": "{runs}/lineage/tiny_llama-1000",
     },
     "paper": {
         "size": "nano",
-        "second": "stories",
         "text": "nano_llama",
         "data": str(siblings.PAPER_DATA),
         "kin": "{runs}/lineage/nano_llama-1000",

@@ -12,6 +12,8 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -24,6 +26,7 @@ from lib.results import Experiment
 from lib.settings import Command, RunSettings, run_script
 
 READ = seedprint.CompareSettings(layers=4)  # what the tests read of a model, by default
+PARTS = ("state_fingerprint", "weight_correlations", "unit_census")  # of what takes long
 KEYS = ("verdict", "sentence", "units_found", "body_z", "relabel_z")  # of a row of `compare`
 
 
@@ -33,6 +36,8 @@ class Settings(RunSettings):
 
     folder: str = "/tmp/7b"
     """checkpoint folder"""
+    suspects: tuple[Literal["noised copy", "stranger"], ...] = ("noised copy", "stranger")
+    """what it is compared with"""
 
 
 class Noised:
@@ -81,25 +86,42 @@ def anonymous_peak():
         thread.join()
 
 
+def timed(name: str, seconds: dict):
+    """The function of seedprint by this name; each call adds to its `seconds`."""
+    function = getattr(seedprint, name)
+
+    def call(*arguments):
+        begun = time.perf_counter()
+        result = function(*arguments)
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begun
+        return result
+
+    return mock.patch.object(seedprint, name, call)
+
+
 def stream(settings: Settings) -> dict:
     """Compare the folder with a noised copy and with a stranger."""
     base = parse_spec(settings.folder).open()
     experiment = Experiment("bench_streaming", "", settings)
     reading = replace(READ, device=experiment.settings.device, dtype=experiment.settings.dtype)
-    on = (base.config.vocab_size, reading)
     size = sum(math.prod(shape) for shape in base.shapes.values())
     suspects = {"noised copy": Noised(base, 0.1), "stranger": Noised(Newborn(base.config, 1), 0)}
     rows = []
-    for name, suspect in suspects.items():
+    for name in settings.suspects:
         begun = time.perf_counter()
-        with anonymous_peak() as samples:
-            models = [seedprint.read_model("", source, *on) for source in (base, suspect)]
-            states_seconds = time.perf_counter() - begun
+        seconds = {}
+        with anonymous_peak() as samples, contextlib.ExitStack() as stack:
+            for part in PARTS:
+                stack.enter_context(timed(part, seconds))
+            pair = (base, suspects[name])
+            models = [seedprint.read_model("", source, base.config.vocab_size, reading) for source in pair]
             compared, _ = seedprint.compare_pair(*models, READ)
         row = {
             "suspect": name,
             "parameters": size,
-            "states_seconds": states_seconds,
+            "states_seconds": seconds["state_fingerprint"],
+            "weights_seconds": seconds["weight_correlations"],
+            "census_seconds": seconds["unit_census"],
             "seconds": time.perf_counter() - begun,
             "anonymous_gb": max(samples) / 1e9,
         }
