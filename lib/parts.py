@@ -17,7 +17,8 @@ from torch import Tensor
 
 LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d{1,9})\.")  # what comes first in a name; T5's has two
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-PREFIX = re.compile(r"^(?:(?:model|transformer|gpt_neox|backbone|bert|language_model|base_model|module)\.)+")
+WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
+PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.weight$")

@@ -20,6 +20,7 @@ from lib.settings import UserError
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # numbers that are weights, as safetensors calls them
 QUANTISED = ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F4")  # numbers that stand for weights
+NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
 TORCH_TYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -63,6 +64,9 @@ class TorchFile:
         check_zip(path)
         self.path = path
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        for key in NESTED:
+            if isinstance(values.get(key), dict):
+                values = values[key]
         self.tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         size = path.stat().st_size
         for name, tensor in self.tensors.items():

@@ -38,6 +38,7 @@ from lib.settings import UserError
 
 ROW_BATCH = 4096  # tokens whose embeddings are multiplied at once
 FEW_UNITS = 128  # of each MLP of a base, that are looked for in each of a suspect, to find the closest
+MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 STANDS_OUT = 0.1  # share of these from which on an MLP is the closest
 SMALLEST_EIGENVALUE = 1e-6  # of a token table's Gram matrix, in units of their mean: smaller ones are raised
 RIDGE = 3.0  # of decorrelation: a third more units are found under noise of three std than with 0.03
@@ -74,10 +75,12 @@ class Units:
         return sorted({mlp.layer for mlp in self.parts.mlps})
 
     def chosen(self, layers):
-        """The numbers of the MLPs in up to `layers` layers, evenly spaced."""
-        places = evenly_spaced(len(self.layers), layers)
-        read = {self.layers[place] for place in places}
-        return [number for number, mlp in enumerate(self.parts.mlps) if mlp.layer in read]
+        """The numbers of the MLPs in up to `layers` layers, evenly spaced; of many experts MOST_EXPERTS."""
+        numbers = []
+        for place in evenly_spaced(len(self.layers), layers):
+            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer == self.layers[place]]
+            numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
+        return numbers
 
     def kept(self, number, limit):
         """The views of an MLP, up to `limit` of its units, made once."""
@@ -91,12 +94,17 @@ class Units:
         Q of the view's table times a column is what the unit reads of, or writes to, each token, decorrelated
         from other units: what all share no longer drowns what is theirs. Up to `limit` units, evenly spaced.
         """
-        matrices = self.matrices(self.parts.mlps[number])
+        mlp = self.parts.mlps[number]
+        matrices = self.matrices(mlp)
+        if len({len(rows) for rows in matrices.values()}) > 1:
+            raise UserError(f"{mlp.label}: its matrices have different numbers of hidden units")
         alive = torch.stack([rows.any(dim=1) for rows in matrices.values()]).all(dim=0)
         chosen = evenly_spaced(len(alive), limit or len(alive))
         values = {}
         for view, rows in matrices.items():
             columns = self.root(self.table_of(view)) @ rows.T
+            if not columns.isfinite().all():
+                raise UserError(f"{mlp.label}: its weights are not finite, or huge: check them for NaN")
             columns = columns / columns.norm(dim=0).clamp(min=1e-30) * alive
             values[view] = decorrelated(columns, chosen)
         return values
@@ -113,8 +121,6 @@ class Units:
             if mlp.expert is not None:
                 weight = weight[mlp.expert]
             matrix = parts.residual_rows(weight, name, self.source.width, self.inputs_first).float()
-            if not matrix.isfinite().all():
-                raise UserError(f"{name} is not finite: check it for NaN")
             if role == "gate_up":
                 rows["gate"], rows["up"] = matrix.chunk(2)
             else:
@@ -179,11 +185,14 @@ def decorrelated(columns: Tensor, chosen):
 
 def root_of(table: Tensor) -> Tensor:
     """R (d, d), upper triangular, of a token table (V, d): the root of its Gram matrix by Cholesky."""
-    if not table.isfinite().all():
-        raise UserError("a token table is not finite: check it for NaN")
     ids = torch.arange(len(table))
     gram = cross_products(table, ids, table, ids)
-    gram.diagonal().add_(SMALLEST_EIGENVALUE * gram.diagonal().mean().clamp(min=1e-30))
+    mean = gram.diagonal().mean()
+    if not mean.isfinite():
+        raise UserError("a token table is not finite: check it for NaN")
+    if mean < 1e-30:
+        raise UserError("nothing varies in a token table: there is nothing to compare")
+    gram.diagonal().add_(SMALLEST_EIGENVALUE * mean)
     return torch.linalg.cholesky(gram).T.float()
 
 
@@ -262,14 +271,14 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
     layer_map = np.zeros((len(ours), len(theirs)))
     for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
         views = suspect.views(number)
-        for row, other in enumerate(ours):
+        for place, other in enumerate(ours):
             few = some_units(base.kept(other, limit), FEW_UNITS)
             count = units_found(few, views, bridges)
-            layer_map[row, column] = count["found"] / max(1, count["units"])
-        closest = int(layer_map[:, column].argmax())
-        if layer_map[closest, column] < STANDS_OUT:
-            closest = column * len(ours) // len(theirs)  # the one in its place
-        closest = ours[closest]
+            layer_map[place, column] = count["found"] / max(1, count["units"])
+        place = int(layer_map[:, column].argmax())
+        if layer_map[place, column] < STANDS_OUT:
+            place = column * len(ours) // len(theirs)  # none is closer than others: the one in its place
+        closest = ours[place]
         row = {"layer": suspect.parts.mlps[number].label, "base_layer": base.parts.mlps[closest].label}
         row |= units_found(base.kept(closest, limit), views, bridges)
         row["share"] = row["found"] / max(1, row["units"])

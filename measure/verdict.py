@@ -2,7 +2,7 @@
 
     >>> from measure.verdict import verdict
     >>> row = {"layer": "layer 1", "base_layer": "layer 1", "found": 2, "units": 704, "expected": 1}
-    >>> verdict({}, [row | {"share": 2 / 704}])
+    >>> verdict({}, [row | {"share": 2 / 704, "by_chance": 0}])
     ('no evidence', 'at most 2 of 704 hidden units of a layer found again, as chance has it')
 
 Hidden units decide, where there are any (`measure/census.py`): no change of basis or order hides them, and a
@@ -89,9 +89,10 @@ def judge_units(rows):
 def chance_log10_p(row, searches):
     """log10 of the chance that strangers have as many units as a row, or more, in the best of many counts.
 
-    Each of three pairs of views counts Poisson(expected) units, in each of `searches` layers of both models.
+    Each of three pairs of views counts a Poisson number of units, in each of `searches` layers of both. Its
+    mean is the expected one, or the count of this pair's own null, if that is larger: ties may make it so.
     """
-    log_p = stats.poisson.logsf(row["found"] - 1, row["expected"])
+    log_p = stats.poisson.logsf(row["found"] - 1, max(row["expected"], row["by_chance"]))
     return min(0.0, (log_p + math.log(3 * searches**2)) / math.log(10))
 
 

@@ -25,6 +25,7 @@ from lib.inputs import random_tokens
 from lib.settings import UserError
 from measure import census
 from measure.census import Units, unit_census
+from measure.verdict import NO_EVIDENCE, verdict
 from model import PRESETS, ModelConfig
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
@@ -127,6 +128,32 @@ def test_dead_units_are_in_no_count(tmp_path):
         assert row["units"] == 48 and row["found"] <= 8
     for row in found(a, a):
         assert (row["found"], row["units"]) == (48, 48)
+
+
+def test_units_that_are_all_alike_are_no_birth():
+    """Every correlation is a tie, which every view breaks alike; the pair's own null sees that."""
+
+    def change(name, weight):
+        return torch.ones_like(weight) if "mlp" in name else weight
+
+    rows = found(Newborn(CONFIG, 1), Altered(Newborn(CONFIG, 2), change))
+    assert verdict({}, rows)[0] == NO_EVIDENCE
+
+
+def test_a_table_of_zeros_is_refused():
+    def change(name, weight):
+        return torch.zeros_like(weight) if "embed_tokens" in name else weight
+
+    with pytest.raises(UserError, match="nothing varies"):
+        found(Newborn(CONFIG, 1), Altered(Newborn(CONFIG, 1), change))
+
+
+def test_matrices_that_do_not_fit_are_refused():
+    def change(name, weight):
+        return weight[:50] if "up_proj" in name else weight
+
+    with pytest.raises(UserError, match="layer 1: .* hidden units"):
+        found(Newborn(CONFIG, 1), Altered(Newborn(CONFIG, 1), change))
 
 
 @pytest.mark.parametrize("broken", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])

@@ -116,6 +116,24 @@ def test_a_single_file_in_place_of_its_folder(suffix, family):
         assert row["num_rows"] is None
 
 
+def test_a_checkpoint_of_nano_gpt(tmp_path):
+    """Its .pt file: weights beside other things, names of a compiled model, matrices as (outputs, inputs)."""
+    torch.manual_seed(0)
+    shapes = {"wte": (300, 64), "wpe": (32, 64)}
+    for layer in range(2):
+        shapes |= {f"h.{layer}.attn.c_attn": (192, 64), f"h.{layer}.attn.c_proj": (64, 64)}
+        shapes |= {f"h.{layer}.mlp.c_fc": (256, 64), f"h.{layer}.mlp.c_proj": (64, 256)}
+    weights = {f"_orig_mod.transformer.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    torch.save({"model": weights, "iter_num": 7, "config": {"n_layer": 2}}, tmp_path / "ckpt.pt")
+    plain = {name.removeprefix("_orig_mod."): weight for name, weight in weights.items()}
+    torch.save({"model": plain}, tmp_path / "plain.pt")
+    words = [tmp_path / "ckpt.pt", tmp_path / "plain.pt", "--permutations", 199, "--out", tmp_path]
+    done = run_here("seedprint", "compare", *words)
+    assert done.returncode == 0, done.stderr
+    (row,) = read_json(tmp_path / "compare.json")["rows"]
+    assert (row["units_found"], row["body_matched"]) == (256, pytest.approx(1, abs=1e-5))  # float32 sums
+
+
 def test_a_tensor_that_is_mapped_is_read_as_it_is(tmp_path):
     tensors = {
         "a.weight": torch.randn(5, 3),

@@ -22,7 +22,7 @@ def census(*counts, units: int = 704, base_layers=None) -> list[dict]:
     for number, count in enumerate(counts, start=1):
         base_layer = base_layers[number - 1] if base_layers else number
         row = {"layer": f"layer {number}", "base_layer": f"layer {base_layer}", "expected": 1.0}
-        rows.append(row | {"found": count, "units": units, "share": count / units})
+        rows.append(row | {"found": count, "units": units, "share": count / units, "by_chance": 1})
     return rows
 
 
@@ -96,5 +96,6 @@ def test_chance_is_poisson_over_all_counts():
     expected = scipy.stats.poisson.sf(6, 1) * 3 * 4**2  # three pairs of views, four layers with four
     assert 10 ** chance_log10_p(row, 4) == pytest.approx(expected, rel=1e-9)
     assert chance_log10_p(census(0)[0], 4) == 0
+    assert chance_log10_p(row | {"by_chance": 704}, 4) == 0  # ties explain it
     # A small MLP's few units are no birth: 7 of 32 are 22 %, but chance has them once in 250 comparisons
     assert verdict({}, census(7, 1, 0, 2, units=32))[0] == NO_EVIDENCE
