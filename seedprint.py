@@ -34,7 +34,6 @@ from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
 from measure.census import Units, unit_census
-from measure.lineage import weight_correlations
 from measure.verdict import verdict
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "body_z", "body_matched", "embedding_z")
@@ -226,7 +225,7 @@ def compare_pair(base: Model, suspect: Model, settings: CompareSettings):
 
     What cannot be had of two models is null in the row.
     """
-    correlations, skipped = weight_correlations(base.source, suspect.source)
+    correlations, skipped = lineage.weight_correlations(base.source, suspect.source)
     have_states = base.states is not None and suspect.states is not None
     if have_states and base.source.width == suspect.source.width:
         correlations["relabel"] = lineage.relation(base.states, suspect.states)

@@ -24,9 +24,10 @@ from init import draw
 from lib.checkpoint import Newborn, parse_spec
 from lib.results import Experiment
 from lib.settings import Command, RunSettings, run_script
+from measure import lineage
 
 READ = seedprint.CompareSettings(layers=4)  # what the tests read of a model, by default
-PARTS = ("state_fingerprint", "weight_correlations", "unit_census")  # of what takes long
+PARTS = {"state_fingerprint": seedprint, "weight_correlations": lineage, "unit_census": seedprint}
 KEYS = ("verdict", "sentence", "units_found", "body_z", "relabel_z")  # of a row of `compare`
 
 
@@ -87,8 +88,8 @@ def anonymous_peak():
 
 
 def timed(name: str, seconds: dict):
-    """The function of seedprint by this name; each call adds to its `seconds`."""
-    function = getattr(seedprint, name)
+    """One of PARTS, what takes long; each call adds to its `seconds`."""
+    function = getattr(PARTS[name], name)
 
     def call(*arguments):
         begun = time.perf_counter()
@@ -96,7 +97,7 @@ def timed(name: str, seconds: dict):
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begun
         return result
 
-    return mock.patch.object(seedprint, name, call)
+    return mock.patch.object(PARTS[name], name, call)
 
 
 def stream(settings: Settings) -> dict:
