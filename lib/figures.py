@@ -139,7 +139,7 @@ def family_tree(path, names, closeness, numbers, label, title) -> None:
     distances = squareform(1 - np.clip(closeness, 0, 1), checks=False)
     style = {"orientation": "left", "no_labels": True, "color_threshold": 0, "above_threshold_color": "black"}
     order = dendrogram(linkage(distances, "average"), ax=tree, **style)["leaves"]
-    tree.set(xlabel="1 - correlation", title="family tree")
+    tree.set(xlabel="distance", title="family tree")
     tree.spines[["top", "right", "left"]].set_visible(False)
     closeness = closeness[np.ix_(order, order)]
     numbers = numbers[np.ix_(order, order)]
