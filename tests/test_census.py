@@ -319,7 +319,7 @@ def test_parts_of_our_models(kind):
 
 def test_counts_of_newborn_strangers_are_poisson():
     """Each pair of views of 66 pairs of newborns: the fixed points of a random permutation."""
-    config = replace(TINY, num_layers=1, vocab_size=1024)
+    config = replace(CONFIG, num_layers=1, vocab_size=1024, d_model=128, d_ff=352)
     models = [Units(Newborn(config, seed)) for seed in range(12)]
     ids = torch.arange(1024)
     views = [model.views(0) for model in models]
@@ -358,7 +358,7 @@ import seedprint
 from model import ModelConfig
 
 torch.set_num_threads(1)
-config = ModelConfig(2000, 64, 32, 4, 256, 2048)
+config = ModelConfig(2000, 64, 24, 4, 256, 2048)
 generator = torch.Generator().manual_seed(0)
 parent = pathlib.Path(sys.argv[1])
 weights = {}
@@ -409,11 +409,11 @@ print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before, "siz
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_one_block_at_a_time_is_in_memory(tmp_path):
-    """Two models of 0.24 GB each in float32 are compared in a fraction of it; pages of files not counted."""
+    """Two models of 0.18 GB each in float32 are compared in a fraction of it; pages of files not counted."""
     script = [sys.executable, "-c", MEMORY, tmp_path]
     process = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
-    assert result["verdict"] == "same birth" and result["size"] > 2e8
-    # of two models, each as large: a block is 1/32, the sizes of 1,024 by 2,048 correlations in float64 1/14
-    assert result["growth"] < 0.6 * result["size"], result
+    assert result["verdict"] == "same birth" and result["size"] > 1.5e8
+    # of two models, each as large: a block is 1/24, the sizes of 1,024 by 2,048 correlations in float64 1/11
+    assert result["growth"] < 0.8 * result["size"], result
