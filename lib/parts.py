@@ -92,9 +92,11 @@ def find(source):
         else:
             prefix = name[: match.end()]
             layers.setdefault((prefix[: match.start(1)], int(match[1])), {})[name[match.end() :]] = name
-    table = first_match(TABLE, outside, source.width)
-    head = first_match(HEAD, outside, source.width) or table
-    norm = first_match(FINAL_NORM, outside, source.width)
+    tables = {name: shape for name, shape in outside.items() if len(shape) == 2 and shape[1] == source.width}
+    gains = {name: shape for name, shape in outside.items() if shape == (source.width,)}
+    table = first_match(TABLE, tables)
+    head = first_match(HEAD, tables) or table
+    norm = first_match(FINAL_NORM, gains)
     mlps = []
     stacks = {stack for stack, _ in layers}
     for layer, (stack, number) in enumerate(sorted(layers)):
@@ -105,12 +107,9 @@ def find(source):
     return Parts(table, head, norm, mlps)
 
 
-def first_match(pattern, shapes, width):
-    """The first name, sorted, that a pattern matches, of a tensor whose last axis is `width` long."""
-    for name in sorted(shapes):
-        if pattern.search(name) and shapes[name][-1:] == (width,):
-            return name
-    return None
+def first_match(pattern, names):
+    """The first of some names, sorted, that a pattern matches."""
+    return next(filter(pattern.search, sorted(names)), None)
 
 
 def mlps_of_layer(source, layer, place, names):
@@ -119,14 +118,18 @@ def mlps_of_layer(source, layer, place, names):
     for rest, name in sorted(names.items()):
         for role, pattern in MLP_MATRIX.items():
             match = pattern.match(rest)
-            if match and not ATTENTION.search(rest) and source.width in source.shapes[name][-2:]:
+            shape = source.shapes[name]
+            is_in_mlp = match and not ATTENTION.search(rest)
+            if is_in_mlp and len(shape) in (2, 3) and source.width in shape[-2:]:
                 owners.setdefault(match[1] or "", {}).setdefault(role, name)
-    norm = norm_in_front(names)
-    behind = names.get(f"{NORM_BEHIND}.weight")
+    gains = {rest: name for rest, name in names.items() if source.shapes[name] == (source.width,)}
+    norm = norm_in_front(gains)
+    behind = gains.get(f"{NORM_BEHIND}.weight")
     mlps = []
     for owner, matrices in owners.items():
         shapes = [source.shapes[name] for name in matrices.values()]
-        if "down" not in matrices or len(matrices) < 2 or min(map(len, shapes)) < 2:
+        stacks = {shape[:-2] for shape in shapes}  # (), or (experts,)
+        if "down" not in matrices or len(matrices) < 2 or len(stacks) > 1:
             continue
         experts = [None]
         if len(shapes[0]) == 3:

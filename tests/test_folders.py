@@ -349,3 +349,31 @@ def test_what_is_no_matrix_is_listed(tmp_path):
     assert "backbone.layers.0.mixer.A_log" in skipped
     assert not any("in_proj" in name or "out_proj" in name for name in skipped)
     assert np.all([name.startswith("backbone.layers.") for name in skipped])
+
+
+ODD = {  # tensors in the place of others
+    "a norm of two axes": {"model.norm.weight": (32, 32)},
+    "a table of three": {"model.embed_tokens.weight": (10, 10, 32)},
+    "a table of one": {"model.embed_tokens.weight": (32,)},
+    "no units": {"model.layers.0.mlp.up_proj.weight": (0, 32)},
+    "other units": {"model.layers.0.mlp.up_proj.weight": (7, 32)},
+    "half a stack": {"model.layers.0.mlp.down_proj.weight": (4, 32, 12)},
+    "a scalar": {"model.layers.0.post_attention_layernorm.weight": ()},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_shapes_end_in_a_word(name, tmp_path):
+    """What fits is compared; what does not is refused, or left out."""
+    shapes = {"model.embed_tokens.weight": (100, 32), "model.layers.0.self_attn.q_proj.weight": (32, 32)}
+    shapes |= {"model.layers.0.mlp.up_proj.weight": (48, 32), "model.layers.0.mlp.down_proj.weight": (32, 48)}
+    torch.manual_seed(0)
+    for folder, changes in (("plain", {}), ("odd", ODD[name])):
+        (tmp_path / folder).mkdir()
+        tensors = {key: torch.randn(shape) for key, shape in (shapes | changes).items()}
+        safetensors.torch.save_file(tensors, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text('{"model_type": "new", "hidden_size": 32}')
+    for pair in (("plain", "odd"), ("odd", "plain")):
+        words = [*(tmp_path / folder for folder in pair), "--permutations", 199, "--out", tmp_path]
+        done = run_here("seedprint", "compare", *words)
+        assert done.returncode in (0, 2), done.stderr
