@@ -27,16 +27,15 @@ from scipy.spatial.distance import squareform
 from init import SCHEMES
 from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
 from lib.figures import clipped, curves, evidence, family_tree
-from lib.folders import shared_tokens
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
-from measure.census import Units, unit_census
-from measure.verdict import verdict
+from measure.comparison import compare_pair, on_one_table, read_model, state_fingerprint
+from measure.layers import merger
 
-VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "body_z", "body_matched", "embedding_z")
+VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 
 Models = Annotated[
@@ -70,12 +69,20 @@ class StateSettings(PairSettings):
 
 @dataclass
 class CompareSettings(StateSettings):
-    """What `compare` and `matrix` can be told."""
+    """What `matrix` can be told, and `compare`."""
 
-    layers: at_least(1) = 8
-    """layers whose hidden units are looked for, evenly spaced"""
+    layers: at_least(1) | None = None
+    """layers whose hidden units are looked for, evenly spaced (default: all; 8 of large models)"""
     units: at_least(2) = 1024
     """how many of them in each MLP of the base"""
+
+
+@dataclass
+class BasesSettings(CompareSettings):
+    """What `compare` can be told."""
+
+    base: tuple[str, ...] | None = None
+    """further bases, as a merged model has"""
 
 
 @dataclass
@@ -142,16 +149,6 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
-def state_fingerprint(source, vocab_size, settings: StateSettings):
-    """A model's fingerprint, (n T, d): a row for each position of each random sequence."""
-    indices = range(settings.num_sequences)
-    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
-    if tokens.numel() < 3:
-        raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
-    states = final_states(source, tokens, settings.device, settings.torch_dtype)  # (n, T, d)
-    return lineage.fingerprint(states.flatten(0, 1))
-
-
 def last_outputs(source, vocab_size, settings: PaperSettings):
     """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
     d = source.config.d_model
@@ -172,42 +169,59 @@ def last_outputs(source, vocab_size, settings: PaperSettings):
 # ---- the verdict -------------------------------------------------------------------------------------------
 
 
-def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
-    experiment, models = begin("compare", "BB 6.1", settings)
-    base, *suspects = models
-    rows, details = [], []
-    for suspect in progress(suspects, desc="suspects"):
-        row, detail = compare_pair(base, suspect, settings)
-        rows.append({"base": base.name, "suspect": suspect.name} | row)
-        details.append(detail)
+def compare(settings: BasesSettings):
+    """Is each suspect of one birth with the base? Writes compare.json and compare.png.
+
+    With further bases, a row for each of them and each suspect; their layers are seen through the token table
+    of that base whose table is closest to the suspect's.
+    """
+    if len(settings.models) < 2:
+        raise UserError("expected BASE and at least one SUSPECT: checkpoint folders, or PRESET@SEED")
+    more_bases = settings.base or ()
+    names = (settings.models[0], *more_bases, *settings.models[1:])
+    experiment, models = begin("compare", "BB 6.1", settings, names)
+    bases = models[: 1 + len(more_bases)]
+    rows, details, merged = [], [], []
+    for suspect in progress(models[len(bases) :], desc="suspects"):
+        censuses = {}
+        for base in on_one_table(bases, suspect):
+            row, detail = compare_pair(base, suspect, settings)
+            rows.append({"base": base.name, "suspect": suspect.name} | row)
+            details.append(detail)
+            censuses[base.name] = detail["layers"]
+        merged.append(merger(censuses))
     more = {key: [detail[key] for detail in details] for key in details[0]}
-    result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, **more)
+    result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, merged=merged, **more)
     if rank() == 0:
-        for row in rows:
-            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
+        say(rows, [model.name for model in models[len(bases) :]], merged)
     return result
 
 
-@dataclass
-class Model:
-    """A model as it is compared: name, source of weights, hidden units, and final states, if it is ours."""
-
-    name: str
-    source: object
-    units: Units
-    states: torch.Tensor | None
-
-
-def read_model(name, source, vocab_size, settings: CompareSettings):
-    """The Model of a source; its final states, of tokens below `vocab_size`, only if `model.py` is it."""
-    states = None if source.config is None else state_fingerprint(source, vocab_size, settings)
-    return Model(name, source, Units(source, name), states)
+def say(rows, suspects, merged):
+    """Print a sentence for each row, how each suspect was merged, and which model is the closest relative."""
+    has_many_bases = len({row["base"] for row in rows}) > 1
+    for row in rows:
+        pair = f"{row['suspect']} and {row['base']}" if has_many_bases else row["suspect"]
+        print(f"{pair}: {row['verdict']}: {row['sentence']}")
+    for suspect, sentence in zip(suspects, merged):
+        if sentence:
+            print(f"{suspect}: merged from {sentence}")
+    say_closest(rows, "base", "suspect")
+    say_closest(rows, "suspect", "base")
 
 
-def begin(name, paper, settings: CompareSettings):
-    """Begin `compare` or `matrix`: the experiment, and the models."""
-    specs = comparable_models(settings.models, settings.init, any_architecture=True)
+def say_closest(rows, key, other):
+    """Print for each model in the column `key` which of those in `other` is its closest relative."""
+    for name in dict.fromkeys(row[key] for row in rows):
+        relatives = [row for row in rows if row[key] == name and row["distance"] is not None]
+        if len(relatives) > 1:
+            closest = min(relatives, key=lambda row: row["distance"])
+            print(f"closest to {name}: {closest[other]}, at a distance of {closest['distance']:.2g}")
+
+
+def begin(name, paper, settings: CompareSettings, names):
+    """Begin `compare` or `matrix`: the experiment, and the models of these names."""
+    specs = comparable_models(names, settings.init, any_architecture=True)
     sources = [spec.open(any_architecture=True) for spec in specs]
     readable = [source for source in sources if source.config is not None]
     vocab_size = 0
@@ -220,64 +234,38 @@ def begin(name, paper, settings: CompareSettings):
     return experiment, models
 
 
-def compare_pair(base: Model, suspect: Model, settings: CompareSettings):
-    """A pair's row, and what is behind it: the census, its map of layers, correlations, matrices left out.
-
-    What cannot be had of two models is null in the row.
-    """
-    correlations, skipped = lineage.weight_correlations(base.source, suspect.source)
-    have_states = base.states is not None and suspect.states is not None
-    if have_states and base.source.width == suspect.source.width:
-        correlations["relabel"] = lineage.relation(base.states, suspect.states)
-    tests = {}
-    for kind, C in correlations.items():
-        tests[kind] = lineage.diagonal_test(C, (kind, settings.input_seed), settings.permutations)
-    missing = base.units.missing or suspect.units.missing
-    layers, layer_map = [], []
-    if not missing:
-        count = min(base.units.num_tokens, suspect.units.num_tokens)
-        tokens = shared_tokens(base.source, suspect.source, count)
-        limits = (settings.units, settings.layers)
-        layers, layer_map = unit_census(base.units, suspect.units, tokens, *limits, settings.input_seed)
-    answer, sentence = verdict(tests, layers, missing)
-    least = min(layers, key=lambda layer: layer["share"], default={})
-    row = {"verdict": answer, "sentence": sentence, "units": least.get("units")}
-    row |= {"units_found": least.get("found"), "units_share": least.get("share")}
-    row["num_rows"] = len(base.states) if "relabel" in tests else None
-    for kind, prefix in (("relabel", ""), ("body", "body_"), ("embedding", "embedding_")):
-        test = tests.get(kind, {})
-        for name in ("matched", "mismatched", "smallest_visible"):
-            row[prefix + name] = test.get(name)
-        for name in ("z", "log10_p", "p"):
-            row[f"{kind}_{name}"] = test.get(name)
-    row["permutation_p"] = row["relabel_p"]
-    points = lineage.histogram(correlations["body"]) if "body" in correlations else []
-    return row, {"layers": layers, "layer_map": layer_map, "points": points, "skipped": skipped}
-
-
 def draw_compare(result, folder) -> None:
-    """compare.png, a row for each suspect: units found by layer, and correlations of coordinates."""
-    titles = [f"{clipped(row['suspect'])}: {row['verdict']}" for row in result["rows"]]
-    evidence(folder / "compare.png", list(zip(titles, result["layers"], result["points"])))
+    """compare.png, a row for each suspect: units found by layer, the map of layers, and coordinates."""
+    titles = []
+    for row in result["rows"]:
+        base = f" ({clipped(row['base'])})" if result["settings"]["base"] else ""
+        titles.append(f"{clipped(row['suspect'])}: {row['verdict']}{base}")
+    details = zip(titles, result["layers"], result["points"], result["layer_map"])
+    evidence(folder / "compare.png", list(details))
 
 
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    experiment, models = begin("matrix", "BB Table 4", settings)
+    experiment, models = begin("matrix", "BB Table 4", settings, settings.models)
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, settings)[0])
-    return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
+    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
+    if rank() == 0:
+        reversed_rows = [row | {"a": row["b"], "b": row["a"]} for row in rows]
+        say_closest(rows + reversed_rows, "a", "b")
+    return result
 
 
 def draw_matrix(result, folder) -> None:
-    """matrix.png: colours show the units found again, numbers the z of the blocks' weights; and a tree."""
-    rows = pd.DataFrame(result["rows"])[["units_share", "body_matched", "body_z"]].astype(float)
-    found = rows["units_share"].fillna(rows["body_matched"]).fillna(0)
+    """matrix.png: colours show how close two models are, numbers the z of the blocks' weights; and a tree."""
+    columns = ["distance", "units_share", "body_matched", "body_z"]
+    rows = pd.DataFrame(result["rows"])[columns].astype(float)
+    found = (1 - rows["distance"]).fillna(rows["units_share"]).fillna(rows["body_matched"]).fillna(0)
     names = result["settings"]["models"]
     closeness = squareform(found) + np.eye(len(names))
     z = squareform(rows["body_z"].fillna(0))
-    label = "share of hidden units found again"
+    label = "1 - distance of hidden units"
     family_tree(folder / "matrix.png", names, closeness, z, label, "z of weights")
 
 
@@ -445,7 +433,7 @@ def draw_persistence(result, folder) -> None:
 
 
 COMMANDS = {
-    "compare": Command(compare, CompareSettings()),
+    "compare": Command(compare, BasesSettings()),
     "paper": Command(paper, PaperSettings()),
     "matrix": Command(matrix, CompareSettings()),
     "identify": Command(identify, IdentifySettings()),

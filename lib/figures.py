@@ -96,39 +96,66 @@ def curves(
 
 
 def evidence(path, panels) -> None:
-    """Draw what tells kin from strangers, a row for each (title, layers, points) of `panels`.
+    """Draw what tells kin from strangers, a row for each (title, layers, points, layer_map) of `panels`.
 
-    `layers` are the rows of a census; `points` have the `share` of `coordinates` at each `correlation`.
+    `layers` are the rows of a census, `layer_map` is its map, and `points` have the `share` of `coordinates`
+    at each `correlation`.
     """
-    figure = Figure(figsize=(10, 0.8 + 2.2 * len(panels)), layout="constrained")
-    grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", sharey="col")
-    for (units, coordinates), (title, layers, points) in zip(grid, panels):
-        numbers = range(1, len(layers) + 1)
-        found = [100 * layer["share"] for layer in layers]
-        permuted = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
-        expected = [100 * layer["expected"] / max(1, layer["units"]) for layer in layers]
-        units.plot(numbers, found, "o", color=BLUE, label="found again", zorder=4)
-        units.plot(numbers, permuted, "x", color=VERMILION, label="tokens permuted", zorder=4)
-        units.plot(numbers, expected, "k--", linewidth=1.1, label="strangers expected")
+    figure = Figure(figsize=(14, 0.8 + 2.6 * len(panels)), layout="constrained")
+    grid = figure.subplots(len(panels), 3, squeeze=False)
+    for axes in grid[1:, 2]:
+        axes.sharey(grid[0, 2])
+    for (units, heat, coordinates), (title, layers, points, layer_map) in zip(grid, panels):
+        draw_units(units, layers)
+        units.set_title(title, loc="left")
+        draw_layer_map(figure, heat, layer_map)
+        heat.set_title("layers")
+        coordinates.set_title("coordinates of weights")
         for kind, colour in (("matched", BLUE), ("mismatched", VERMILION)):
             line = [point for point in points if point["coordinates"] == kind and point["share"] > 0]
             x = [point["correlation"] for point in line]
             coordinates.plot(x, [point["share"] for point in line], ".-", color=colour, alpha=0.8, label=kind)
-        for axes, values, what in ((units, layers, "hidden units"), (coordinates, points, "coordinates")):
+        coordinates.set(xlim=(-1, 1), xlabel="correlation", ylabel="% of coordinates")
+        for axes, values, what in (
+            (units, layers, "hidden units"),
+            (heat, layers, "layers"),
+            (coordinates, points, "coordinates"),
+        ):
             axes.spines[["top", "right"]].set_visible(False)
             if not values:
                 axes.text(0.5, 0.5, f"no {what} to compare", transform=axes.transAxes, ha="center")
-        units.set_title(title, loc="left")
-        units.set_ylim(-5, 105)
-        units.locator_params(axis="x", integer=True)
-    for axes, xlabel, ylabel in zip(
-        grid[-1], ("MLP of the suspect", "correlation"), ("units", "coordinates")
-    ):
-        axes.set_xlabel(xlabel)
-        for above in grid[:, 0 if ylabel == "units" else 1]:
-            above.set_ylabel(f"% of {ylabel}")
-        axes.legend(frameon=False, fontsize=9)
+    for axes in (grid[0, 0], grid[0, 2]):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
     save_figure(figure, path)
+
+
+def draw_units(axes, layers) -> None:
+    """What share of each MLP's units was found, beside what chance gives."""
+    numbers = range(1, len(layers) + 1)
+    shares = {"found": [], "by_chance": [], "expected": []}
+    for layer in layers:
+        for key, share in shares.items():
+            share.append(100 * layer[key] / max(1, layer["units"]))
+    axes.plot(numbers, shares["found"], "o", color=BLUE, label="found again", zorder=4)
+    axes.plot(numbers, shares["by_chance"], "x", color=VERMILION, label="tokens permuted", zorder=4)
+    axes.plot(numbers, shares["expected"], "k--", linewidth=1.1, label="strangers expected")
+    axes.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units found again")
+    axes.locator_params(axis="x", integer=True)
+
+
+def draw_layer_map(figure, axes, layer_map) -> None:
+    """What share of units is found, for each MLP of the base and of the suspect."""
+    if not layer_map:
+        return
+    shares = 100 * np.array(layer_map["share"])
+    image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")
+    for axis, names in ((axes.xaxis, layer_map["suspect"]), (axes.yaxis, layer_map["base"])):
+        names = [name.replace("layer ", "").replace(", expert ", ".") for name in names]
+        every = -(-len(names) // 12)  # more do not fit
+        axis.set_ticks(range(0, len(names), every), names[::every])
+    axes.set(xlabel="layer of the suspect", ylabel="layer of the base")
+    figure.colorbar(image, ax=axes, label="% found again")
 
 
 def family_tree(path, names, closeness, numbers, label, title) -> None:

@@ -8,6 +8,8 @@
     >>> rows, layer_map = unit_census(base, suspect, (ids, ids))
     >>> rows[0]["found"], rows[0]["units"]
     (704, 704)
+    >>> layer_map["share"][0][:2]
+    [1.0, 0.0]
 
 A thief can rotate the residual basis, reorder the hidden units of every MLP, flip their signs and rescale
 them without changing what the model computes. What no such change alters is what a unit reads of the token
@@ -40,6 +42,8 @@ ROW_BATCH = 4096  # tokens whose embeddings are multiplied at once
 FEW_UNITS = 128  # of each MLP of a base, that are looked for in each of a suspect, to find the closest
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 STANDS_OUT = 0.1  # share of these from which on an MLP is the closest
+AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
+FEWEST_UNITS = 8  # found, from which on a distance is worth a number
 SMALLEST_EIGENVALUE = 1e-6  # of a token table's Gram matrix, in units of their mean: smaller ones are raised
 RIDGE = 3.0  # of decorrelation: a third more units are found under noise of three std than with 0.03
 
@@ -70,17 +74,23 @@ class Units:
         return min(self.source.shapes[name][0] for name in (self.parts.table, self.parts.head))
 
     @property
-    def layers(self):
-        """The numbers of the layers that have MLPs."""
-        return sorted({mlp.layer for mlp in self.parts.mlps})
+    def numbers(self):
+        """The numbers of the layers that have MLPs, from 1."""
+        return sorted({mlp.layer + 1 for mlp in self.parts.mlps})
 
     def chosen(self, layers):
         """The numbers of the MLPs in up to `layers` layers, evenly spaced; of many experts MOST_EXPERTS."""
         numbers = []
-        for place in evenly_spaced(len(self.layers), layers):
-            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer == self.layers[place]]
+        for place in evenly_spaced(len(self.numbers), layers):
+            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer + 1 == self.numbers[place]]
             numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
         return numbers
+
+    def hidden_units(self, number, limit):
+        """The numbers of up to `limit` hidden units of an MLP, evenly spaced."""
+        name = self.parts.mlps[number].matrices["down"]
+        *_, rows, columns = self.source.shapes[name]
+        return evenly_spaced(rows * columns // self.source.width, limit)
 
     def kept(self, number, limit):
         """The views of an MLP, up to `limit` of its units, made once."""
@@ -108,6 +118,11 @@ class Units:
             columns = columns / columns.norm(dim=0).clamp(min=1e-30) * alive
             values[view] = decorrelated(columns, chosen)
         return values
+
+    def reads(self, number):
+        """The rows (m, d) of an MLP's weights that its activation acts on: no sign can be flipped there."""
+        matrices = self.matrices(self.parts.mlps[number])
+        return matrices.get("gate", matrices["up"])
 
     def table_of(self, view):
         """The table that a view is seen through: the head for what is written, else the token table."""
@@ -196,6 +211,26 @@ def root_of(table: Tensor) -> Tensor:
     return torch.linalg.cholesky(gram).T.float()
 
 
+class Grafted:
+    """A source with one model's layers on another's token tables, as merged models have them."""
+
+    def __init__(self, layers, tables):
+        self.layers = layers
+        self.tables = tables
+        self.width = layers.width
+        self.family = layers.family
+        self.place = tables.place
+        self.shapes = {}
+        for source, is_wanted in ((tables, False), (layers, True)):
+            for name, shape in source.shapes.items():
+                if parts.is_in_a_layer(name) == is_wanted:
+                    self.shapes[name] = shape
+
+    def read(self, name) -> Tensor:
+        """One tensor."""
+        return (self.layers if parts.is_in_a_layer(name) else self.tables).read(name)
+
+
 def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
     """A'B of some rows of token tables, by their ids (n,), centred over these: (d, e) float64."""
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
@@ -234,54 +269,95 @@ def units_found(a, b, bridges):
     """How many of a base's units are found again in a suspect's MLP, of how many, and `expected` by chance.
 
     `a` and `b` are `Units.views`. Each view pairs units by one assignment; a unit is found if two views name
-    the same partner. The count is that of the best two views. Dead units are left out.
+    the same partner. The count is that of the best two views. Dead units are left out. Returns the counts,
+    and the places of the units found in `a` and in `b`.
     """
-    partners = []
-    for view in a.keys() & b.keys():
-        columns_a = a[view][:, a[view].any(dim=0)]
-        columns_b = b[view][:, b[view].any(dim=0)]
-        correlations = columns_a.T @ bridges[view] @ columns_b  # (units of a, units of b)
-        rows, columns = linear_sum_assignment(correlations.abs().numpy(), maximize=True)
-        partner = np.full(len(correlations), -1)
-        partner[rows] = columns
-        partners.append(partner)
-    found = 0
+    partners = [partners_of(a[view], b[view], bridges[view]) for view in a.keys() & b.keys()]
+    agreed = torch.zeros(0, dtype=torch.long)
     for x, y in itertools.combinations(partners, 2):
-        found = max(found, int(((x == y) & (x >= 0)).sum()))
-    fewer, more = sorted(correlations.shape)
-    return {"found": found, "units": fewer, "expected": fewer / max(1, more)}
+        places = ((x == y) & (x >= 0)).nonzero().flatten()
+        if len(places) > len(agreed):
+            agreed, partner = places, x[places]
+    alive = [int(next(iter(views.values())).any(dim=0).sum()) for views in (a, b)]  # in all views alike
+    fewer, more = sorted(alive)
+    count = {"found": len(agreed), "units": fewer, "expected": fewer / max(1, more)}
+    return count, (agreed, partner if len(agreed) else agreed)
+
+
+def partners_of(columns_a, columns_b, bridge):
+    """The place of the partner of each of A's units in one view, -1 for none: (m,) integers."""
+    alive_a, alive_b = (columns.any(dim=0).nonzero().flatten() for columns in (columns_a, columns_b))
+    correlations = columns_a[:, alive_a].T @ bridge @ columns_b[:, alive_b]  # (units of a, units of b)
+    rows, columns = linear_sum_assignment(correlations.abs().numpy(), maximize=True)
+    partner = torch.full((columns_a.shape[1],), -1)
+    partner[alive_a[rows]] = alive_b[columns]
+    return partner
+
+
+def distance(rows_a, rows_b):
+    """How far apart are matched units' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
+
+    One minus the correlation of their numbers, in whatever basis: the cosines between units of one model are
+    compared with those of the other, and these agree as much as the correlation's square. None for few units.
+    """
+    if len(rows_a) < FEWEST_UNITS:
+        return None
+    cosines = []
+    for rows in (rows_a, rows_b):
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        cosines.append((rows @ rows.T).fill_diagonal_(0).flatten())
+    agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
+    return 1 - agreement**0.5
+
+
+def nearness_of_tables(base: Units, suspect: Units, tokens):
+    """How much two models' token tables span the same: 1 if one is the other turned, near 0 for strangers."""
+    bridge = bridges_between(base, suspect, tokens)["up"]
+    return (bridge.square().sum() / min(bridge.shape)).item()
 
 
 def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0):
     """How many units of a base are found again in each MLP of a suspect; and a map of their layers.
 
-    Returns rows and a map. A row has `layer`, the suspect's, `base_layer`, the closest of the base, what
-    `units_found` says of the two, and `by_chance`, the count where `key` permutes one model's tokens. The map
-    has the share of units found for each MLP of the base (row) and of the suspect (column), by a few units.
-    Up to `limit` units of an MLP are looked for, in up to `layers` layers; if the depths differ, in all of
-    the base. `tokens` are as in `bridges_between`.
+    Returns rows and a map. A row has `layer` and `number`, the suspect's, `base_layer` and `base_number`, the
+    closest of the base, what `units_found` says of the two, their `distance`, and `by_chance`, the count
+    where `key` permutes one model's tokens. The map has the `share` of units found for each MLP of the base
+    (row) and of the suspect (column), by a few units. Up to `limit` units of an MLP are looked for, in up to
+    `layers` layers; if the depths differ, in all of the base. `tokens` are as in `bridges_between`.
     """
     order = torch.from_numpy(keyed_generator("census", key).permutation(len(tokens[0])))
     bridges = bridges_between(base, suspect, tokens)
     null = bridges_between(base, suspect, tokens, order)
-    has_same_depth = len(base.layers) == len(suspect.layers)
-    ours = base.chosen(layers if has_same_depth else len(base.layers))
+    has_same_depth = len(base.numbers) == len(suspect.numbers)
+    ours = base.chosen(layers if has_same_depth else len(base.numbers))
     theirs = suspect.chosen(layers)
     rows = []
-    layer_map = np.zeros((len(ours), len(theirs)))
+    shares = np.zeros((len(ours), len(theirs)))
     for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
         views = suspect.views(number)
         for place, other in enumerate(ours):
             few = some_units(base.kept(other, limit), FEW_UNITS)
-            count = units_found(few, views, bridges)
-            layer_map[place, column] = count["found"] / max(1, count["units"])
-        place = int(layer_map[:, column].argmax())
-        if layer_map[place, column] < STANDS_OUT:
-            place = column * len(ours) // len(theirs)  # none is closer than others: the one in its place
-        closest = ours[place]
-        row = {"layer": suspect.parts.mlps[number].label, "base_layer": base.parts.mlps[closest].label}
-        row |= units_found(base.kept(closest, limit), views, bridges)
-        row["share"] = row["found"] / max(1, row["units"])
-        row["by_chance"] = units_found(base.kept(closest, limit), views, null)["found"]
+            count, _ = units_found(few, views, bridges)
+            shares[place, column] = count["found"] / max(1, count["units"])
+        closest = ours[closest_place(shares[:, column], column * len(ours) // len(theirs))]
+        row = {"layer": suspect.parts.mlps[number].label, "number": suspect.parts.mlps[number].layer + 1}
+        row |= {"base_layer": base.parts.mlps[closest].label}
+        row |= {"base_number": base.parts.mlps[closest].layer + 1}
+        count, pairs = units_found(base.kept(closest, limit), views, bridges)
+        by_chance, _ = units_found(base.kept(closest, limit), views, null)
+        row |= count | {"share": count["found"] / max(1, count["units"]), "by_chance": by_chance["found"]}
+        chosen = torch.tensor(base.hidden_units(closest, limit))
+        row["distance"] = distance(base.reads(closest)[chosen[pairs[0]]], suspect.reads(number)[pairs[1]])
         rows.append(row)
-    return rows, layer_map.tolist()
+    layer_map = {"share": shares.tolist(), "base_layers": base.numbers, "suspect_layers": suspect.numbers}
+    layer_map["base"] = [base.parts.mlps[number].label for number in ours]
+    layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
+    return rows, layer_map
+
+
+def closest_place(shares, own_place):
+    """The place of the MLP with the largest share; of many that are close the one nearest to its own."""
+    if shares.max() < STANDS_OUT:
+        return own_place
+    (close,) = np.nonzero(shares >= AS_CLOSE * shares.max())
+    return int(min(close, key=lambda place: abs(place - own_place)))

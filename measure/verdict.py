@@ -1,8 +1,8 @@
 """What do the tests of two models say together? A verdict, and a sentence with its reason.
 
     >>> from measure.verdict import verdict
-    >>> row = {"layer": "layer 1", "base_layer": "layer 1", "found": 2, "units": 704, "expected": 1}
-    >>> verdict({}, [row | {"share": 2 / 704, "by_chance": 0}])
+    >>> row = {"number": 1, "base_number": 1, "base_layer": "layer 1", "found": 2, "units": 704}
+    >>> verdict({}, [row | {"share": 2 / 704, "expected": 1, "by_chance": 0}])
     ('no evidence', 'at most 2 of 704 hidden units of a layer found again, as chance has it')
 
 Hidden units decide, where there are any (`measure/census.py`): no change of basis or order hides them, and a
@@ -14,30 +14,32 @@ import math
 
 from scipy import stats
 
+from measure.layers import KIN_SHARE, makeup
 from measure.lineage import SAME_LOG10_P
 
 UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
-KIN_SHARE = 0.2  # of a layer's hidden units; strangers have reached 0.01
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 
 
-def verdict(tests, rows, missing=""):
-    """The verdict, and its reason, of the tests by name that were made and of the rows of a census.
+def verdict(tests, rows, layer_map=None, missing=""):
+    """The verdict, and its reason, of the tests by name that were made and of what a census returned.
 
     Without rows, `missing` says why units could not be looked for.
     """
     if rows:
-        return verdict_of_units(tests, rows)
+        return verdict_of_units(tests, rows, layer_map)
     return verdict_of_coordinates(tests.get("body"), missing)
 
 
-def verdict_of_units(tests, rows):
+def verdict_of_units(tests, rows, layer_map):
     """The verdict where hidden units were looked for."""
     judged = judge_units(rows)
     if judged == SAME_BIRTH:
-        return SAME_BIRTH, f"{found_again(rows)} found again"
+        sentence = f"{found_again(rows)} found again"
+        made_of = makeup(rows, layer_map["base_layers"], layer_map["suspect_layers"])
+        return SAME_BIRTH, f"{sentence}; made of {made_of}" if made_of else sentence
     most = max(rows, key=lambda row: row["share"])
     count = f"at most {most['found']:,} of {most['units']:,} hidden units of a layer found again"
     if judged == INCONCLUSIVE:
@@ -103,12 +105,4 @@ def found_again(rows):
     is_least = all(row["share"] == least["share"] for row in found)
     count = f"{'' if is_least else 'at least '}{least['found']:,} of {least['units']:,} hidden units"
     where = "every layer" if len(found) == len(rows) else f"{len(found)} of {len(rows)} layers"
-    if any(row["layer"] != row["base_layer"] for row in found):
-        where += f" (of the base: {listed([row['base_layer'] for row in found])})"
     return f"{count} of {where}"
-
-
-def listed(words):
-    """Words as a sentence lists them: each once, ten at most."""
-    words = list(dict.fromkeys(words))
-    return ", ".join(words[:10]) + (", ..." if len(words) > 10 else "")

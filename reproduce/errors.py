@@ -26,6 +26,7 @@ from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from measure.comparison import state_fingerprint
 from measure.cosines import wilson
 from measure.lineage import (
     SAME_LOG10_P,
@@ -47,7 +48,6 @@ from seedprint import (
     common_vocabulary,
     comparable_models,
     last_outputs,
-    state_fingerprint,
 )
 
 LEVEL = 0.01  # from here on down, a test calls two models kin

@@ -14,15 +14,14 @@ from lib.checkpoint import parse_spec
 from lib.data import TokenData, default_folder
 from lib.runtime import progress
 from lib.settings import Command, run_script
+from measure.comparison import compare_pair, read_model
 from reproduce.rivals import RIVALS, similarities
 from reproduce.siblings import OPENWEBTEXT, SEEDS, Settings, begin, training_seconds
 from seedprint import (
     CompareSettings,
     PaperSettings,
-    compare_pair,
     last_outputs,
     paper_test,
-    read_model,
 )
 
 STYLES = {  # preset; steps of each seed's training; steps on the second corpus
@@ -99,7 +98,7 @@ def compare_all(pairs, data, experiment):
     ours = CompareSettings(**where)
     theirs = PaperSettings(**where)
     if settings.scale == "smoke":
-        ours = CompareSettings(sequence_length=8, permutations=199, **where)
+        ours = CompareSettings(sequence_length=8, permutations=199, layers=2, units=64, **where)
         theirs = PaperSettings(paper_sequences=20, paper_length=8, **where)
     text, _ = data.held_out(200, ours.sequence_length)
 

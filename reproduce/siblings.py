@@ -319,7 +319,8 @@ def births(settings: Settings):
     rows = []
     for (init, seed), run in runs.items():
         model = checkpoint.load(run.out, experiment.device)
-        mean_cosine, _ = count_predictions(model, 64, 200)["cosines"].mean_and_std()
+        num_sequences = 4 if settings.scale == "smoke" else 200
+        mean_cosine, _ = count_predictions(model, 64, num_sequences)["cosines"].mean_and_std()
         row = {"init": init, "seed": seed, "birth_loss": logged(run.out, "val_loss")[0]}
         rows.append(row | losses(run.out) | {"mean_cosine": mean_cosine})
     more = {"points": loss_points(runs), "training_seconds": training_seconds(runs)}

@@ -1,5 +1,6 @@
 """Models that were changed, for tests: sources whose tensors are changed as they are read, and folders."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from evade import evade
 
 import init
 from lib import checkpoint, folders
-from model import ModelConfig
+from model import ModelConfig, Transformer
 
 
 class Altered:
@@ -25,12 +26,53 @@ class Altered:
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, changed."""
-        return self.change(name, self.source.read(name))
+        weight = self.source.read(name) if name in self.source.shapes else None
+        return self.change(name, weight)
 
 
 def of_matrices(source, change) -> Altered:
     """A source whose matrices are changed by `change(weight)`."""
     return Altered(source, lambda _, weight: change(weight) if weight.ndim == 2 else weight)
+
+
+def assembled(folder: Path, layers) -> folders.Weights:
+    """A folder, and its source, of (source, layer's number) pairs; its tables are the first source's."""
+    first = layers[0][0]
+    model = Transformer(replace(first.config, num_layers=len(layers)))
+    weights = {}
+    for name in model.state_dict():
+        words = name.split(".")
+        source = first
+        if "layers" in words:
+            source, number = layers[int(words[2])]
+            words[2] = str(number)
+        weights[name] = source.read(".".join(words))
+    model.load_state_dict(weights)
+    checkpoint.save(folder, model)
+    return open_folder(folder)
+
+
+def upcycled(source, experts: int) -> Altered:
+    """A gated model with several copies of each MLP in place of it, their units shuffled; and some noise."""
+    names = {}  # of our tensor, by the name of the expert's
+    for name in source.shapes:
+        expert_names = [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(experts)]
+        names |= dict.fromkeys(expert_names if "mlp." in name else [name], name)
+
+    def change(name, _):
+        weight = source.read(names[name])
+        if "experts" not in name:
+            return weight
+        key = name.rsplit(".", 2)[0]  # of the layer and the expert: all of its matrices are shuffled alike
+        axis = int("down_proj" in name)
+        order = init.keyed_generator("units", key).permutation(weight.shape[axis])
+        weight = weight.index_select(axis, torch.from_numpy(order))
+        noise = init.keyed_generator("noise", name).standard_normal(weight.shape, np.float32)
+        return weight + 0.1 * weight.std() * torch.from_numpy(noise)
+
+    mixture = Altered(source, change)
+    mixture.shapes = {name: source.shapes[ours] for name, ours in names.items()}
+    return mixture
 
 
 def noised(source, size: float) -> Altered:

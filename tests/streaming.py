@@ -24,10 +24,10 @@ from init import draw
 from lib.checkpoint import Newborn, parse_spec
 from lib.results import Experiment
 from lib.settings import Command, RunSettings, run_script
-from measure import lineage
+from measure import comparison, lineage
 
 READ = seedprint.CompareSettings(layers=4)  # what the tests read of a model, by default
-PARTS = {"state_fingerprint": seedprint, "weight_correlations": lineage, "unit_census": seedprint}
+PARTS = {"state_fingerprint": comparison, "weight_correlations": lineage, "unit_census": comparison}
 KEYS = ("verdict", "sentence", "units_found", "body_z", "relabel_z")  # of a row of `compare`
 
 
@@ -115,8 +115,8 @@ def stream(settings: Settings) -> dict:
             for part in PARTS:
                 stack.enter_context(timed(part, seconds))
             pair = (base, suspects[name])
-            models = [seedprint.read_model("", source, base.config.vocab_size, reading) for source in pair]
-            compared, _ = seedprint.compare_pair(*models, READ)
+            models = [comparison.read_model("", source, base.config.vocab_size, reading) for source in pair]
+            compared, _ = comparison.compare_pair(*models, READ)
         row = {
             "suspect": name,
             "parameters": size,

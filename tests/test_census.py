@@ -112,7 +112,7 @@ def test_units_found_by_brute_force():
         agreeing = []
         for x, y in itertools.combinations(partners.values(), 2):
             agreeing.append(sum(i == j for i, j in zip(x, y)))
-        count = census.units_found(a, b, dict.fromkeys(a, torch.eye(5)))
+        count, _ = census.units_found(a, b, dict.fromkeys(a, torch.eye(5)))
         assert count == {"found": max(agreeing), "units": 3, "expected": 0.75}
 
 
@@ -328,7 +328,7 @@ def test_counts_of_newborn_strangers_are_poisson():
         bridges = census.bridges_between(models[i], models[j], (ids, ids))
         for pair in itertools.combinations(("gate", "up", "down"), 2):
             a, b = ({view: views[number][view] for view in pair} for number in (i, j))
-            counts.append(census.units_found(a, b, bridges)["found"])
+            counts.append(census.units_found(a, b, bridges)[0]["found"])
     seen = Counter(min(count, 4) for count in counts)
     chances = scipy.stats.poisson.pmf(range(4), 1)
     expected = len(counts) * np.append(chances, 1 - chances.sum())
@@ -355,6 +355,7 @@ import ctypes, json, pathlib, sys, threading
 import safetensors.torch, torch
 from lib import checkpoint, folders
 import seedprint
+from measure import comparison
 from model import ModelConfig
 
 torch.set_num_threads(1)
@@ -399,8 +400,8 @@ sources = [checkpoint.parse_spec(str(parent / name)).open() for name in ("base",
 settings = seedprint.CompareSettings(num_sequences=2, sequence_length=16, permutations=199, layers=4)
 settings.dtype = "float32"
 settings.device = "cpu"
-models = [seedprint.read_model("", source, 2000, settings) for source in sources]
-row, _ = seedprint.compare_pair(*models, settings)
+models = [comparison.read_model("", source, 2000, settings) for source in sources]
+row, _ = comparison.compare_pair(*models, settings)
 done.set()
 watcher.join()
 print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before, "size": size}))

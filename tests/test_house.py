@@ -28,8 +28,10 @@ FLOORS = [  # a file imports from floors below its own alone
     ["measure.theory"],
     ["measure.attention"],
     ["measure.neurons"],
+    ["measure.layers"],
     ["measure.lineage"],
     ["measure.census", "measure.verdict"],
+    ["measure.comparison"],
     ["probe", "train", "sinks", "seedprint"],
     ["contraction"],
     ["reproduce"],  # whose files may import each other, without a circle

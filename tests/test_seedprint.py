@@ -113,9 +113,9 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
         assert f"{row['suspect']}: {row['verdict']}: {row['sentence']}" in text
     skipped = dict(zip(names, result["skipped"]))
     assert skipped["child"] == [] and "lm_head.weight" in skipped["other"]
-    assert np.array(result["layer_map"][1]).shape == (3, 3)
-    assert np.array(result["layer_map"][names.index("other")]).shape == (3, 2)
-    np.testing.assert_array_equal(np.array(result["layer_map"][1]) > 0.5, np.eye(3) > 0)
+    assert np.array(result["layer_map"][1]["share"]).shape == (3, 3)
+    assert np.array(result["layer_map"][names.index("other")]["share"]).shape == (3, 2)
+    np.testing.assert_array_equal(np.array(result["layer_map"][1]["share"]) > 0.5, np.eye(3) > 0)
     assert is_png(tmp_path / "compare.png")
 
 

@@ -21,18 +21,19 @@ def census(*counts, units: int = 704, base_layers=None) -> list[dict]:
     rows = []
     for number, count in enumerate(counts, start=1):
         base_layer = base_layers[number - 1] if base_layers else number
-        row = {"layer": f"layer {number}", "base_layer": f"layer {base_layer}", "expected": 1.0}
+        row = {"number": number, "base_number": base_layer, "base_layer": "", "expected": 1.0}
         rows.append(row | {"found": count, "units": units, "share": count / units, "by_chance": 1})
     return rows
 
 
+LAYERS = {"base_layers": range(1, 4), "suspect_layers": range(1, 4)}
 CENSUSES = {"none": [], "nothing": census(1, 4, 0), "some": census(1, 40, 2), "kin": census(704, 3, 690)}
 
 
 def answer(units: str, outcomes: dict) -> str:
     """The verdict alone; a test of None was not made."""
     tests = {name: OUTCOMES[outcome] for name, outcome in outcomes.items() if outcome}
-    judged, sentence = verdict(tests, CENSUSES[units], "no MLPs found in B")
+    judged, sentence = verdict(tests, CENSUSES[units], LAYERS, "no MLPs found in B")
     assert sentence and "\n" not in sentence
     return judged
 
@@ -75,7 +76,7 @@ def test_more_likeness_of_blocks_never_weakens_a_verdict(units):
         (
             census(704, 704, base_layers=(1, 4)),
             {},
-            "704 of 704 hidden units of every layer (of the base: layer 1, layer 4) found again",
+            "every layer found again; made of layers 1 and 4 of the base, in this order; 2 and 3 are gone",
         ),
         (census(2, 1), {}, "at most 2 of 704 hidden units of a layer found again, as chance has it"),
         (census(2, 1), {"embedding": "same"}, "can be copied"),
@@ -87,7 +88,10 @@ def test_more_likeness_of_blocks_never_weakens_a_verdict(units):
     ],
 )
 def test_sentences(rows, tests, said):
-    _, sentence = verdict({name: OUTCOMES[word] for name, word in tests.items()}, rows, "no MLPs found in B")
+    depth = rows[-1]["base_number"] if rows else 0
+    layer_map = {"base_layers": range(1, depth + 1), "suspect_layers": range(1, len(rows) + 1)}
+    outcomes = {name: OUTCOMES[word] for name, word in tests.items()}
+    _, sentence = verdict(outcomes, rows, layer_map, "no MLPs found in B")
     assert said in sentence
 
 
