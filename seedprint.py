@@ -176,7 +176,7 @@ def compare(settings: BasesSettings):
     of that base whose table is closest to the suspect's.
     """
     if len(settings.models) < 2:
-        raise UserError("expected BASE and at least one SUSPECT: checkpoint folders, or PRESET@SEED")
+        raise UserError("expected at least 2 models, BASE and SUSPECT: checkpoint folders, or PRESET@SEED")
     more_bases = settings.base or ()
     names = (settings.models[0], *more_bases, *settings.models[1:])
     experiment, models = begin("compare", "BB 6.1", settings, names)

@@ -107,11 +107,6 @@ def student_log10_p(t, dof):
     return min(0.0, max(SMALLEST_LOG10_P, log_p / math.log(10)))
 
 
-def student_log10_tail(t, dof):
-    """log10 of the one-sided P[T > t] of Student's t, from -300 on."""
-    return max(SMALLEST_LOG10_P, student.logsf(t, dof) / math.log(10))
-
-
 def binomial_log10_p(count, n, num_choices):
     """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))

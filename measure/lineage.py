@@ -31,7 +31,6 @@ from init import STD, draw, keyed_generator
 from lib import parts
 from lib.runtime import bfloat16_is_fast, progress
 from lib.settings import UserError
-from measure.cosines import student_log10_tail
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
@@ -270,6 +269,11 @@ def closest_births(source, parameter, count, seeds):
         family_log10_p = min(0.0, student_log10_tail(t, m - 1) + math.log10(len(seeds)))
         rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
     return rows
+
+
+def student_log10_tail(t, dof):
+    """log10 of the one-sided P[T > t] of Student's t; -300 stands for all below it, where scipy has no numbers."""
+    return max(-300.0, stats.t.logsf(t, dof) / math.log(10))
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_every_method_answers_for_every_pair(tmp_path, monkeypatch):
     base, suspect = rows[2]["base"], rows[2]["suspect"]
     expected = {}
     flags = {"models": (base, suspect), "out": "out", **CPU}
-    asked = seedprint.CompareSettings(**flags, sequence_length=8, permutations=199)
+    asked = seedprint.BasesSettings(**flags, sequence_length=8, permutations=199, layers=2, units=64)
     expected |= seedprint.compare(asked)["rows"][0]
     asked = seedprint.PaperSettings(**flags, paper_sequences=20, paper_length=8)
     expected |= seedprint.paper(asked)["rows"][0]
