@@ -272,7 +272,7 @@ def closest_births(source, parameter, count, seeds):
 
 
 def student_log10_tail(t, dof):
-    """log10 of the one-sided P[T > t] of Student's t; -300 stands for all below it, where scipy has no numbers."""
+    """log10 of the one-sided P[T > t] of Student's t, at least -300: scipy has no numbers below."""
     return max(-300.0, stats.t.logsf(t, dof) / math.log(10))
 
 
