@@ -158,6 +158,46 @@ def draw_layer_map(figure, axes, layer_map) -> None:
     figure.colorbar(image, ax=axes, label="% found again")
 
 
+def layer_maps(path, panels) -> None:
+    """Draw a heat map of layers for each (row, layer_map) of `panels`, with the row's sentence above it."""
+    columns = 3
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
+    for axes, (row, layer_map) in zip(figure.subplots(rows, columns, squeeze=False).flatten(), panels):
+        draw_layer_map(figure, axes, layer_map)
+        axes.set_title(f"{row['recipe']}: {row['sentence']}", fontsize=10, loc="left", wrap=True)
+        axes.set_ylabel(f"layer of the {row['base']}")
+    save_figure(figure, path)
+
+
+def strengths(path, rows) -> None:
+    """Draw what tests find of a changed child, a column for each `change`: units found above, z below."""
+    changes = list(pd.DataFrame(rows).groupby("change", sort=False))
+    widths = [2 + len(part) for _, part in changes]
+    figure = Figure(figsize=(0.33 * sum(widths), 6), layout="constrained")
+    grid = figure.subplots(2, len(changes), sharex="col", sharey="row", width_ratios=widths, squeeze=False)
+    lines = {"body_z": "weights", "relabel_z": "states", "closed_form_z": "the paper's closed form"}
+    for above, below, (change, part) in zip(*grid, changes):
+        places = range(len(part))
+        above.plot(places, 100 * part["units_share"].astype(float), "o-", color=BLUE, label="hidden units")
+        above.axhline(20, color="k", linestyle="--", linewidth=1.1, label="kin from here on")
+        for colour, (key, label) in zip(COLOURS[1:], lines.items()):
+            below.plot(places, part[key].astype(float), "o-", color=colour, label=label)
+        below.axhline(4.75, color="k", linestyle="--", linewidth=1.1, label="p = 1e-6")
+        below.set_yscale("symlog", linthresh=5)
+        below.yaxis.set_major_formatter("{x:g}")
+        texts = [text if isinstance(text, str) else f"{text:g}" for text in part["strength"]]
+        below.set_xticks(places, texts, rotation=90)
+        below.set_xlabel(change)
+        for axes in (above, below):
+            axes.spines[["top", "right"]].set_visible(False)
+    grid[0, 0].set(ylim=(-4, 104), ylabel="% of hidden units found")
+    grid[1, 0].set_ylabel("z of coordinates")
+    for axes in grid[:, -1]:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
 def family_tree(path, names, closeness, numbers, label, title) -> None:
     """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1; `numbers` (n, n) are written in."""
     count = len(names)

@@ -82,7 +82,7 @@ def compare_pair(base: Model, suspect: Model, settings):
     layers, layer_map = [], {}
     if not missing:
         limits = (settings.units, settings.layers or usual_layers(base, suspect))
-        tokens = tokens_of(base, suspect)
+        tokens = tokens_of(base.units, suspect.units)
         layers, layer_map = unit_census(base.units, suspect.units, tokens, *limits, settings.input_seed)
     answer, sentence = verdict(tests, layers, layer_map, missing)
     least = min(layers, key=lambda layer: layer["share"], default={})
@@ -112,7 +112,9 @@ def on_one_table(bases, suspect):
     """
     if len(bases) < 2 or any(model.units.missing for model in (*bases, suspect)):
         return bases
-    nearness = [nearness_of_tables(base.units, suspect.units, tokens_of(base, suspect)) for base in bases]
+    nearness = [
+        nearness_of_tables(base.units, suspect.units, tokens_of(base.units, suspect.units)) for base in bases
+    ]
     tables = bases[int(np.argmax(nearness))]
     seen = []
     for base in bases:
@@ -123,7 +125,6 @@ def on_one_table(bases, suspect):
     return seen
 
 
-def tokens_of(base, suspect):
+def tokens_of(base: Units, suspect: Units):
     """The ids of the tokens that two models share, in each of them."""
-    count = min(base.units.num_tokens, suspect.units.num_tokens)
-    return shared_tokens(base.units.source, suspect.units.source, count)
+    return shared_tokens(base.source, suspect.source, min(base.num_tokens, suspect.num_tokens))

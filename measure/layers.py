@@ -12,7 +12,7 @@ repeats some, a mixture of experts may have several copies of each, and a merge 
 
 from collections import Counter
 
-KIN_SHARE = 0.2  # of a layer's hidden units found again: from here on it is the base's; strangers reach 0.01
+KIN_SHARE = 0.2  # of a layer's hidden units found again: from here on it is the base's
 AS_CLOSE = 0.001  # distances that differ by less are equal
 
 

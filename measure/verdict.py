@@ -21,6 +21,7 @@ UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
+STRANGERS_SHARE = 0.05  # of a layer's units: trained on one text from one table, they reach 0.036
 
 
 def verdict(tests, rows, layer_map=None, missing=""):
@@ -50,11 +51,15 @@ def verdict_of_units(tests, rows, layer_map):
             f"{effect(tests['body'])}, but {count}. Such are children whose token table or MLPs were drawn "
             "anew, and strangers trained on a copied table; an earlier checkpoint of the suspect would tell"
         )
-    if "embedding" in agreeing:
-        return NO_EVIDENCE, f"{count}, as chance has it; the token table is the base's, but can be copied"
-    if "relabel" in agreeing:
+    if "relabel" in agreeing and "embedding" not in agreeing:
         return INCONCLUSIVE, f"final states agree, but {count}: the suspect may have learnt the base's states"
-    return NO_EVIDENCE, f"{count}, as chance has it"
+    if beyond_chance(rows):
+        count += ", more than chance has it, but no more than strangers come to share if they learn one text"
+    else:
+        count += ", as chance has it"
+    if "embedding" in agreeing:
+        count += "; the token table is the base's, but can be copied"
+    return NO_EVIDENCE, count
 
 
 def verdict_of_coordinates(body, missing):
@@ -81,11 +86,19 @@ def effect(body):
 
 
 def judge_units(rows):
-    """The verdict of a census: kin from KIN_SHARE of a layer's units on, no evidence if all is chance."""
-    unexplained = [row for row in rows if chance_log10_p(row, len(rows)) <= SAME_LOG10_P]
-    if any(row["share"] >= KIN_SHARE for row in unexplained):
+    """The verdict of a census: kin from KIN_SHARE of a layer's units on.
+
+    There is no evidence if chance explains every count, or if none reaches STRANGERS_SHARE.
+    """
+    largest = max([row["share"] for row in beyond_chance(rows)], default=0)
+    if largest >= KIN_SHARE:
         return SAME_BIRTH
-    return INCONCLUSIVE if unexplained else NO_EVIDENCE
+    return INCONCLUSIVE if largest >= STRANGERS_SHARE else NO_EVIDENCE
+
+
+def beyond_chance(rows):
+    """The rows whose counts chance does not explain."""
+    return [row for row in rows if chance_log10_p(row, len(rows)) <= SAME_LOG10_P]
 
 
 def chance_log10_p(row, searches):

@@ -36,18 +36,21 @@ WORDS = {  # what the braces mean
         "text": "backcopy",
         "data": "data/backcopy-bytes",
         "kin": "tiny_llama@1000",
+        "strangers": "{runs}/strangers/tiny_llama-1000 {runs}/strangers/tiny_llama-1",
     },
     "laptop": {
         "size": "tiny",
         "text": "laptop",
         "data": "data/python-bpe_4096",
         "kin": "{runs}/lineage/tiny_llama-1000",
+        "strangers": " ".join(f"{{runs}}/strangers/tiny_llama-{seed}" for seed in family.STRANGERS),
     },
     "paper": {
         "size": "nano",
         "text": "nano_llama",
         "data": str(siblings.PAPER_DATA),
         "kin": "{runs}/lineage/nano_llama-1000",
+        "strangers": " ".join(f"{{runs}}/strangers/nano_llama-{seed}" for seed in family.STRANGERS),
     },
 }
 
@@ -147,6 +150,8 @@ def make(name, settings: Settings):
     runs = RESULTS[name].get("runs")
     if runs == "lineage":
         siblings.train_all(family.lineage_runs(training))
+    if runs == "strangers":
+        siblings.train_all(family.stranger_runs(training))
     if runs == "calibrations":
         siblings.train_all(siblings.calibration_runs(training))
     function(wanted)

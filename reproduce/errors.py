@@ -1,7 +1,7 @@
-"""How often does each test call strangers kin, and what does each cost? (BB B.3.1, Figure 13; mostly ours)
+"""How often does each test call strangers kin? (BB B.3.1, Figure 13; mostly ours)
 
-    python -m reproduce.errors --model tiny_llama --num-births 200
-    python -m reproduce.errors cost BASE CHILD
+    python -m reproduce.errors                    # all pairs of 45 newborns: half an hour
+    python -m reproduce.errors trained RUN RUN    # which hidden units do trained strangers share?
 
 Newborns of different seeds are strangers by construction, so every rejection is an error. A test is sound if
 its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the models read (tokens through a
@@ -10,8 +10,6 @@ token table of their own, through one that all share, or Gaussian vectors), and 
 
 import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
-import math
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,41 +23,32 @@ from lib.figures import curves
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from measure.comparison import state_fingerprint
+from lib.settings import Command, RunSettings, at_least, run_script
+from measure.census import Units, unit_census
+from measure.comparison import tokens_of
 from measure.cosines import wilson
 from measure.lineage import (
-    SAME_LOG10_P,
     diagonal_test,
     fingerprint,
     identity_taus,
     judge_taus,
     kendall_std,
-    null_taus,
-    paper_test,
     relation,
     weight_correlations,
 )
+from measure.verdict import NO_EVIDENCE, judge_units
 from model import PRESETS
-from seedprint import (
-    CompareSettings,
-    PairSettings,
-    PaperSettings,
-    common_vocabulary,
-    comparable_models,
-    last_outputs,
-)
+from reproduce.thief import hidden
+from seedprint import PairSettings, PaperSettings, comparable_models, last_outputs
 
 LEVEL = 0.01  # from here on down, a test calls two models kin
 PAPER_TESTS = ("t-test", "U-test", "closed form")
-PAPER_KEYS = {"t-test": "paper_t_p", "U-test": "paper_u_p"}
 OWN_TABLE = "own embedding"
 SHARED_TABLE = "shared embedding"
 VECTORS = "gaussian"
 STATE_INPUTS = (OWN_TABLE, SHARED_TABLE, VECTORS)
 WEIGHTS = "weights"  # as if an input: what the tests of weights read
 COLUMNS = ("test", "inputs", "scheme", "model", "num_pairs", "rejections", "rate", "low", "high", "ks_p")
-AUTHORS_TOKENS = 10_000 * 1024  # that the paper's test reads (BB B.2, 5)
 
 
 @dataclass
@@ -72,39 +61,43 @@ class RateSettings(RunSettings):
     """how they are drawn"""
     first_seed: at_least(0) = 1
     """seed of the first birth; the others follow"""
-    num_births: at_least(14) = 200
-    """newborns of the exact tests; each is compared with the next six, its weights with the next one"""
+    num_births: at_least(3) = 45
+    """newborns with token tables of their own; all pairs are compared"""
+    trap_births: at_least(3) = 12
+    """newborns that read one table, or Gaussian vectors, where fewer show what happens; all pairs"""
     num_sequences: at_least(1) = 16
     """random sequences of the exact test; each of their positions is a row"""
     sequence_length: int = 64
     """tokens in each of them"""
     permutations: at_least(99) = 999
     """relabellings; the smallest p is 1 / (1 + this)"""
-    paper_births: at_least(3) = 12
-    """newborns of the paper's test, which takes longer; all pairs"""
     paper_sequences: at_least(3) = 1000
     """random sequences of the paper's test; in the paper 10000"""
     paper_length: int = 64
     """tokens in each of them; in the paper 1024"""
+    layers: at_least(1) = 2
+    """layers whose hidden units are looked for"""
+    units: at_least(2) = 256
+    """how many of them in each MLP"""
     input_seed: int = 0
     """seed of the random sequences and of the permutations"""
 
 
 @dataclass
-class CostSettings(PairSettings):
-    """What `cost` can be told."""
+class TrainedSettings(PairSettings):
+    """What `trained` can be told."""
 
-    sequence_length: int = 64
-    """tokens in a sequence"""
-    permutations: at_least(199) = 9999
-    """relabellings; the smallest p is 1 / (1 + this)"""
+    layers: at_least(1) = 99
+    """layers whose hidden units are looked for, evenly spaced"""
+    units: at_least(2) = 1024
+    """how many of them in each MLP"""
 
 
-# ---- error rates -------------------------------------------------------------------------------------------
+# ---- newborns ----------------------------------------------------------------------------------------------
 
 
 def rates(settings: RateSettings):
-    """How often does each test call strangers kin? Writes errors.json, errors.png and errors_tau.png."""
+    """How often does each test call newborn strangers kin? Writes errors.json, errors.png, errors_tau.png."""
     specs = chosen_models(settings.model, (settings.first_seed,))
     check_lengths((settings.sequence_length,), shortest_context(specs))
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
@@ -117,17 +110,18 @@ def rates(settings: RateSettings):
     for model, scheme, inputs in progress(choices, desc="errors", unit=" settings"):
         key = {"inputs": inputs, "scheme": scheme, "model": model}
         panel = key | {"panel": f"{model}, {inputs}"}
-        is_drawn = scheme == settings.schemes[0] and inputs != WEIGHTS
+        is_drawn = scheme == settings.schemes[0]
         newborns = strangers(model, scheme, inputs, settings)
         if inputs == WEIGHTS:
             p_values = weights_p(newborns, settings)
+            rows.append({"test": "units"} | key | units_rate(newborns, settings))
         else:
             paper_values, pooled = paper_p(newborns, inputs, settings)
             p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | paper_values
             if is_drawn:
                 taus += tau_histogram(pooled, settings.paper_sequences, panel)
         for test, p in p_values.items():
-            rows.append({"test": test} | key | error_rate(test, p, settings.paper_births))
+            rows.append({"test": test} | key | error_rate(test, p, len(newborns)))
             if is_drawn:
                 points += quantiles(p, panel | {"test": test})
     return experiment.save(rows, COLUMNS, draw_errors, points=points, taus=taus)
@@ -135,46 +129,76 @@ def rates(settings: RateSettings):
 
 def strangers(model, scheme, inputs, settings: RateSettings):
     """Newborns of different seeds, with token tables of their own or one for all."""
+    is_trap = inputs in (SHARED_TABLE, VECTORS)
     embedding_seed = 0 if inputs == SHARED_TABLE else None
     newborns = []
-    for birth in range(max(settings.num_births, settings.paper_births)):
+    for birth in range(settings.trap_births if is_trap else settings.num_births):
         newborns.append(Newborn(PRESETS[model], settings.first_seed + birth, embedding_seed, scheme))
     return newborns
 
 
 def relabelling_p(newborns, inputs, settings: RateSettings):
-    """The p of the exact test of states, for each newborn and the six that follow it."""
+    """The p of the exact test of states, for all pairs of newborns."""
     config = newborns[0].config
     drawn = (settings.input_seed, range(settings.num_sequences), settings.sequence_length)
     if inputs == VECTORS:
         given = random_vectors(*drawn, config.d_model)
     else:
         given = random_tokens(*drawn, config.vocab_size)
-    count = settings.num_births
-    if inputs != OWN_TABLE:  # where the test does not hold, fewer show it
-        count = max(14, count // 4)
     prints = []
-    for newborn in newborns[:count]:
+    for newborn in newborns:
         states = final_states(newborn, given, settings.device, settings.torch_dtype)
         prints.append(fingerprint(states.flatten(0, 1)))
     p = []
-    for i, ahead in itertools.product(range(count), range(1, 7)):
-        j = (i + ahead) % count
+    for i, j in itertools.combinations(range(len(newborns)), 2):
         C = relation(prints[i], prints[j])
         p.append(diagonal_test(C, (settings.input_seed, i, j), settings.permutations)["p"])
     return np.array(p)
 
 
+class Kept:
+    """A newborn whose tensors are drawn once and kept, for many comparisons."""
+
+    def __init__(self, newborn):
+        self.newborn = newborn
+        self.config = newborn.config
+        self.place = None
+        self.width = newborn.width
+        self.family = newborn.family
+        self.shapes = newborn.shapes
+        self.tensors = {}
+
+    def read(self, name):
+        """One tensor."""
+        if name not in self.tensors:
+            self.tensors[name] = self.newborn.read(name)
+        return self.tensors[name]
+
+
 def weights_p(newborns, settings: RateSettings):
-    """The p of the exact test of weights, for each newborn and the next."""
-    p = []
-    for i in range(settings.num_births):
-        a = newborns[i]
-        b = newborns[(i + 1) % settings.num_births]
-        key = (settings.input_seed, i)
-        correlations, _ = weight_correlations(a, b)
-        p.append(diagonal_test(correlations["body"], key, settings.permutations)["p"])
-    return {"weights": np.array(p)}
+    """The p of the exact tests of the blocks' weights and of token tables, for all pairs of newborns."""
+    p = {"weights": [], "token tables": []}
+    kept = [Kept(newborn) for newborn in newborns]
+    for i, j in itertools.combinations(range(len(kept)), 2):
+        correlations, _ = weight_correlations(kept[i], kept[j])
+        for test, part in (("weights", "body"), ("token tables", "embedding")):
+            C = correlations[part]
+            p[test].append(diagonal_test(C, (settings.input_seed, i, j), settings.permutations)["p"])
+    return {test: np.array(values) for test, values in p.items()}
+
+
+def units_rate(newborns, settings: RateSettings):
+    """How often a census finds evidence between newborns, and the largest share of units found."""
+    models = [Units(Kept(newborn)) for newborn in newborns]
+    rejected, shares = [], []
+    for i, j in itertools.combinations(range(len(models)), 2):
+        tokens = tokens_of(models[i], models[j])
+        layers, _ = unit_census(models[i], models[j], tokens, settings.units, settings.layers, (i, j))
+        rejected.append(judge_units(layers) != NO_EVIDENCE)
+        shares += [layer["share"] for layer in layers]
+    low, high = wilson(sum(rejected), len(rejected), 0.99)
+    row = {"num_pairs": len(rejected), "rejections": sum(rejected), "low": low, "high": high}
+    return row | {"rate": sum(rejected) / len(rejected), "largest_share": max(shares)}
 
 
 def paper_p(newborns, inputs, settings: RateSettings):
@@ -189,9 +213,7 @@ def paper_p(newborns, inputs, settings: RateSettings):
         device=settings.device,
         dtype=settings.dtype,
     )
-    outputs = []
-    for newborn in newborns[: settings.paper_births]:
-        outputs.append(last_outputs(newborn, config.vocab_size, reading).numpy())
+    outputs = [last_outputs(newborn, config.vocab_size, reading).numpy() for newborn in newborns]
     top_k = config.d_model // 2
     p, pooled = [], []
     for a, b in itertools.combinations(outputs, 2):
@@ -202,12 +224,16 @@ def paper_p(newborns, inputs, settings: RateSettings):
     return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)
 
 
-def error_rate(test, p, paper_births):
-    """How often p (pairs,) rejects, the rate's 99 % interval, and the p of a test that p is uniform."""
+def error_rate(test, p, births):
+    """How often p of all pairs of births rejects, the rate's 99 % interval, and the p of a uniform p.
+
+    Renumbered coordinates make the p of pairs that share a birth independent, so Wilson's interval holds for
+    the exact tests; for the paper's, births are resampled.
+    """
     rejected = p <= LEVEL
     rejections = int(rejected.sum())
     if test in PAPER_TESTS:
-        low, high = interval_over_births(rejected, paper_births)
+        low, high = interval_over_births(rejected, births)
     else:
         low, high = wilson(rejections, len(p), 0.99)
     return {
@@ -284,69 +310,37 @@ def draw_errors(result, folder) -> None:
     )
 
 
-# ---- cost --------------------------------------------------------------------------------------------------
+# ---- trained strangers -------------------------------------------------------------------------------------
 
 
-def cost(settings: CostSettings):
-    """How many tokens, and seconds, until each test says p < 1e-6 of two kin? Writes cost.json.
+def trained(settings: TrainedSettings):
+    """How many hidden units do trained strangers share, plain and hidden, all pairs? Writes trained.json.
 
-    UserError unless there are two models, of one birth as far as their weights tell.
+    The models must be strangers: nothing here can know.
     """
-    if len(settings.models) != 2:
-        raise UserError("cost expects two models of one birth")
     specs = comparable_models(settings.models, settings.init)
-    T = settings.sequence_length
-    check_lengths((T,), shortest_context(specs))
-    experiment = Experiment("cost", "BB 5, 6.1", settings)
-    pair = [spec.open() for spec in specs]
-    settings = experiment.settings
-    vocab_size = common_vocabulary(specs)
-    begun = time.perf_counter()
-    correlations, _ = weight_correlations(*pair)
-    log10_p = coordinates_log10_p(correlations["body"], settings) if "body" in correlations else 0.0
-    if log10_p > SAME_LOG10_P:  # a million rows would not show it either
-        raise UserError("cost expects two models of one birth, but their weights do not agree")
-    rows = [{"test": "weights", "tokens": 0, "seconds": time.perf_counter() - begun, "log10_p": log10_p}]
-    for test in progress(("relabelling", *PAPER_TESTS), desc="cost"):
-        fewest = math.ceil(3 / T) if test == "relabelling" else 4  # sequences that give it enough rows
-        for doublings in range(15):
-            n = fewest * 2**doublings
-            null_taus.cache_clear()
-            begun = time.perf_counter()
-            log10_p = states_log10_p(test, pair, n, vocab_size, settings)
-            seconds = time.perf_counter() - begun
-            if log10_p <= SAME_LOG10_P:
-                break
-        rows.append({"test": test, "tokens": n * T, "seconds": seconds, "log10_p": log10_p})
-    for row in rows:
-        row["reached"] = row["log10_p"] <= SAME_LOG10_P
-        has_read = row["reached"] and row["tokens"] > 0
-        row["times_fewer_tokens"] = AUTHORS_TOKENS / row["tokens"] if has_read else None
-    return experiment.save(rows)
+    experiment = Experiment("trained", "", settings)
+    models = [Units(spec.open(), spec.name) for spec in specs]
+    stolen = [Units(hidden(model.source), spec.name) for model, spec in zip(models, specs)]
+    rows = []
+    for i, j in progress(list(itertools.combinations(range(len(models)), 2)), desc="trained", unit=" pairs"):
+        for is_hidden, suspect in ((False, models[j]), (True, stolen[j])):
+            tokens = tokens_of(models[i], suspect)
+            layers, _ = unit_census(models[i], suspect, tokens, settings.units, settings.layers)
+            pair = {
+                "a": specs[i].name,
+                "b": specs[j].name,
+                "hidden": is_hidden,
+                "verdict": judge_units(layers),
+            }
+            for layer in layers:
+                counts = {key: layer[key] for key in ("number", "found", "units", "share", "by_chance")}
+                rows.append(pair | counts)
+    largest = sorted(rows, key=lambda row: -row["share"])[:5]
+    return experiment.save(rows, shown=largest)
 
 
-def states_log10_p(test, pair, n, vocab_size, settings: CostSettings):
-    """log10 p of a test of states, where the pair of sources read n random sequences."""
-    T = settings.sequence_length
-    common = {"input_seed": settings.input_seed, "device": settings.device, "dtype": settings.dtype}
-    if test == "relabelling":
-        reading = CompareSettings(num_sequences=n, sequence_length=T, **common)
-        a, b = [state_fingerprint(source, vocab_size, reading) for source in pair]
-        return coordinates_log10_p(relation(a, b), settings)
-    reading = PaperSettings(paper_sequences=n, paper_length=T, **common)
-    a, b = [last_outputs(source, vocab_size, reading) for source in pair]
-    result = paper_test(a, b)
-    if test == "closed form":
-        return norm.logsf(result["closed_form_z"]) / math.log(10)
-    return math.log(max(result[PAPER_KEYS[test]], 1e-300)) / math.log(10)
-
-
-def coordinates_log10_p(C, settings: CostSettings):
-    """log10 p of the exact test of coordinates whose correlations are C, (d, d)."""
-    return diagonal_test(C, (settings.input_seed,), settings.permutations)["log10_p"]
-
-
-COMMANDS = {"rates": Command(rates, RateSettings()), "cost": Command(cost, CostSettings())}
+COMMANDS = {"rates": Command(rates, RateSettings()), "trained": Command(trained, TrainedSettings())}
 COMMANDS[""] = COMMANDS["rates"]
 
 if __name__ == "__main__":

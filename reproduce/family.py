@@ -34,6 +34,7 @@ TABLES = {  # newborns; newborns and their children; and children of others; chi
 }
 BASE = 1000  # seed of the table of children after a second corpus
 CONTINUED = (BASE, 123)  # seeds that learn it
+STRANGERS = (BASE, 1, 2, 3, 4, 5, 6)  # seeds that learn one text, all on the first one's token table
 DOCSTRINGS = {"source": ("docstrings",), "learning_rate": 5e-4, "warmup_iters": 20}
 STORIES = {"source": ("hf:roneneldan/TinyStories",), "max_iters": 20_000}
 COLUMNS = ("table", "base", "suspect", "kin", "paper_t_p", "paper_u_p", *RIVALS)
@@ -74,6 +75,21 @@ def lineage_runs(settings: Settings):
             tokenizer = default_folder(child.source, child.tokenizer) / "tokenizer.model"
             changes = second | {"seed": seed, "init_from": child.out, "tokenizer": str(tokenizer)}
             runs[style, seed, 2] = settings.training(config, f"lineage/{preset}-{seed}-{ending}", **changes)
+    return runs
+
+
+def stranger_runs(settings: Settings):
+    """Runs of strangers, by seed: what may they come to share, if they have one token table and one text?"""
+    runs = {}
+    for seed in STRANGERS[:2] if settings.scale == "smoke" else STRANGERS:
+        if settings.scale == "paper":
+            preset = config = "nano_llama"
+            changes = OPENWEBTEXT
+        else:
+            preset, config = "tiny_llama", ""
+            changes = {"model": preset, "max_iters": 600, "global_batch_size": 8, "micro_batch_size": 8}
+        changes = changes | {"seed": seed, "embedding_seed": BASE}
+        runs[seed] = settings.training(config, f"strangers/{preset}-{seed}", **changes)
     return runs
 
 

@@ -586,7 +586,11 @@ def live(case: Case, place: Path) -> None:
         path = arguments[0]
         if not isinstance(path, str | bytes | os.PathLike):
             return
-        path = os.path.realpath(os.fsdecode(path))
+        path = os.fsdecode(path)
+        if event == "os.mkdir":  # it follows no link
+            path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        else:
+            path = os.path.realpath(path)
         allowed = writable
         if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             allowed = readable

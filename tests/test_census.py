@@ -10,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.torch
 import scipy.stats
 import torch
-from altered import Altered, hidden, noised, of_matrices, open_folder, pruned, rounded, save_perturbed
-from conftest import KINDS, ROOT
-from evade import WAYS, evade
+from altered import open_folder, save_perturbed
+from conftest import KINDS, ROOT, assert_refused, run_here
 
 import init
 from lib import checkpoint, parts
@@ -27,6 +25,8 @@ from measure import census
 from measure.census import Units, unit_census
 from measure.verdict import NO_EVIDENCE, verdict
 from model import PRESETS, ModelConfig
+from reproduce import thief
+from reproduce.thief import Altered, assembled, hidden, narrowed, noised, of_matrices, pruned, rounded
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 TINY = PRESETS["tiny_llama"]
@@ -169,10 +169,10 @@ def test_broken_weights_are_refused(broken):
 
 CHANGES = {
     "noise of one std": lambda source: noised(source, 1),
-    "pruned by 90 %": lambda source: of_matrices(source, pruned),
-    "4 bits": lambda source: of_matrices(source, rounded),
-    "bfloat16": lambda source: of_matrices(source, torch.Tensor.bfloat16),
-    "float16": lambda source: of_matrices(source, torch.Tensor.half),
+    "pruned by 90 %": lambda source: pruned(source, 0.9),
+    "4 bits": lambda source: rounded(source, 4),
+    "bfloat16": lambda source: of_matrices(source, lambda _, weight: weight.bfloat16()),
+    "float16": lambda source: of_matrices(source, lambda _, weight: weight.half()),
 }
 
 
@@ -185,25 +185,24 @@ def base_folder(request, tmp_path_factory):
     return folder
 
 
-def test_hidden_children_are_found_unit_by_unit(base_folder, tmp_path):
+def test_hidden_children_are_found_unit_by_unit(base_folder):
     base = open_folder(base_folder)
-    ways = ("rotate", "neurons", "signs") if base.config.mlp == "swiglu" else ("rotate", "neurons")
-    child = hidden(base_folder, tmp_path / "b", ways)
+    child = hidden(base)
     assert min(shares(base, child)) == 1
     for change in CHANGES.values():
         assert min(shares(base, change(child))) >= 0.99
 
 
 @pytest.mark.parametrize("name", ["gated", "tied_qwen2", "qwen3", "plain"])
-@pytest.mark.parametrize("way", WAYS)
-def test_evasions_keep_the_logits(name, way, tmp_path):
+@pytest.mark.parametrize("way", thief.WAYS)
+def test_hidden_models_keep_the_logits(name, way, tmp_path):
     kinds = {"gated": {}, "tied_qwen2": dict(tie_embeddings=True, qkv_bias=True)}
     kinds["qwen3"] = dict(qk_norm=True, head_dim=20)
     if (name, way) == ("plain", "signs"):
         pytest.skip("a GELU has no sign to flip")
     config = PLAIN if name == "plain" else replace(CONFIG, **kinds[name])
     base = save_perturbed(tmp_path / "a", config)
-    evade(way, tmp_path / "a", tmp_path / "b", seed=5)
+    thief.save(tmp_path / "b", hidden(base, (way,), seed=5))
     tokens = random_tokens(1, range(3), 20, 300)
     with torch.inference_mode():
         logits = [checkpoint.load(str(tmp_path / folder))(tokens) for folder in "ab"]
@@ -212,40 +211,56 @@ def test_evasions_keep_the_logits(name, way, tmp_path):
     assert min(shares(base, open_folder(tmp_path / "b"))) == 1
 
 
-def test_evade_as_a_script(tmp_path):
-    save_perturbed(tmp_path / "a", CONFIG)
-    words = ["permute", tmp_path / "a", tmp_path / "b", "--seed", "4"]
-    script = [sys.executable, ROOT / "tests" / "evade.py", *words]
-    process = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    evade("permute", tmp_path / "a", tmp_path / "c", seed=4)
-    b, c = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in "bc")
-    assert b.keys() == c.keys() and all(torch.equal(b[name], c[name]) for name in b)
+def test_thief_as_a_script(tmp_path):
+    base = save_perturbed(tmp_path / "a", CONFIG)
+    words = [tmp_path / "a", "--ways", "permute", "signs", "--seed", "4", "--out", tmp_path / "b"]
+    done = run_here("reproduce.thief", *words)
+    assert done.returncode == 0, done.stderr
+    assert f"compare {tmp_path / 'a'} {tmp_path / 'b'}" in done.stdout
+    written = open_folder(tmp_path / "b")
+    child = hidden(base, ("permute", "signs"), seed=4)
+    assert written.shapes == child.shapes
+    assert all(torch.equal(written.read(name), child.read(name)) for name in child.shapes)
+    assert_refused(run_here("reproduce.thief", *words), "is there already")
+    assert_refused(run_here("reproduce.thief", "--out", tmp_path / "c"), "one model")
+    words = ["tiny_gpt2@1", "--ways", "signs", "--out", tmp_path / "c"]
+    assert_refused(run_here("reproduce.thief", *words), "gate")
 
 
-@pytest.mark.parametrize("coordinates, units", [(256, 512), (128, 352), (64, 176)])
-def test_children_of_which_a_part_was_kept(coordinates, units):
+@pytest.mark.parametrize("size", [0.5, 2.0])
+def test_what_a_thief_adds_and_takes(size):
+    """Noise of the size asked for, the share of zeros, the number of levels: by their definitions."""
+    base = Newborn(CONFIG, 1)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight = base.read(name)
+    noise = noised(base, size).read(name) - weight
+    # 6,144 numbers: their std is known to about 1 %
+    assert noise.std().item() == pytest.approx(size * weight.std().item(), rel=0.05)
+    share = size / 4
+    assert (pruned(base, share).read(name) == 0).float().mean() == pytest.approx(
+        share, abs=1 / weight.numel()
+    )
+    bits = round(2 * size) + 1
+    levels = rounded(base, bits).read(name) / weight.abs().max() * (2 ** (bits - 1) - 1)
+    assert torch.equal(levels.round().unique().abs().unique(), torch.arange(2.0 ** (bits - 1)))
+    torch.testing.assert_close(levels, levels.round())  # the defaults: rounding of float32
+    gains = "model.norm.weight"
+    for altered in (noised(base, size), pruned(base, share), rounded(base, bits)):
+        assert torch.equal(altered.read(gains), base.read(gains))
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.25])
+def test_children_of_which_a_part_was_kept(share):
     """Residual coordinates and hidden units kept at random, as width pruning does; either way round."""
     config = replace(TINY, num_layers=2)
-    generator = np.random.default_rng(0)
-    kept = {256: torch.from_numpy(generator.permutation(256)[:coordinates])}
-    kept[704] = torch.from_numpy(generator.permutation(704)[:units])
-    head_size = 32
-
-    def change(name, weight):
-        for axis, size in enumerate(weight.shape):
-            is_heads = "self_attn" in name and axis == int("o_proj" in name)
-            if size in kept and not is_heads:
-                weight = weight.index_select(axis, kept[size])
-        return weight
-
-    smaller = replace(config, d_model=coordinates, d_ff=units, head_dim=head_size)
-    child = Altered(Newborn(config, 1), change)
-    child.width, child.config = coordinates, smaller
-    child.shapes = Newborn(smaller, 1).shapes
-    for base, suspect in ((Newborn(config, 1), child), (child, Newborn(config, 1))):
-        for row in found(base, suspect):
-            assert row["units"] == units and row["share"] >= 0.95
+    base = Newborn(config, 1)
+    child = narrowed(base, share)
+    assert child.width == 256 * share
+    thief_copy = init.newborn(child.config, 2)  # every tensor has its shape
+    thief_copy.load_state_dict({name: child.read(name) for name in child.shapes})
+    for a, b in ((base, child), (child, base)):
+        for row in found(a, b):
+            assert row["units"] == 704 * share and row["share"] >= 0.95
     for row in found(Newborn(config, 2), child):
         assert row["found"] <= 8
 
@@ -254,14 +269,7 @@ def test_children_of_which_a_part_was_kept(coordinates, units):
 def test_layers_removed_and_repeated(order):
     """Each layer of the suspect is found, wherever it stood in the base."""
     base = Newborn(replace(TINY, num_layers=4), 1)
-
-    def change(name, _):
-        words = name.split(".")
-        if "layers" in words:
-            words[2] = str(order[int(words[2])])
-        return base.read(".".join(words))
-
-    rows = found(base, Altered(Newborn(replace(TINY, num_layers=len(order)), 1), change))
+    rows = found(base, assembled([(base, layer) for layer in order]))
     assert [row["base_layer"] for row in rows] == [f"layer {1 + layer}" for layer in order]
     assert all(row["share"] == 1 for row in rows)
 

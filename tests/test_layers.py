@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from altered import assembled, hidden, noised, open_folder, save_perturbed, upcycled
+from altered import open_folder, save_perturbed
 from conftest import run_here
 
 import init
@@ -12,7 +12,9 @@ from lib.files import read_json
 from lib.folders import shared_tokens
 from measure.census import Units, unit_census
 from measure.layers import makeup, merger
-from model import ModelConfig, Transformer
+from model import ModelConfig
+from reproduce import thief
+from reproduce.thief import assembled, hidden, noised, upcycled
 
 CONFIG = ModelConfig(300, 64, 6, 4, 64, 96, num_kv_heads=2)
 
@@ -84,9 +86,7 @@ def folders(tmp_path_factory):
     """A base with gains and biases, its child, and a stranger."""
     folder = tmp_path_factory.mktemp("layers")
     base = save_perturbed(folder / "base", CONFIG)
-    child = Transformer(CONFIG)
-    child.load_state_dict({name: noised(base, 0.3).read(name) for name in base.shapes})
-    checkpoint.save(folder / "child", child)
+    thief.save(folder / "child", noised(base, 0.3))
     save_perturbed(folder / "stranger", CONFIG, seed=2)
     return folder
 
@@ -105,14 +105,14 @@ def made_of(base, suspect) -> str:
         ((0, 1, 2, 3, 2, 3, 4, 5), "layers 1–4 and 3–6 of the base, in this order; 3 and 4 are repeated"),
     ],
 )
-def test_layers_removed_and_repeated(folders, order, said, tmp_path):
+def test_layers_removed_and_repeated(folders, order, said):
     child = open_folder(folders / "child")
-    assembled(tmp_path / "cut", [(child, layer) for layer in order])
-    assert made_of(open_folder(folders / "base"), hidden(tmp_path / "cut", tmp_path / "hidden")) == said
+    cut = assembled([(child, layer) for layer in order])
+    assert made_of(open_folder(folders / "base"), hidden(cut)) == said
 
 
-def test_an_upcycled_mixture(folders, tmp_path):
-    child = hidden(folders / "child", tmp_path / "hidden", ("rotate", "neurons"))
+def test_an_upcycled_mixture(folders):
+    child = hidden(open_folder(folders / "child"), ("rotate", "neurons"))
     said = made_of(open_folder(folders / "base"), upcycled(child, 4))
     assert said == "layers 1–6 of the base, each as 4 experts"
 
@@ -122,8 +122,8 @@ def test_a_merge_by_layers(folders, other, tmp_path):
     """Of a base and its child, where distance tells, and of strangers, on the tables of the first."""
     sources = [open_folder(folders / name) for name in ("base", other)]
     layers = [(sources[int(layer >= 3)], layer) for layer in range(6)]
-    assembled(tmp_path / "merged", layers)
-    suspect = hidden(tmp_path / "merged", tmp_path / "hidden").place
+    suspect = tmp_path / "merged"
+    thief.save(suspect, hidden(assembled(layers)))
     words = ("compare", folders / "base", suspect, "--base", folders / other, "--out", tmp_path)
     done = run_here("seedprint", *words)
     assert done.returncode == 0, done.stderr
@@ -140,10 +140,8 @@ def test_the_closest_relative(tmp_path):
     source = open_folder(tmp_path / "base")
     suspects = {}
     for size in (1, 0.5):
-        model = Transformer(config)
-        model.load_state_dict({name: noised(source, size).read(name) for name in source.shapes})
         suspects[size] = tmp_path / f"noise-{size}"
-        checkpoint.save(suspects[size], model)
+        thief.save(suspects[size], noised(source, size))
     done = run_here("seedprint", "compare", tmp_path / "base", *suspects.values(), "--out", tmp_path)
     assert f"closest to {tmp_path / 'base'}: {suspects[0.5]}" in done.stdout
     for row, size in zip(read_json(tmp_path / "compare.json")["rows"], suspects):

@@ -10,8 +10,8 @@ import pytest
 import scipy.stats
 import torch
 import write_shards
+from altered import open_folder
 from conftest import ROOT, assert_refused, plain, random_model, run_here, run_script
-from evade import evade
 
 import init
 import seedprint
@@ -20,6 +20,7 @@ from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from lib.settings import UserError
 from model import ModelConfig
+from reproduce import thief
 from seedprint import COMMANDS
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
@@ -77,7 +78,7 @@ def family(tmp_path_factory):
     checkpoint.save(root / "base", init.newborn(CONFIG, 1))
     checkpoint.save(root / "child", noised(init.newborn(CONFIG, 1), 0.5))
     for way in ("rotate", "permute", "neurons"):
-        evade(way, root / "base", root / way)
+        thief.save(root / way, thief.hidden(open_folder(root / "base"), (way,)))
     checkpoint.save(root / "stranger", init.newborn(CONFIG, 2))
     checkpoint.save(root / "transplanted", init.newborn(CONFIG, 2, embedding_seed=1))
     other = replace(CONFIG, num_layers=2, d_ff=80, norm="layernorm", mlp="gelu", tie_embeddings=True)

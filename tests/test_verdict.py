@@ -27,7 +27,13 @@ def census(*counts, units: int = 704, base_layers=None) -> list[dict]:
 
 
 LAYERS = {"base_layers": range(1, 4), "suspect_layers": range(1, 4)}
-CENSUSES = {"none": [], "nothing": census(1, 4, 0), "some": census(1, 40, 2), "kin": census(704, 3, 690)}
+CENSUSES = {
+    "none": [],
+    "nothing": census(1, 4, 0),
+    "learnt": census(25, 4, 0),
+    "some": census(1, 40, 2),
+    "kin": census(704, 3, 690),
+}
 
 
 def answer(units: str, outcomes: dict) -> str:
@@ -50,7 +56,8 @@ def test_units_decide_wherever_they_were_looked_for():
         assert answer("some", outcomes) == INCONCLUSIVE
         tied = outcomes["relabel"] == "same" and outcomes["embedding"] != "same"
         disagrees = outcomes["body"] == "same" or tied
-        assert answer("nothing", outcomes) == (INCONCLUSIVE if disagrees else NO_EVIDENCE), outcomes
+        for units in ("nothing", "learnt"):
+            assert answer(units, outcomes) == (INCONCLUSIVE if disagrees else NO_EVIDENCE), outcomes
 
 
 def test_coordinates_of_weights_decide_elsewhere():
@@ -80,6 +87,7 @@ def test_more_likeness_of_blocks_never_weakens_a_verdict(units):
         ),
         (census(2, 1), {}, "at most 2 of 704 hidden units of a layer found again, as chance has it"),
         (census(2, 1), {"embedding": "same"}, "can be copied"),
+        (census(25, 1), {}, "at most 25 of 704 hidden units of a layer found again, more than chance has it"),
         (census(2, 1), {"body": "same"}, "an earlier checkpoint of the suspect would tell"),
         (census(2, 40), {}, "at most 40 of 704"),
         ([], {"body": "same"}, "correlation 0.7, z = 250"),
