@@ -1,6 +1,7 @@
 """How is a result drawn? What was measured in colour, theory dashed in black, from the points of the JSON."""
 
 import itertools
+import textwrap
 
 import numpy as np
 import pandas as pd
@@ -67,8 +68,9 @@ def curves(
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.0 + 4.0 * columns, 3.8 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex="x" in share, sharey="y" in share).flatten()
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
+    for place in range(len(panels), len(grid)):
+        grid[place].set_axis_off()
+        grid[place - columns].tick_params(labelbottom=True)  # the lowest of its column now
     for axes, (value, part) in zip(grid, panels):
         for colour, name in zip(itertools.cycle(COLOURS), names):
             line = part[part[series] == name]
@@ -116,6 +118,7 @@ def evidence(path, panels) -> None:
             x = [point["correlation"] for point in line]
             coordinates.plot(x, [point["share"] for point in line], ".-", color=colour, alpha=0.8, label=kind)
         coordinates.set(xlim=(-1, 1), xlabel="correlation", ylabel="% of coordinates")
+        coordinates.set_xticks((-1, -0.5, 0, 0.5, 1))
         for axes, values, what in (
             (units, layers, "hidden units"),
             (heat, layers, "layers"),
@@ -165,7 +168,7 @@ def layer_maps(path, panels) -> None:
     figure = Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
     for axes, (row, layer_map) in zip(figure.subplots(rows, columns, squeeze=False).flatten(), panels):
         draw_layer_map(figure, axes, layer_map)
-        axes.set_title(f"{row['recipe']}: {row['sentence']}", fontsize=10, loc="left", wrap=True)
+        axes.set_title(f"{row['recipe']}:\n{textwrap.fill(row['sentence'], 48)}", fontsize=10, loc="left")
         axes.set_ylabel(f"layer of the {row['base']}")
     save_figure(figure, path)
 
@@ -179,10 +182,14 @@ def strengths(path, rows) -> None:
     lines = {"body_z": "weights", "relabel_z": "states", "closed_form_z": "the paper's closed form"}
     for above, below, (change, part) in zip(*grid, changes):
         places = range(len(part))
-        above.plot(places, 100 * part["units_share"].astype(float), "o-", color=BLUE, label="hidden units")
+        has_order = not part["strength"].map(type).eq(str).any()
+        style = "o-" if has_order else "o"
+        above.plot(places, 100 * part["units_share"].astype(float), style, color=BLUE, label="hidden units")
         above.axhline(20, color="k", linestyle="--", linewidth=1.1, label="kin from here on")
         for colour, (key, label) in zip(COLOURS[1:], lines.items()):
-            below.plot(places, part[key].astype(float), "o-", color=colour, label=label)
+            below.plot(places, part[key].astype(float), style, color=colour, label=label)
+        if part[list(lines)].isna().all(axis=None):
+            below.text(0.5, 0.5, "no common\ncoordinates", transform=below.transAxes, ha="center", fontsize=9)
         below.axhline(4.75, color="k", linestyle="--", linewidth=1.1, label="p = 1e-6")
         below.set_yscale("symlog", linthresh=5)
         below.yaxis.set_major_formatter("{x:g}")
@@ -191,6 +198,7 @@ def strengths(path, rows) -> None:
         below.set_xlabel(change)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Which test still recognises a child that was changed?")
     grid[0, 0].set(ylim=(-4, 104), ylabel="% of hidden units found")
     grid[1, 0].set_ylabel("z of coordinates")
     for axes in grid[:, -1]:

@@ -218,7 +218,7 @@ def write_report(settings: Settings) -> None:
     out = Path(settings.out)
     with atomic_file(out / "README.md") as temporary:
         temporary.write_text(text)
-    if out.resolve() == tables.DOCS.parent / "results" and results.keys() == RESULTS.keys():
+    if out.resolve() == tables.ROOT / "results" and results.keys() == RESULTS.keys():
         tables.write_tables(results)
 
 

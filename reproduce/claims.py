@@ -173,6 +173,11 @@ def ranges(rows, *columns: str):
     return Finding(f"{', '.join(texts)}, n = {len(rows)}")
 
 
+def sentences(rows):
+    """What is said of each row; no verdict."""
+    return Finding("; ".join(rows["sentence"]))
+
+
 def rises(rows, value, along):
     """Does a column rise with another at every step?"""
     curve = rows.groupby(along)[value].mean()
@@ -944,6 +949,33 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "test",
         "judge": false_alarms,
         "where": {"inputs": "weights"},
+    },
+    (
+        "ours: strangers' units",
+        "which share of a layer's hidden units do newborn strangers share, at most?",
+        "",
+    ): {
+        "result": "errors",
+        "judge": ranges,
+        "arguments": ("largest_share",),
+        "where": {"test": "units"},
+    },
+    ("ours: trained strangers' units", "and strangers that learn one text on one token table?", ""): {
+        "result": "trained",
+        "by": "hidden",
+        "judge": ranges,
+        "arguments": ("share", "by_chance"),
+    },
+    ("ours: power", "what is found of a child, the more it is changed?", ""): {
+        "result": "power",
+        "by": "change",
+        "judge": ranges,
+        "arguments": ("units_share", "body_z", "closed_form_z"),
+    },
+    ("ours: layer maps", "of which layers was a hidden suspect made?", ""): {
+        "result": "recipes",
+        "by": "recipe",
+        "judge": sentences,
     },
     ("ours: cost", "how many tokens until p < 1e-6? (BB reads 10,240,000)", ""): {
         "result": "cost",

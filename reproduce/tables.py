@@ -1,4 +1,4 @@
-"""What do the docs' tables say? Each is written anew from the results, below its mark in docs/.
+"""What do the tables of README and docs say? Each is written anew from the results, below its mark.
 
 <!-- table: cost, written from results/cost.json -->
 """
@@ -7,24 +7,26 @@ import re
 from pathlib import Path
 
 import pandas as pd
+from scipy.stats import norm
 
 from lib.files import atomic_file
 from measure.cosines import interval
 from measure.verdict import SAME_BIRTH
 from reproduce.rivals import RIVALS, THRESHOLD
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
 MARKED_TABLE = re.compile(r"(<!-- table: ([\w ]+), .*-->\n)(\|.*\n)+")
 LEVEL = 0.01  # of significance
+CERTAIN_Z = 4.75  # p of one in a million
 
 
 def write_tables(results) -> None:
-    """Write the tables of docs/; `results` maps the name of each result to what its JSON holds."""
+    """Write the tables of README and docs/; `results` maps the name of each result to what its JSON holds."""
 
     def table(match):
         return match[1] + markdown(TABLES[match[2]](results))
 
-    for path in DOCS.glob("*.md"):
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         written = MARKED_TABLE.sub(table, path.read_text())
         with atomic_file(path) as temporary:
             temporary.write_text(written)
@@ -67,12 +69,54 @@ def preference(results):
 
 def error_rates(results):
     """The percentage of strangers that each test calls kin, with its interval."""
-    table = pd.DataFrame(results["errors"]["rows"])
-    percent = (100 * table[["rate", "low", "high"]]).map("{:.1f}".format)
-    table["text"] = percent["rate"] + " (" + percent["low"] + " to " + percent["high"] + ")"
+    table = with_percentages(results["errors"]["rows"])
     table["births"] = table["model"] + ", " + table["scheme"]
     rates = table.pivot_table("text", ["inputs", "test"], "births", aggfunc="first", sort=False)
     return rates.fillna("as gpt2").reset_index()
+
+
+def headline(results):
+    """The percentage of newborns with tables of their own that each test calls kin."""
+    names = {
+        "units": "hidden units found again",
+        "weights": "coordinates of weights",
+        "relabelling": "coordinates of states",
+        "t-test": "the paper's t-test",
+        "U-test": "the paper's U-test",
+        "closed form": "the closed form of its code",
+    }
+    table = with_percentages(results["errors"]["rows"])
+    table = table[table["inputs"].isin(["own embedding", "weights"]) & (table["scheme"] == "gpt2")]
+    rates = table.pivot_table("text", "test", "model", aggfunc="first").reindex([*names])
+    return rates.rename(names).reset_index()
+
+
+def with_percentages(rows):
+    """A table of error rates, with `text`: each rate and its interval in %."""
+    table = pd.DataFrame(rows)
+    percent = (100 * table[["rate", "low", "high"]]).map("{:.1f}".format)
+    table["text"] = percent["rate"] + " (" + percent["low"] + " to " + percent["high"] + ")"
+    return table
+
+
+def power(results):
+    """Up to which strength of each change, of those tried, every test still recognises a child."""
+    table = pd.DataFrame(results["power"]["rows"])
+    table["units found again"] = table["verdict"] == SAME_BIRTH
+    table["weights"] = table["body_z"] > CERTAIN_Z
+    table["states"] = table["relabel_z"] > CERTAIN_Z
+    table["the paper's closed form"] = table["closed_form_z"] > norm.isf(LEVEL)
+    tests = ["units found again", "weights", "states", "the paper's closed form"]
+    rows = []
+    for change, part in table.groupby("change", sort=False):
+        if part["strength"].map(type).eq(str).any():
+            continue  # ways of hiding have no order
+        row = {"change": change, "tried": ", ".join(map(cell, part["strength"]))}
+        for test in tests:
+            passed = part["strength"][part[test].cummin()]
+            row[test] = cell(passed.iloc[-1]) if len(passed) else "none"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def lineage_methods(results):
@@ -110,6 +154,8 @@ def calibrations(results):
 TABLES = {  # by the name in their mark
     "preference": preference,
     "error rates": error_rates,
+    "headline": headline,
+    "power": power,
     "lineage methods": lineage_methods,
     "cost": cost,
     "calibrations": calibrations,
