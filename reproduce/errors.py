@@ -9,6 +9,7 @@ token table of their own, through one that all share, or Gaussian vectors), and 
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Literal
@@ -190,6 +191,8 @@ def weights_p(newborns, settings: RateSettings):
 def units_rate(newborns, settings: RateSettings):
     """How often a census finds evidence between newborns, and the largest share of units found."""
     models = [Units(Kept(newborn)) for newborn in newborns]
+    for model in models:
+        model.views = functools.cache(model.views)  # each model is a suspect many times
     rejected, shares = [], []
     for i, j in itertools.combinations(range(len(models)), 2):
         tokens = tokens_of(models[i], models[j])

@@ -30,8 +30,8 @@ LAYERS = {"base_layers": range(1, 4), "suspect_layers": range(1, 4)}
 CENSUSES = {
     "none": [],
     "nothing": census(1, 4, 0),
-    "learnt": census(25, 4, 0),
-    "some": census(1, 40, 2),
+    "learnt": census(44, 4, 0),
+    "some": census(1, 100, 2),
     "kin": census(704, 3, 690),
 }
 
