@@ -217,7 +217,7 @@ def test_smoke(quick_training, tmp_path):
 
     Left out: what takes long and has tests of its own, or is a twin. `--scale smoke` makes all.
     """
-    left_out = {"matrix", "errors", "trained", "compare", "power", "recipes", "cost"}
+    left_out = {"lineage", "matrix", "errors", "trained", "compare", "power", "recipes", "cost"}
     left_out |= {"qwen/persistence", "outside/identify"}
     left_out |= {name for name in main.RESULTS if name.endswith("/probe")} | {"nano_llama/cure"}
     names = [name for name in main.RESULTS if name not in left_out]

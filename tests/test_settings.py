@@ -347,9 +347,13 @@ run_script({"": Command(work, RunSettings())}, "What?")
 
 def test_a_full_terminal_and_closed_streams(tmp_path):
     """Nothing to print to is a message, or nothing; never a traceback."""
-    words = f"sinks.py --model backcopy --num-sequences 2 --sequence-length 8 --out {tmp_path}"
+    words = "sinks.py --model backcopy --num-sequences 2 --sequence-length 8 --out"
     outcomes = {"> /dev/full": 2, ">&-": 0, "2>&-": 0}
-    for redirection, status in outcomes.items():
-        command = f"{sys.executable} {words} {redirection}"
-        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == status and "Traceback" not in done.stderr, (redirection, done.stderr)
+    started = {}
+    for number, redirection in enumerate(outcomes):
+        command = f"{sys.executable} {words} {tmp_path / str(number)} {redirection}"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started[redirection] = subprocess.Popen(command, shell=True, cwd=ROOT, text=True, **pipes)
+    for redirection, process in started.items():
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == outcomes[redirection] and "Traceback" not in said, (redirection, said)
