@@ -148,6 +148,11 @@ def signs(weights, config: ModelConfig, generator):
 WAYS = {"rotate": rotate, "permute": permute, "neurons": neurons, "signs": signs}
 
 
+def fitting_ways(config):
+    """All ways of hiding a model that go together."""
+    return ("rotate", "neurons", "signs") if config.mlp == "swiglu" else ("rotate", "neurons")
+
+
 def hidden(source, ways=None, seed=0):
     """A source that computes what a source of ours does, hidden in several ways, one after another.
 
@@ -155,9 +160,7 @@ def hidden(source, ways=None, seed=0):
     """
     weights = {name: source.read(name).double() for name in source.shapes}
     config = source.config
-    if ways is None:
-        ways = ("rotate", "neurons", "signs") if config.mlp == "swiglu" else ("rotate", "neurons")
-    for way in ways:
+    for way in ways or fitting_ways(config):
         config = WAYS[way](weights, config, keyed_generator("thief", way, seed))
     return Altered(source, lambda name, _: weights[name].float(), config)
 
@@ -302,10 +305,9 @@ def hide(settings: Settings) -> None:
     source = spec.open()
     if os.path.lexists(settings.out):
         raise UserError(f"'{settings.out}' is there already: give another --out")
-    save(settings.out, hidden(source, settings.ways, settings.seed), spec.tokenizer_file or "")
-    print(
-        f"{settings.out} computes what {spec.label} does, hidden by {', '.join(settings.ways)}; compare them:"
-    )
+    ways = settings.ways or fitting_ways(source.config)
+    save(settings.out, hidden(source, ways, settings.seed), spec.tokenizer_file or "")
+    print(f"{settings.out} computes what {spec.label} does, hidden by {', '.join(ways)}; compare them:")
     print(f"python seedprint.py compare {spec.label} {settings.out}")
 
 

@@ -227,6 +227,19 @@ def test_thief_as_a_script(tmp_path):
     assert_refused(run_here("reproduce.thief", *words), "gate")
 
 
+@pytest.mark.parametrize(
+    "preset, ways", [("tiny_gpt2", "rotate, neurons"), ("tiny_llama", "rotate, neurons, signs")]
+)
+def test_a_thief_hides_a_model_in_all_ways_that_fit(preset, ways, tmp_path, monkeypatch):
+    theirs = PRESETS[preset]
+    config = replace(CONFIG, mlp=theirs.mlp, norm=theirs.norm, tie_embeddings=theirs.tie_embeddings)
+    monkeypatch.setitem(PRESETS, preset, config)
+    done = run_here("reproduce.thief", f"{preset}@3", "--out", tmp_path / "stolen")
+    assert done.returncode == 0 and f"hidden by {ways};" in done.stdout, done.stderr
+    for row in found(Newborn(config, 3), open_folder(tmp_path / "stolen")):
+        assert row["share"] >= 0.99
+
+
 @pytest.mark.parametrize("size", [0.5, 2.0])
 def test_what_a_thief_adds_and_takes(size):
     """Noise of the size asked for, the share of zeros, the number of levels: by their definitions."""
