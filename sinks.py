@@ -3,14 +3,15 @@
     python sinks.py --model runs/laptop tiny_llama@42 --data data/python-bpe_4096    # `rate`: how many heads?
     python sinks.py variance --model nano_gpt2              # Equation 2, in every layer of any checkpoint
     python sinks.py anatomy --model runs/backcopy --data data/backcopy-bytes --bos      # the chain of SO
-    python sinks.py intervene --model runs/laptop --data data/python-bpe_4096 --position 5
+    python sinks.py intervene --model runs/laptop --data data/python-bpe_4096 --position 10
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
-head with alpha_k above --epsilon is a sink head at k. Text comes from a prepared data set (--data) or a file
-(--text); else tokens are random. What SO's abstract leaves undefined we had to define: it is called ours.
+head whose alpha_1 in a sequence is above --epsilon is a sink head there. Text comes from a prepared data set
+(--data) or a file (--text); else tokens are random. What summaries of SO leave undefined is called ours.
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip
+import itertools
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure import attention, theory
 from measure.census import evenly_spaced
 from measure.cosines import interval
+from measure.dimensions import EffectiveRank, dominance_ratio, output_tau
 from measure.neurons import super_neurons
 from model import CHOICES
 
@@ -75,11 +77,11 @@ class LengthSettings(Settings):
 class InterveneSettings(LengthSettings):
     """What `intervene` can be told."""
 
-    position: at_least(1) = 5
-    """k, the position to be made a sink, from 1"""
+    position: at_least(1) = 10
+    """k, the position to be made a sink, from 1 (SO: 10)"""
     layers: tuple[int, ...] | None = None
-    """layers to intervene in, from 1 (default: all but the last)"""
-    factor: tuple[at_least(0, float), ...] = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+    """layers to intervene in, one at a time and all at once, from 1 (default: all but the last)"""
+    factor: tuple[at_least(1e-3, float), ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
     """lambda, by which the position's variation, or its values, are multiplied"""
 
 
@@ -120,19 +122,18 @@ def load_model(settings: Settings, spec):
 
 
 def measure_models(name, paper, settings: Settings, measure):
-    """Begin an experiment and measure every model: `measure(settings, spec, model)` returns two lists.
+    """Begin an experiment and measure every model: `measure(settings, spec, model)` returns lists by name.
 
-    Returns the experiment and both lists, of dictionaries, for all models, the model's name in each.
+    Returns the experiment, and the lists of dictionaries for all models, the model's name in each.
     """
     specs = attending_models(settings)
     experiment = Experiment(name, paper, settings)
-    rows, others = [], []
+    lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" checkpoints"):
         model = load_model(experiment.settings, spec)
-        new_rows, new_others = measure(experiment.settings, spec, model)
-        rows += [{"checkpoint": spec.label} | row for row in new_rows]
-        others += [{"checkpoint": spec.label} | row for row in new_others]
-    return experiment, rows, others
+        for key, rows in measure(experiment.settings, spec, model).items():
+            lists[key] += [{"checkpoint": spec.label} | row for row in rows]
+    return experiment, lists
 
 
 # ---- how much? (BB Figure 12) ------------------------------------------------------------------------------
@@ -143,26 +144,28 @@ def rate(settings: RateSettings):
     """Which share of heads are sink heads, by length? (BB Figure 12)"""
     if not 0 < settings.epsilon < 1:
         raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
-    experiment, rows, heads = measure_models("rate", "BB Figure 12", settings, sink_rates)
+    experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     columns = ("checkpoint", "sequence_length", "epsilon", "sink_rate", "mean_alpha1", "max_alpha1")
-    return experiment.save(rows, (*columns, "uniform_alpha1"), draw_rate, heads=heads)
+    columns += ("uniform_alpha1", "first_share", "norm_ratio", "value_ratio")
+    return experiment.save(**lists, columns=columns, draw=draw_rate)
 
 
 def sink_rates(settings: RateSettings, spec, model):
-    """A row for each length, heads thresholded in each sequence, then averaged; and alpha_1 of all heads."""
+    """A row for each length: `attention.summary`, with 95 % intervals; and alpha_1 of all heads."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
     rows, heads = [], []
     for T in lengths:
-        alpha = attention.first_attention(model, read_tokens(settings, spec, T))  # (n, L, H)
+        signs = attention.sink_signs(model, read_tokens(settings, spec, T))
+        alpha = signs["alpha1"]  # (n, L, H)
         row = {"sequence_length": T, "epsilon": settings.epsilon}
+        row |= attention.summary(signs, settings.epsilon)
         row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate")
         row |= interval(alpha.mean(dim=(1, 2)), "mean_alpha1", "alpha1_low", "alpha1_high")
-        row["max_alpha1"] = alpha.mean(0).max().item()
         row["uniform_alpha1"] = attention.uniform_alpha(T)
         rows.append(row)
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
-    return rows, heads
+    return {"rows": rows, "heads": heads}
 
 
 def draw_rate(result, folder) -> None:
@@ -194,9 +197,9 @@ def draw_rate(result, folder) -> None:
 @torch.inference_mode()
 def variance(settings: LengthSettings):
     """How much do aggregated values vary at each position of each layer? (BB Figure 9 on any checkpoint)"""
-    experiment, rows, _ = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
+    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
     columns = ("checkpoint", "layer", "position", "std", "theory")
-    return experiment.save(rows, columns, draw_variance)
+    return experiment.save(**lists, columns=columns, draw=draw_variance)
 
 
 def value_spread(settings: LengthSettings, spec, model):
@@ -205,7 +208,7 @@ def value_spread(settings: LengthSettings, spec, model):
     `theory` is `theory.aggregated_std`'s, for the first layer of a newborn on random tokens.
     """
     T = settings.sequence_length
-    spreads = defaultdict(attention.SpreadByPosition)
+    spreads = defaultdict(partial(attention.Spread, attention.BY_POSITION))
 
     def on_heads(layer, heads, q, k, v):
         spreads[layer].update(heads)
@@ -218,9 +221,9 @@ def value_spread(settings: LengthSettings, spec, model):
     rows = []
     for layer, spread in spreads.items():
         law = laws.get(layer, [None] * T)
-        for position, (std, expected) in enumerate(zip(spread.std(), law), start=1):
+        for position, (std, expected) in enumerate(zip(spread.std().tolist(), law), start=1):
             rows.append({"layer": layer, "position": position, "std": std, "theory": expected})
-    return rows, []
+    return {"rows": rows}
 
 
 def drawn_rows(rows):
@@ -247,38 +250,47 @@ def draw_variance(result, folder) -> None:
     )
 
 
-@torch.inference_mode()
 def anatomy(settings: LengthSettings):
     """Which links of SO's chain single out the first position? Layer by layer, and super neurons (SO)."""
-    experiment, rows, neurons = measure_models("anatomy", "SO", settings, dissect)
-    columns = ("checkpoint", "layer", "position", "std", "dominance_ratio", "key_alignment", "alpha")
-    return experiment.save(rows, columns, draw_anatomy, super_neurons=neurons)
+    experiment, lists = measure_models("anatomy", "SO", settings, dissect)
+    columns = ("checkpoint", "layer", "disparity", "others_disparity", "effective_rank", "output_tau")
+    columns += ("norm_ratio", "value_ratio", "alpha1")
+    return experiment.save(**lists, columns=columns, shown=lists["layers"], draw=draw_anatomy)
 
 
+@torch.inference_mode()
 def dissect(settings: LengthSettings, spec, model):
-    """SO's chain, a row for each layer and position; and the ten strongest super neurons.
+    """SO's chain: a row for each layer and position, a summary of each layer, and ten super neurons.
 
-    `dominance_ratio` is max|h| / mean|h| of the stream after the layer; `key_alignment`, ours, is the length
-    of the mean of all sequences' keys, each scaled to length 1: 1 where they have collapsed into one. A super
-    neuron's `ratio` is its mean |activation| at the first position over that at the others (ours).
+    `dominance_ratio` is max|h| / mean|h| of the stream after the layer, SO's dimension disparity, and
+    `disparity` is that of position 1; `key_alignment`, ours, is the length of the mean of all sequences'
+    keys, each scaled to length 1: 1 where they have collapsed into one. A super neuron's `ratio` is its mean
+    |activation| at the first position over that at the others (ours).
     """
     T = settings.sequence_length
     tokens = read_tokens(settings, spec, T)
     n = len(tokens)
     positions = range(1, T + 1)
-    spreads = defaultdict(attention.SpreadByPosition)
+    spreads = defaultdict(partial(attention.Spread, attention.BY_POSITION))
+    inputs_of_output = defaultdict(partial(attention.Spread, attention.BY_DIMENSION))
+    ranks = defaultdict(EffectiveRank)
     # means over sequences, by layer
+    lengths = defaultdict(float)  # of states, (T,)
     dominance = defaultdict(float)  # (T,)
+    value_lengths = defaultdict(float)  # (T,)
     keys = defaultdict(float)  # (G, T, Dh)
     alpha = defaultdict(float)  # (T,)
     activations = defaultdict(float)  # (T, d_ff)
 
     def on_state(layer, x):
-        x = x.float().abs()
-        dominance[layer] += (x.amax(2) / x.mean(2)).sum(0).cpu() / n
+        ranks[layer].update(x)
+        dominance[layer] += dominance_ratio(x).sum(0).cpu() / n
+        lengths[layer] += x.float().norm(dim=2).sum(0).cpu() / n
 
     def on_heads(layer, heads, q, k, v):
         spreads[layer].update(heads)
+        inputs_of_output[layer].update(heads)
+        value_lengths[layer] += v.float().norm(dim=3).mean(1).sum(0).cpu() / n
         keys[layer] += F.normalize(k.float(), dim=3).sum(0) / n
         alpha[layer] += attention.mean_attention(q, k, positions).mean(1).sum(0).cpu() / n
 
@@ -293,62 +305,72 @@ def dissect(settings: LengthSettings, spec, model):
         model.hidden(part, on_state=on_state, on_heads=on_heads)
     for handle in handles:
         handle.remove()
-    rows, neurons = [], []
+    rows, layers, neurons = [], [], []
     for layer, spread in spreads.items():
         table = pd.DataFrame(
             {
                 "layer": layer,
                 "position": positions,
-                "std": spread.std(),
+                "std": spread.std().tolist(),
                 "alpha": alpha[layer].tolist(),
                 "dominance_ratio": dominance[layer].tolist(),
                 "uniform_alpha": [attention.uniform_alpha(T, position) for position in positions],
                 "key_alignment": keys[layer].norm(dim=2).mean(0).tolist(),
+                "length": lengths[layer].tolist(),
+                "value_length": value_lengths[layer].tolist(),
             }
         )
         rows += table.to_dict("records")
+        output = model.model.layers[layer - 1].self_attn.o_proj.weight
+        first = table.iloc[0]
+        others = table.iloc[1:].median()
+        layers.append(
+            {
+                "layer": layer,
+                "disparity": first["dominance_ratio"],
+                "others_disparity": others["dominance_ratio"],
+                "effective_rank": ranks[layer].value(),
+                "output_tau": output_tau(output, inputs_of_output[layer].std().flatten()),
+                "norm_ratio": first["length"] / others["length"],
+                "value_ratio": first["value_length"] / others["value_length"],
+                "alpha1": first["alpha"],
+            }
+        )
     for layer, activation in activations.items():
         neurons += super_neurons(layer, model.model.layers[layer - 1].mlp, activation)
     neurons.sort(key=itemgetter("ratio"), reverse=True)
-    return rows, neurons[:10]
+    return {"rows": rows, "layers": layers, "super_neurons": neurons[:10]}
 
 
-LINKS = {  # of the chain that `anatomy` follows, with their titles
-    "std": "std of aggregated values",
-    "dominance_ratio": "dominance ratio of the stream",
-    "key_alignment": "alignment of keys over sequences",
-    "alpha": "alpha: mean attention to position",
+LINKS = {  # of the chain that `anatomy` follows: the figure's name, the axis, its scales, theory
+    "std": ("variance", "std of aggregated values", "xy", ""),
+    "length": ("norms", "length of the stream", "xy", ""),
+    "dominance_ratio": ("disparity", "largest over mean |dimension| of the stream", "xy", ""),
+    "key_alignment": ("keys", "alignment of keys over sequences", "x", ""),
+    "alpha": ("attention", "mean attention to position i", "xy", "uniform_alpha"),
 }
 
 
-def link_points(rows):
-    """The points of a checkpoint's four panels."""
-    points = []
-    for link, title in LINKS.items():
-        for row in drawn_rows(rows):
-            uniform = row["uniform_alpha"] if link == "alpha" else None
-            points.append(row | {"panel": title, "value": row[link], "uniform": uniform})
-    return points
-
-
 def draw_anatomy(result, folder) -> None:
-    """anatomy.png, one for each checkpoint: a panel for each link, by position, for four layers."""
-    draw_each(
-        result,
-        result["rows"],
-        folder,
-        link_points,
-        x="position",
-        y="value",
-        series="series",
-        panel="panel",
-        theories={"uniform": "uniform attention"},
-        share="",
-        style="-",
-        log="xy",
-        panels_in_a_row=2,
-        ylabel="",
-    )
+    """anatomy_LINK.png for each link of the chain, by position, for four layers; a panel a checkpoint."""
+    for link, (name, label, log, theory_key) in LINKS.items():
+        points = []
+        for _, rows in itertools.groupby(result["rows"], itemgetter("checkpoint")):
+            points += drawn_rows(list(rows))
+        curves(
+            points,
+            folder / f"anatomy_{name}.png",
+            x="position",
+            y=link,
+            series="series",
+            panel="checkpoint",
+            theories={theory_key: "uniform attention"} if theory_key else None,
+            share="x",
+            style="-",
+            marked=1,
+            log=log,
+            ylabel=label,
+        )
 
 
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
@@ -359,44 +381,52 @@ def intervene(settings: InterveneSettings):
     """Can a position be made a sink? SO's two interventions and their control; alpha_k by layer (SO)."""
     if settings.position > settings.sequence_length:
         raise UserError(f"--position {settings.position}: the sequence has {settings.sequence_length}")
-    experiment, rows, summary = measure_models("intervene", "SO", settings, every_intervention)
-    columns = ("checkpoint", "layer", "position", "intervention", "factor", "alpha_k", "low", "high")
-    return experiment.save(rows, columns, draw_intervene, summary=summary)
+    experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
+    columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "shift")
+    return experiment.save(**lists, columns=columns, shown=lists["summary"], draw=draw_intervene)
 
 
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k before and after each intervention: rows by layer, and a summary of the layers that can tell.
 
-    Weights are read before o_k is replaced, so that a layer sees what was done in those before it, and the
-    weight that the mask forces token k to give itself does not count. All sequences run at once, for mu.
+    Each is made in all layers at once (`changed` is "all"), then in one at a time. Weights are read before
+    o_k is replaced, so that a layer sees what was done in those before it, and the weight that the mask
+    forces token k to give itself does not count. All sequences run at once, for mu.
     """
     k = settings.position
     L = model.config.num_layers
-    layers = settings.layers or range(1, L)
-    if L < 2 or min(layers) < 1 or max(layers) >= L:
+    chosen = tuple(settings.layers or range(1, L))
+    if L < 2 or min(chosen) < 1 or max(chosen) >= L:
         raise UserError(f"--layers: only a layer after them can tell, so 1 to {L - 1} for {spec.label}")
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    cases = [("none", None), ("self_mask", None)]
-    cases += [(kind, factor) for kind in ("amplify", "scale") for factor in settings.factor]
+    kinds = [("self_mask", None)]
+    kinds += [(kind, factor) for kind in ("amplify", "scale") for factor in settings.factor]
+    places = {"all": chosen}
+    if len(chosen) > 1:
+        places |= {str(layer): (layer,) for layer in chosen}
+    before = attention.attention_to(model, tokens, (k,))[..., 0].mean(2).cpu()  # (n, L)
     rows, summary = [], []
-    later = {}  # alpha_k of each case, (n,): the mean of the layers that can tell
-    for kind, factor in cases:
-        on_heads = None if kind == "none" else partial(replace_values, kind, factor, model, k, layers)
-        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
-        if not alpha.isfinite().all():
-            raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        mean = alpha[:, min(layers) :].double().mean(1)  # layers after the first one changed
-        later[kind, factor] = mean
-        key = {"position": k, "intervention": kind, "factor": factor}
-        for layer, values in enumerate(alpha.T, start=1):
-            rows.append({"layer": layer} | key | interval(values, "alpha_k"))
-        row = key | interval(mean, "alpha_k")
-        row |= interval(mean - later["none", None], "shift", "shift_low", "shift_high")
-        if kind == "scale":  # and how much more its equal in variance does
-            more = later["amplify", factor] - mean
-            row |= interval(more, "amplify_more", "amplify_more_low", "amplify_more_high")
-        summary.append(row)
-    return rows, summary
+    for changed, layers in places.items():
+        later = {}  # alpha_k of each case, (n,): the mean of the layers that can tell
+        for kind, factor in [("none", None), *kinds]:
+            alpha = before
+            if kind != "none":
+                on_heads = partial(replace_values, kind, factor, model, k, layers)
+                alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
+            if not alpha.isfinite().all():
+                raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
+            mean = alpha[:, min(layers) :].double().mean(1)  # layers after the first one changed
+            later[kind, factor] = mean
+            key = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
+            for layer, values in enumerate(alpha.T, start=1):
+                rows.append({"layer": layer} | key | interval(values, "alpha_k"))
+            row = key | interval(mean, "alpha_k")
+            row |= interval(mean - later["none", None], "shift", "shift_low", "shift_high")
+            if kind == "scale":  # and how much more its equal in variance does
+                more = later["amplify", factor] - mean
+                row |= interval(more, "amplify_more", "amplify_more_low", "amplify_more_high")
+            summary.append(row)
+    return {"rows": rows, "summary": summary}
 
 
 def replace_values(kind, factor, model, position, layers, layer, heads, q, k, v):
@@ -433,9 +463,10 @@ def draw_intervene(result, folder) -> None:
             factors = [row["factor"]]
             if row["factor"] is None:  # a level line: the same at every factor
                 factors = settings["factor"]
+            panel = "in all layers" if row["changed"] == "all" else f"in layer {row['changed']}"
             for factor in factors:
                 error = row["high"] - row["alpha_k"]
-                points.append(row | {"factor": factor, "error": error, "uniform": uniform})
+                points.append(row | {"factor": factor, "error": error, "uniform": uniform, "panel": panel})
         return points
 
     draw_each(
@@ -446,9 +477,12 @@ def draw_intervene(result, folder) -> None:
         x="factor",
         y="alpha_k",
         series="intervention",
+        panel="panel",
         theories={"uniform": "uniform attention"},
         band="error",
         band_label="95 % interval",
+        log="xy",
+        xlabel="factor lambda",
         ylabel=f"mean attention to position {settings['position']}, later layers",
     )
 

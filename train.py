@@ -279,13 +279,8 @@ def evaluate(model, inputs, targets, batch_size, device, dtype):
 
 
 def sinks_of(model, tokens):
-    """Raw alpha_1 and the sink rate at 0.3, on held-out windows (n, T)."""
-    alpha = attention.first_attention(model, tokens)  # (n, L, H)
-    return {
-        "mean_alpha1": alpha.mean().item(),
-        "max_alpha1": alpha.mean(0).max().item(),
-        "sink_rate": attention.sink_share(alpha, 0.3).mean().item(),
-    }
+    """The sink rate at 0.3, and what foretells sinks, on held-out windows (n, T)."""
+    return attention.summary(attention.sink_signs(model, tokens))
 
 
 @torch.no_grad()

@@ -53,13 +53,15 @@ def curves(
     style="o-",
     ticks=(),
     share="xy",
+    marked=None,
     panels_in_a_row=3,
 ) -> None:
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
     `theories` maps the keys that hold theories to their legends; a point may have None. `band` is the key of
     a half width to shade. `log` names the logarithmic axes and `share` those that panels have in common:
-    "x", "y", "xy" or "". An axis without a label is named by LABELS.
+    "x", "y", "xy" or "". The points at x = `marked` get a large marker. An axis without a label is named by
+    LABELS.
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
@@ -76,6 +78,8 @@ def curves(
             line = part[part[series] == name]
             label = str(name).replace("_", " ")
             axes.plot(line[x], line[y], style, color=colour, label=label)
+            at_mark = line[line[x] == marked]
+            axes.plot(at_mark[x], at_mark[y], "o", color=colour, markersize=9)
             if band:
                 low = line[y] - line[band]
                 high = line[y] + line[band]

@@ -16,6 +16,9 @@ from torch import Tensor
 from lib.runtime import BATCH_TOKENS
 from model import Transformer, causal_attention
 
+BY_POSITION = (0, 1, 3)  # the axes of heads (B, H, T, Dh) that `Spread` pools: (T,) are left
+BY_DIMENSION = (0, 2)  # (H, Dh) are left
+
 
 def weights_on(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
     """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
@@ -57,9 +60,58 @@ def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=No
     return torch.stack(layers, dim=1)
 
 
-def first_attention(model: Transformer, tokens: Tensor) -> Tensor:
-    """alpha_1 of sequences (n, T), whatever their number: (n, L, H) on the CPU."""
-    return torch.cat([attention_to(model, part)[..., 0].cpu() for part in batches(tokens)])
+@torch.inference_mode()
+def sink_signs(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
+    """What tells a sink at position 1 of sequences (n, T), or foretells it; on the CPU.
+
+    `alpha1` (n, L, H); `is_largest` (n, L, H), whether it is the largest of its head's alphas, as in uniform
+    attention; `norm_ratio` (n, L), the length of the stream after each layer at position 1 over the median
+    length of the others; `value_ratio` (n, L), the same of the values that heads average.
+    """
+    parts = [signs_of_batch(model, part) for part in batches(tokens)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def signs_of_batch(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
+    """`sink_signs` of sequences that fit in memory."""
+    positions = range(1, tokens.shape[1] + 1)
+    layers = {"alpha1": [], "is_largest": [], "norm_ratio": [], "value_ratio": []}
+
+    def on_heads(layer, heads, q, k, v):
+        alpha = mean_attention(q, k, positions)
+        layers["alpha1"].append(alpha[..., 0])
+        layers["is_largest"].append(alpha.argmax(2) == 0)
+        layers["value_ratio"].append(ratio_of_first(v).mean(1))
+
+    def on_state(layer, x):
+        if layer > 0:
+            layers["norm_ratio"].append(ratio_of_first(x))
+
+    model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+    return {name: torch.stack(values, dim=1).cpu() for name, values in layers.items()}
+
+
+def summary(signs: dict[str, Tensor], epsilon=0.3):
+    """The numbers that `rate` and `train.py --track-sinks` report of `sink_signs`.
+
+    A head is a sink head of a sequence if its alpha_1 there is above epsilon (Gu et al.), and `sink_rate` is
+    their mean share: so it is 0 exactly where `max_alpha1`, the largest of any head in any sequence, is not
+    above epsilon. `first_share` is the share of heads that attend to no position more than to the first.
+    """
+    return {
+        "sink_rate": sink_share(signs["alpha1"], epsilon).mean().item(),
+        "mean_alpha1": signs["alpha1"].mean().item(),
+        "max_alpha1": signs["alpha1"].max().item(),
+        "first_share": signs["is_largest"].float().mean().item(),
+        "norm_ratio": signs["norm_ratio"].mean().item(),
+        "value_ratio": signs["value_ratio"].mean().item(),
+    }
+
+
+def ratio_of_first(vectors: Tensor) -> Tensor:
+    """The length at position 1 over the median length at the others, of vectors (..., T, D); T > 1."""
+    lengths = vectors.float().norm(dim=-1)
+    return lengths[..., 0] / lengths[..., 1:].median(dim=-1).values
 
 
 def batches(tokens: Tensor):
@@ -77,10 +129,11 @@ def uniform_alpha(T, position=1):
     return (1 / torch.arange(position, T + 1).double()).mean().item()
 
 
-class SpreadByPosition:
-    """Standard deviation at each position over sequences, heads and dimensions, of batches that stream by."""
+class Spread:
+    """Standard deviation of heads (B, H, T, Dh) over some of their axes, of batches that stream by."""
 
-    def __init__(self):
+    def __init__(self, axes):
+        self.axes = axes
         self.count = 0
         self.sums = 0.0
         self.squares = 0.0
@@ -88,11 +141,12 @@ class SpreadByPosition:
     def update(self, heads) -> None:
         """Add heads (B, H, T, Dh)."""
         heads = heads.double()
-        self.count += heads.numel() // heads.shape[2]
-        self.sums = self.sums + heads.sum((0, 1, 3)).cpu()  # (T,)
-        self.squares = self.squares + heads.square().sum((0, 1, 3)).cpu()
+        sums = heads.sum(self.axes).cpu()
+        self.count += heads.numel() // sums.numel()
+        self.sums = self.sums + sums
+        self.squares = self.squares + heads.square().sum(self.axes).cpu()
 
     def std(self):
-        """The standard deviation at positions 1..T."""
+        """The standard deviation, a tensor of the axes that are left."""
         variance = self.squares / self.count - (self.sums / self.count).square()
-        return variance.clamp(min=0).sqrt().tolist()
+        return variance.clamp(min=0).sqrt()

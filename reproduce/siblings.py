@@ -9,6 +9,7 @@ Each run is made once and reused, and taken up where it was stopped. `--scale pa
 import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ import torch
 
 import sinks
 import train
+from init import newborn
 from lib import checkpoint, runtime
 from lib.checkpoint import parse_spec
 from lib.data import TRIGGERS, default_folder
@@ -25,7 +27,7 @@ from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runs import check_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
-from measure import attention
+from measure import attention, theory
 from measure.cosines import interval
 from model import CHOICES, PRESETS
 from probe import count_predictions
@@ -67,6 +69,8 @@ SMOKE = {  # the quickest training
 }
 # What may differ in a run that is there already: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = {"keep"} | train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"}
+SIGNS = ("sink_rate", "mean_alpha1", "max_alpha1", "first_share", "norm_ratio", "value_ratio")
+DRAWN_POSITIONS = (1, 2, 4, 8, 16, 32, 64)
 WINDOW = 10  # steps, over which a drawn training loss is averaged
 
 Runs = dict[tuple, train.Settings]
@@ -182,17 +186,19 @@ def calibrations(settings: CalibrationSettings):
         raise UserError(f"no text file '{settings.text}'")
     runs = calibration_runs(settings)
     experiment = begin("calibrations", "BB Figure 12, Table 7; SO", settings, runs)
-    rows, curve, lengths = [], [], []
+    rows, curve, lengths, links, spread = [], [], [], [], []
     for (config, kind, seed), run in runs.items():
         key = {"config": config, "calibration": kind, "seed": seed}
-        row, rates = measure_sinks(experiment, config, run)
+        row, rates, layers, values = measure_sinks(experiment, config, run)
         rows.append(key | losses(run.out) | row)
-        curve += [key | {"step": step, "loss": loss} for step, loss in logged(run.out, "val_loss").items()]
+        curve += [key | point for point in training_curve(run.out)]
         lengths += [key | rate for rate in rates]
+        links += [key | layer for layer in layers]
+        spread += [key | value for value in values]
     columns = ("config", "calibration", "seed", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
-    columns += ("max_alpha1", "dominance_ratio")
-    more = {"curve": curve, "lengths": lengths, "training_seconds": training_seconds(runs)}
-    return experiment.save(rows, columns, draw_calibrations, **more)
+    columns += ("disparity", "effective_rank", "norm_ratio", "value_ratio", "first_share")
+    more = {"curve": curve, "lengths": lengths, "links": links, "spread": spread}
+    return experiment.save(rows, columns, draw_calibrations, training_seconds=training_seconds(runs), **more)
 
 
 def calibration_runs(settings: Settings):
@@ -214,7 +220,11 @@ def calibration_runs(settings: Settings):
 
 @torch.inference_mode()
 def measure_sinks(experiment, config, run: train.Settings):
-    """A run's loss on the settings' text, and its sinks at 64 tokens; and its sink rate by length."""
+    """A run's row, its sinks by length, and SO's links at birth and after training, by layer and by position.
+
+    The row has its loss on the settings' text, and at 64 tokens its sinks, what foretells them, and the means
+    of SO's links over layers.
+    """
     settings = experiment.settings
     spec = parse_spec(run.out)
     model = spec.load(experiment.device)
@@ -225,16 +235,33 @@ def measure_sinks(experiment, config, run: train.Settings):
         "device": settings.device,
     }
     rate_settings = sinks.RateSettings(**reading)
-    rates, _ = sinks.sink_rates(rate_settings, spec, model)
-    chain, _ = sinks.dissect(sinks.LengthSettings(**reading), spec, model)
-    dominance = pd.DataFrame(chain).pivot(index="position", columns="layer", values="dominance_ratio")
+    rates = sinks.sink_rates(rate_settings, spec, model)["rows"]
     row = {"text_loss": text_loss(experiment, spec, model)}
     at_64 = pd.DataFrame(rates).set_index("sequence_length").loc[64]
-    row |= at_64[["sink_rate", "mean_alpha1", "max_alpha1", "uniform_alpha1"]].to_dict()
-    row["dominance_ratio"] = (dominance.loc[1] / dominance.median()).mean()
+    row |= at_64[["uniform_alpha1", *SIGNS]].to_dict()
+    links, spread = [], []
+    birth = newborn(spec.config, run.seed, run.embedding_seed, run.init, experiment.device)
+    for state, measured in (("birth", birth), ("trained", model)):
+        chain = sinks.dissect(sinks.LengthSettings(**reading), spec, measured)
+        layers = pd.DataFrame(chain["layers"])
+        links += layers.assign(state=state).to_dict("records")
+        for name in ("disparity", "others_disparity", "effective_rank", "output_tau"):
+            row[f"birth_{name}" if state == "birth" else name] = layers[name].astype(float).mean()
+        by_position = pd.DataFrame(chain["rows"])[["layer", "position", "std"]]
+        by_position = by_position[by_position["position"].isin(DRAWN_POSITIONS)]
+        law = theory.aggregated_std(spec.config, 64, tokens=True)
+        law = (law / law[0])[by_position["position"].to_numpy() - 1]
+        spread += by_position.assign(state=state, theory=law).to_dict("records")
     if config == "backcopy":
         row |= asleep_and_awake(model, read_tokens(rate_settings, spec, 128))
-    return row, rates
+    return row, rates, links, spread
+
+
+def training_curve(run):
+    """A run's held-out loss, its sinks and what foretells them, at every evaluation."""
+    table = pd.DataFrame(read_log(Path(run))).dropna(subset="val_loss")
+    table = table.rename(columns={"val_loss": "loss"})
+    return table[["step", "loss", *SIGNS]].to_dict("records")
 
 
 def text_loss(experiment, spec, model):
@@ -274,38 +301,65 @@ def asleep_and_awake(model, tokens):
 
 
 def draw_calibrations(result, folder) -> None:
-    """calibrations.png: held-out loss by step; calibrated_rate.png: sink rate and alpha_1 by length."""
-    later = [point for point in result["curve"] if point["step"] > 0]  # birth would hide the rest
-    lengths = result["lengths"]
-    rates = means(lengths, "sink_rate", "sequence_length")
-    alphas = means(lengths, "mean_alpha1", "sequence_length", "uniform_alpha1")
-    style = {"y": "mean", "series": "calibration", "panel": "panel", "share": ""}
-    style |= {"band": "std", "band_label": "std of seeds"}
+    """Held-out loss and what foretells sinks by step; sinks by length; SO's links by layer and position."""
+    by_step = result["curve"]
+    later = [point for point in by_step if point["step"] > 0]  # birth would hide the rest
+    style = {"y": "mean", "series": "calibration", "panel": "panel", "panels_in_a_row": 2}
+    style |= {"band": "std", "band_label": "std of seeds", "ylabel": "", "share": ""}
     curves(
         means(later, "loss", "step"),
         folder / "calibrations.png",
         x="step",
-        ylabel="held-out loss, nats a token",
-        **style,
+        **style | {"ylabel": "held-out loss, nats a token"},
     )
+    lengths = result["lengths"]
+    rates = means(lengths, "sink_rate", "sequence_length")
+    alphas = means(lengths, "mean_alpha1", "sequence_length", "uniform_alpha1")
     curves(
         rates + alphas,
         folder / "calibrated_rate.png",
         x="sequence_length",
         theories={"uniform_alpha1": "uniform attention"},
-        panels_in_a_row=2,
         log="x",
         ticks=sinks.LENGTHS,
-        ylabel="",
         **style,
+    )
+    signs = []
+    for sign in ("norm_ratio", "value_ratio", "first_share"):
+        signs += means(by_step, sign, "step")
+    curves(
+        sorted(signs, key=itemgetter("config")),
+        folder / "calibrated_signs.png",
+        x="step",
+        **style | {"panels_in_a_row": 3},
+    )
+    for name in ("disparity", "effective_rank"):
+        points = means(result["links"], name, "layer", by="state")
+        curves(points, folder / f"calibrated_{name}.png", x="layer", **style | {"share": "y"})
+    curves(
+        means(first_layer(result["spread"]), "std", "position", "theory", by="state"),
+        folder / "calibrated_variance.png",
+        x="position",
+        theories={"theory": "newborn that reads random tokens"},
+        log="xy",
+        **style | {"share": "xy", "ylabel": "std of layer 1's aggregated values, of position 1's"},
     )
 
 
-def means(points, value, *along: str):
-    """Mean and standard deviation of a value over seeds, a panel for each configuration."""
-    groups = pd.DataFrame(points).groupby(["config", "calibration", *along], sort=False)
+def first_layer(points):
+    """The spread of the first layer's values at each position, in that of position 1."""
+    table = pd.DataFrame(points)
+    table = table[table["layer"] == 1].copy()
+    at_first = table["std"].where(table["position"] == 1).ffill()
+    return table.assign(std=table["std"] / at_first).to_dict("records")
+
+
+def means(points, value, *along: str, by=""):
+    """Mean and standard deviation of a value over seeds, a panel for each configuration, and each `by`."""
+    keys = ["config", by] if by else ["config"]
+    groups = pd.DataFrame(points).groupby([*keys, "calibration", *along], sort=False, dropna=False)
     table = groups[value].agg(["mean", "std"]).reset_index()
-    table["panel"] = table["config"] + ": " + value.replace("_", " ")
+    table["panel"] = table[keys].agg(", ".join, axis=1) + ": " + value.replace("_", " ")
     return table.to_dict("records")
 
 

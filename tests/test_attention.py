@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -141,7 +142,7 @@ def test_a_planted_sink_stands_out():
         layer.k_proj.weight[4 * 32 + 15, 0] = 1.0
     tokens = random_tokens(0, range(4), 32, 4096)
     tokens[:, 0] = 7
-    alpha = attention.first_attention(model, tokens)
+    alpha = attention.sink_signs(model, tokens)["alpha1"]
     assert alpha[:, 2, 4].min() > 0.9
     assert attention.sink_share(alpha, 0.3).tolist() == pytest.approx([1 / 48] * 4)  # one of 6 x 8 heads
 
@@ -149,10 +150,40 @@ def test_a_planted_sink_stands_out():
 def test_batches_do_not_matter(monkeypatch):
     model = random_model(KINDS["gpt2"])
     tokens = random_tokens(0, range(5), 12, 97)
-    whole = attention.first_attention(model, tokens)
+    whole = attention.sink_signs(model, tokens)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 24)
     assert [len(batch) for batch in attention.batches(tokens)] == [2, 2, 1]
-    torch.testing.assert_close(attention.first_attention(model, tokens), whole, atol=1e-6, rtol=0)
+    # float32 sums in another order; the same argmax unless two alphas are equal to their rounding
+    torch.testing.assert_close(attention.sink_signs(model, tokens), whole, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
+def test_signs_against_a_plain_recomputation(name):
+    model = random_model(KINDS[name])
+    tokens = random_tokens(1, range(3), 9, 97)
+    states, values = [], []
+    with torch.inference_mode():
+        model.hidden(
+            tokens,
+            on_state=lambda layer, x: states.append(x.numpy()),
+            on_heads=lambda layer, heads, q, k, v: values.append(v.numpy()),
+        )
+    matrices = explicit(model, tokens)  # (n, L, H, T, T)
+    alphas = torch.stack([mean_of_queries(matrices, position) for position in range(1, 10)], dim=-1)
+    signs = attention.sink_signs(model, tokens)
+    torch.testing.assert_close(signs["alpha1"].double(), alphas[..., 0], atol=1e-6, rtol=0)
+    assert torch.equal(signs["is_largest"], alphas.argmax(-1) == 0)
+    for sequence in range(3):
+        for layer in range(3):
+            lengths = np.linalg.norm(states[layer + 1][sequence], axis=1)  # states[0] is the input
+            expected = lengths[0] / np.sort(lengths[1:])[3]  # torch's median of 8 is the 4th
+            assert signs["norm_ratio"][sequence, layer].item() == pytest.approx(expected, rel=1e-5)
+            of_heads = np.linalg.norm(values[layer][sequence], axis=2)  # (G, T)
+            ratios = [head[0] / np.sort(head[1:])[3] for head in of_heads]
+            assert signs["value_ratio"][sequence, layer].item() == pytest.approx(np.mean(ratios), rel=1e-5)
+    summary = attention.summary(signs, 0.2)
+    assert summary["first_share"] == pytest.approx((alphas.argmax(-1) == 0).double().mean().item())
+    assert summary["sink_rate"] == pytest.approx((alphas[..., 0] > 0.2).double().mean().item())
 
 
 @pytest.mark.parametrize("position", [0, 9, -1])
