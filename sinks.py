@@ -38,6 +38,7 @@ from measure.dimensions import EffectiveRank, dominance_ratio, output_tau
 from measure.neurons import super_neurons
 from model import CHOICES
 
+EPSILON = 0.3  # a head whose alpha is above it is a sink head (Gu et al.)
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 
 
@@ -61,7 +62,7 @@ class RateSettings(Settings):
 
     sequence_length: tuple[at_least(2), ...] | None = None
     """tokens in a sequence (default: 32 to 512, as far as the model goes)"""
-    epsilon: float = 0.3
+    epsilon: float = EPSILON
     """a head whose alpha_1 is above this, between 0 and 1, is a sink head (Gu et al.)"""
 
 
@@ -182,9 +183,11 @@ def draw_rate(result, folder) -> None:
         x="sequence_length",
         y="value",
         series="checkpoint",
+        title=f"How many heads sink on position 1? (alpha_1 > {result['settings']['epsilon']})",
         panel="panel",
         theories={"uniform": "uniform attention"},
         share="x",
+        lowest=0,
         log="x",
         ticks=LENGTHS,
         ylabel="",
@@ -342,18 +345,42 @@ def dissect(settings: LengthSettings, spec, model):
     return {"rows": rows, "layers": layers, "super_neurons": neurons[:10]}
 
 
-LINKS = {  # of the chain that `anatomy` follows: the figure's name, the axis, its scales, theory
-    "std": ("variance", "std of aggregated values", "xy", ""),
-    "length": ("norms", "length of the stream", "xy", ""),
-    "dominance_ratio": ("disparity", "largest over mean |dimension| of the stream", "xy", ""),
-    "key_alignment": ("keys", "alignment of keys over sequences", "x", ""),
-    "alpha": ("attention", "mean attention to position i", "xy", "uniform_alpha"),
+LINKS = {  # of the chain that `anatomy` follows: the figure's name and question, the axis, its scales, theory
+    "std": ("variance", "Do a head's values vary most at position 1?", "std of aggregated values", "xy", ""),
+    "length": (
+        "norms",
+        "Is the stream longest at position 1?",
+        "length of the stream after the layer",
+        "xy",
+        "",
+    ),
+    "dominance_ratio": (
+        "disparity",
+        "Does one dimension dominate at position 1?",
+        "largest over mean |dimension| of the stream",
+        "xy",
+        "",
+    ),
+    "key_alignment": (
+        "keys",
+        "Are position 1's keys the same in all sequences?",
+        "alignment of keys over sequences, 1 = the same",
+        "x",
+        "",
+    ),
+    "alpha": (
+        "attention",
+        "Is position 1 a sink?",
+        "mean attention that position i gets",
+        "xy",
+        "uniform_alpha",
+    ),
 }
 
 
 def draw_anatomy(result, folder) -> None:
     """anatomy_LINK.png for each link of the chain, by position, for four layers; a panel a checkpoint."""
-    for link, (name, label, log, theory_key) in LINKS.items():
+    for link, (name, question, label, log, theory_key) in LINKS.items():
         points = []
         for _, rows in itertools.groupby(result["rows"], itemgetter("checkpoint")):
             points += drawn_rows(list(rows))
@@ -363,6 +390,7 @@ def draw_anatomy(result, folder) -> None:
             x="position",
             y=link,
             series="series",
+            title=question,
             panel="checkpoint",
             theories={theory_key: "uniform attention"} if theory_key else None,
             share="x",
@@ -401,9 +429,9 @@ def every_intervention(settings: InterveneSettings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     kinds = [("self_mask", None)]
     kinds += [(kind, factor) for kind in ("amplify", "scale") for factor in settings.factor]
-    places = {"all": chosen}
+    places = {str(layer): (layer,) for layer in chosen}
     if len(chosen) > 1:
-        places |= {str(layer): (layer,) for layer in chosen}
+        places = {"all": chosen} | places
     before = attention.attention_to(model, tokens, (k,))[..., 0].mean(2).cpu()  # (n, L)
     rows, summary = [], []
     for changed, layers in places.items():
@@ -456,6 +484,9 @@ def draw_intervene(result, folder) -> None:
     """intervene.png, one for each checkpoint: alpha_k by factor, in the mean of the later layers."""
     settings = result["settings"]
     uniform = attention.uniform_alpha(settings["sequence_length"], settings["position"])
+    first = "BOS first" if settings["bos"] else "any token first"
+    if settings["first_token"] is not None:
+        first = f"token {settings['first_token']} first"
 
     def points_of(rows):
         points = []
@@ -464,9 +495,10 @@ def draw_intervene(result, folder) -> None:
             if row["factor"] is None:  # a level line: the same at every factor
                 factors = settings["factor"]
             panel = "in all layers" if row["changed"] == "all" else f"in layer {row['changed']}"
-            for factor in factors:
-                error = row["high"] - row["alpha_k"]
-                points.append(row | {"factor": factor, "error": error, "uniform": uniform, "panel": panel})
+            name = row["intervention"].replace("none", "unchanged")
+            point = {"intervention": name, "alpha_k": row["alpha_k"], "error": row["high"] - row["alpha_k"]}
+            point |= {"panel": f"changed {panel}", "uniform": uniform, "sink": EPSILON}
+            points += [point | {"factor": factor} for factor in factors]
         return points
 
     draw_each(
@@ -477,13 +509,16 @@ def draw_intervene(result, folder) -> None:
         x="factor",
         y="alpha_k",
         series="intervention",
+        title=f"Can position {settings['position']} be made a sink? ({first})",
         panel="panel",
-        theories={"uniform": "uniform attention"},
+        theories={"uniform": "uniform attention", "sink": f"a sink: {EPSILON}"},
         band="error",
         band_label="95 % interval",
+        style="-",
         log="xy",
-        xlabel="factor lambda",
-        ylabel=f"mean attention to position {settings['position']}, later layers",
+        ticks=settings["factor"],
+        xlabel=f"factor on the values that position {settings['position']} aggregates",
+        ylabel=f"mean attention that position {settings['position']} gets in later layers",
     )
 
 

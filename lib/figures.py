@@ -43,6 +43,7 @@ def curves(
     x,
     y,
     series,
+    title="",
     xlabel=None,
     ylabel=None,
     theories=None,
@@ -54,14 +55,15 @@ def curves(
     ticks=(),
     share="xy",
     marked=None,
+    lowest=None,
     panels_in_a_row=3,
 ) -> None:
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
     `theories` maps the keys that hold theories to their legends; a point may have None. `band` is the key of
     a half width to shade. `log` names the logarithmic axes and `share` those that panels have in common:
-    "x", "y", "xy" or "". The points at x = `marked` get a large marker. An axis without a label is named by
-    LABELS.
+    "x", "y", "xy" or "". The points at x = `marked` get a large marker, and the y-axes begin at `lowest`. An
+    axis without a label is named by LABELS.
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
@@ -88,13 +90,18 @@ def curves(
                 law = line.dropna(subset=key).sort_values(x)
                 axes.plot(law[x], law[key].astype(float), "k" + dash, linewidth=1.1, zorder=3)
         if panel:
-            title = value if isinstance(value, str) else f"{panel} {value}".replace("_", " ")
-            axes.set_title(title)
+            heading = value if isinstance(value, str) else f"{panel} {value}".replace("_", " ")
+            axes.set_title(heading)
         style_axes(axes, table[x], log, ticks)
+        axes.set_ylim(bottom=lowest)
     if band:
         grid[0].fill_between([], [], color="grey", alpha=0.3, linewidth=0, label=band_label)
     for dash, legend in zip(DASHES, (theories or {}).values()):
         grid[0].plot([], [], "k" + dash, linewidth=1.1, label=legend)
+    if marked is not None:
+        grid[0].plot([], [], "o", color="grey", markersize=9, label=f"{LABELS.get(x, x).split()[0]} {marked}")
+    if title:
+        figure.suptitle(title, fontsize=12)
     figure.supxlabel(LABELS.get(x, x) if xlabel is None else xlabel, fontsize=10)
     figure.supylabel(LABELS.get(y, y) if ylabel is None else ylabel, fontsize=10)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
@@ -246,8 +253,8 @@ def style_axes(axes, values, log, ticks) -> None:
         axes.locator_params(axis="x", integer=whole_numbers, nbins=7)
     if ticks:
         shown = [tick for tick in ticks if values.min() <= tick <= values.max()]
-        axes.set_xticks(shown, shown)
-        axes.minorticks_off()
+        axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+        axes.xaxis.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
 
 

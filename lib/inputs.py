@@ -61,6 +61,8 @@ class TextSettings(RunSettings):
     """tokenizer of --text: bytes or a .model file (default: the checkpoint's own)"""
     bos: bool = False
     """put the tokenizer's BOS at the first position"""
+    first_token: at_least(0) | None = None
+    """put this token there, whatever was there: does it matter which it is?"""
     input_seed: int = 0
     """seed of random tokens, or of the places in --text"""
     num_sequences: at_least(2) = 100
@@ -74,6 +76,8 @@ def check_text_settings(settings: TextSettings) -> None:
     needs_tokenizer = settings.text or settings.bos
     if settings.tokenizer and (settings.data or not needs_tokenizer):
         raise UserError("--data has a tokenizer of its own; --tokenizer is for --text, and for --bos")
+    if settings.bos and settings.first_token is not None:
+        raise UserError("give --bos or --first-token, not both")
 
 
 def read_tokens(settings: TextSettings, spec, T):
@@ -98,9 +102,12 @@ def read_tokens(settings: TextSettings, spec, T):
     if len(tokens) < count:
         place = settings.data or settings.text
         raise UserError(f"{place} has {len(tokens)} sequences of {T} tokens: lower --num-sequences {count}")
+    first = settings.first_token
     if settings.bos:
+        first = load_tokenizer(str(tokenizer)).bos
+    if first is not None:
         tokens = tokens.clone()
-        tokens[:, 0] = load_tokenizer(str(tokenizer)).bos
+        tokens[:, 0] = first
     largest = int(tokens.max())
     if largest >= vocab_size:
         raise UserError(

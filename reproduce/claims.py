@@ -20,7 +20,6 @@ import pandas as pd
 from scipy.stats import t as student
 
 from measure.cosines import interval, wilson
-from reproduce.rivals import RIVALS, THRESHOLD
 
 HOLDS, FAILS, OPEN, NONE = "holds", "does not hold", "open", ""
 
@@ -235,6 +234,15 @@ def positive(rows, key, low, high):
     return Finding(", ".join(texts), all_hold(above(*row[1:]) for row in ends))
 
 
+def above_zero(rows, key):
+    """Is the mean of `key` over seeds above zero, by its interval?"""
+    values = rows[key].astype(float).dropna()
+    if len(values) < 2:
+        return Finding("too few runs to say", OPEN)
+    mean = interval(values)
+    return Finding(bounded(*mean.values()), above(mean["low"], mean["high"]))
+
+
 # ---- preference (BB section 3) -----------------------------------------------------------------------------
 
 
@@ -315,10 +323,10 @@ def right_answers(rows):
     return Finding(f"{measured}, U-test p {span(rows['paper_u_p'])}", HOLDS if right.all() else FAILS)
 
 
-def missed_kin(rows):
-    """Do all four rivals miss every pair of kin?"""
-    missed = rows[[*RIVALS]] < THRESHOLD
-    texts = [f"{name} misses {missed[name].sum()} ({span(rows[name])})" for name in RIVALS]
+def missed_kin(rows, threshold, *rivals: str):
+    """Do all rivals miss every pair of kin, by a threshold?"""
+    missed = rows[[*rivals]] < threshold
+    texts = [f"{name} misses {missed[name].sum()} ({span(rows[name])})" for name in rivals]
     return Finding(f"of {len(rows)}: {', '.join(texts)}", HOLDS if missed.all(axis=None) else FAILS)
 
 
@@ -623,6 +631,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "lineage",
         "by": "table",
         "judge": missed_kin,
+        "arguments": (0.8, "intrinsic", "reef", "pcs", "ics"),
         "where": {"table": "4b, 8"},
     },
     ("Table 9", "Qwen style: two newborns are strangers", "t 0.094 to 0.451, U 0.074 to 0.529"): {
@@ -778,10 +787,54 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "judge": rises,
         "arguments": ("alpha_k", "factor"),
         "part": "summary",
-        "where": {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0]},
+        "where": {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]},
     },
     ("SO: control", "deviation counts, not norm: amplified 16 times it does more than scaled", ""): {
         "result": "backcopy/intervene",
+        "judge": positive,
+        "arguments": ("amplify_more", "amplify_more_low", "amplify_more_high"),
+        "part": "summary",
+        "where": {"intervention": "scale", "factor": 16.0},
+    },
+    (
+        "SO: self-mask, BOS replaced by a letter",
+        "alpha_k rises at once if token k attends to itself alone",
+        "",
+    ): {
+        "result": "letter/intervene",
+        "judge": positive,
+        "arguments": ("shift", "shift_low", "shift_high"),
+        "part": "summary",
+        "where": {"intervention": "self_mask"},
+    },
+    (
+        "SO: variance amplification, BOS replaced by a letter",
+        "alpha_k rises if its values' deviation grows 16 times",
+        "",
+    ): {
+        "result": "letter/intervene",
+        "judge": positive,
+        "arguments": ("shift", "shift_low", "shift_high"),
+        "part": "summary",
+        "where": {"intervention": "amplify", "factor": 16.0},
+    },
+    (
+        "SO: variance amplification, factors, BOS replaced by a letter",
+        "alpha_k rises with every factor above 1",
+        "",
+    ): {
+        "result": "letter/intervene",
+        "judge": rises,
+        "arguments": ("alpha_k", "factor"),
+        "part": "summary",
+        "where": {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]},
+    },
+    (
+        "SO: control, BOS replaced by a letter",
+        "deviation counts, not norm: amplified 16 times it does more than scaled",
+        "",
+    ): {
+        "result": "letter/intervene",
         "judge": positive,
         "arguments": ("amplify_more", "amplify_more_low", "amplify_more_high"),
         "part": "summary",
@@ -807,6 +860,39 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "judge": no_sinks,
         "figure": "calibrated_rate.png",
         "where": {"config": "backcopy", "calibration": "headnorm"},
+    },
+    ("SO: disparity, trained", "head-wise RMSNorm lowers it, mean of layers: 82.7 to 33.7", "-49.0"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("headnorm", "none", "disparity"),
+        "figure": "calibrated_disparity.png",
+        "where": {"config": ["laptop", "nano_llama"]},
+    },
+    (
+        "SO: effective rank, trained",
+        "head-wise RMSNorm raises it, mean of layers: 343.7 to 446.0",
+        "+102.3",
+    ): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": lower,
+        "arguments": ("none", "headnorm", "effective_rank"),
+        "figure": "calibrated_effective_rank.png",
+        "where": {"config": ["laptop", "nano_llama"]},
+    },
+    ("SO: output projection", "it keeps the discrepancy: strong columns read what varies more", "tau 0.32"): {
+        "result": "calibrations",
+        "by": "config",
+        "judge": above_zero,
+        "arguments": ("output_tau",),
+        "where": {"config": ["laptop", "nano_llama"], "calibration": "none"},
+    },
+    ("SO: key lock", "a surging dimension makes the first key one row of W_K, whatever the token", ""): {
+        "command": "python sinks.py anatomy --model runs/sink_60m --data data/openwebtext-bpe_32000"
+    },
+    ("SO: sinks by layer", "from layer 5 on in 152M parameters; none with head-wise RMSNorm", ""): {
+        "command": "torchrun train.py configs/nano_llama.py --attn-calibration headnorm --track-sinks"
     },
     ("ours: a LLaMA's layers", "does a newborn with SwiGLU contract?", "of order 1/d"): {
         "result": "nano_llama/layers",
@@ -906,7 +992,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "lineage",
         "by": "kin verdict",
         "judge": ranges,
-        "arguments": ("permutation_p", *RIVALS),
+        "arguments": ("permutation_p", "intrinsic", "reef", "pcs", "ics"),
     },
     ("ours: kin", "who is the base's kin?", "strangers: z of N(0, 1)"): {
         "result": "compare",
@@ -1027,7 +1113,21 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "judge": positive,
         "arguments": ("shift", "shift_low", "shift_high"),
         "part": "summary",
-        "where": {"factor": 16.0},
+        "where": {"factor": 16.0, "changed": "all"},
+    },
+    ("ours: interventions on text, a layer at a time", "does amplifying in one layer, 16 times?", ""): {
+        "result": "laptop/intervene",
+        "by": "changed",
+        "judge": positive,
+        "arguments": ("shift", "shift_low", "shift_high"),
+        "part": "summary",
+        "where": {"intervention": "amplify", "factor": 16.0},
+    },
+    ("ours: soft signs on text", "does position 1 stand out in length, before there is a sink?", ""): {
+        "result": "laptop/rate",
+        "by": "checkpoint",
+        "judge": ranges,
+        "arguments": ("norm_ratio", "value_ratio", "first_share"),
     },
 }
 CLAIMS = tuple(Claim(*words, **reading) for words, reading in SAID.items())

@@ -260,8 +260,8 @@ def measure_sinks(experiment, config, run: train.Settings):
 def training_curve(run):
     """A run's held-out loss, its sinks and what foretells them, at every evaluation."""
     table = pd.DataFrame(read_log(Path(run))).dropna(subset="val_loss")
-    table = table.rename(columns={"val_loss": "loss"})
-    return table[["step", "loss", *SIGNS]].to_dict("records")
+    table = table[["step", "val_loss", *SIGNS]]
+    return table.rename(columns={"val_loss": "loss"}).to_dict("records")
 
 
 def text_loss(experiment, spec, model):

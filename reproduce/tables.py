@@ -12,11 +12,13 @@ from scipy.stats import norm
 from lib.files import atomic_file
 from measure.cosines import interval
 from measure.verdict import SAME_BIRTH
+from reproduce.claims import CLAIMS, FAILS, HOLDS, NONE, OPEN
 from reproduce.rivals import RIVALS, THRESHOLD
 
 ROOT = Path(__file__).parent.parent
 MARKED_TABLE = re.compile(r"(<!-- table: ([\w ]+), .*-->\n)(\|.*\n)+")
 LEVEL = 0.01  # of significance
+ANSWERS = {HOLDS: "seen", FAILS: "not seen", OPEN: "open", NONE: "measured, no verdict"}
 CERTAIN_Z = 4.75  # p of one in a million
 
 
@@ -139,16 +141,60 @@ def cost(results):
 
 
 def calibrations(results):
-    """Loss and sinks of every calibration: means over seeds, with 95 % intervals."""
+    """Loss, sinks and what foretells them, for every calibration: means over seeds, with 95 % intervals."""
+    columns = (
+        "val_loss",
+        "text_loss",
+        "mean_alpha1",
+        "sink_rate",
+        "norm_ratio",
+        "value_ratio",
+        "first_share",
+    )
+    return means_of_runs(results["calibrations"]["rows"], columns)
+
+
+def links(results):
+    """SO's links at birth and after training, in the mean of layers, for every calibration."""
+    columns = ("birth_disparity", "disparity", "birth_effective_rank", "effective_rank")
+    columns += ("birth_output_tau", "output_tau")
+    return means_of_runs(results["calibrations"]["rows"], columns)
+
+
+def means_of_runs(runs, columns):
+    """A row for each configuration and calibration: means of some columns over seeds, and their intervals."""
     rows = []
-    groups = pd.DataFrame(results["calibrations"]["rows"]).groupby(["config", "calibration"], sort=False)
+    groups = pd.DataFrame(runs).groupby(["config", "calibration"], sort=False)
     for (config, kind), part in groups:
         row = {"trained on": config, "calibration": kind, "seeds": len(part)}
-        for key in ("val_loss", "text_loss", "mean_alpha1", "max_alpha1", "sink_rate"):
-            mean = interval(part[key])
-            row[key] = f"{mean['mean']:.3f} ± {mean['high'] - mean['mean']:.3f}"
+        for column in columns:
+            mean = interval(part[column])
+            error = mean["high"] - mean["mean"]
+            digits = 1 if mean["mean"] > 20 else 3
+            row[column] = f"{mean['mean']:.{digits}f} ± {error:.{digits}f}"
         rows.append(row)
     return pd.DataFrame(rows).replace("nan ± nan", "n/a")
+
+
+def structural_origin(results):
+    """What SO states, and what was seen of it here."""
+    rows = []
+    for claim in CLAIMS:
+        if not claim.item.startswith("SO"):
+            continue
+        answer, measured = "cannot be asked here", ""
+        if claim.result is not None:
+            measured, verdict = claim.measure(results[claim.result])
+            answer = ANSWERS[verdict]
+        rows.append(
+            {
+                "SO": f"{claim.item.removeprefix('SO: ')}: {claim.says}",
+                "its number": claim.number,
+                "answer": answer,
+                "measured": measured,
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 TABLES = {  # by the name in their mark
@@ -159,4 +205,6 @@ TABLES = {  # by the name in their mark
     "lineage methods": lineage_methods,
     "cost": cost,
     "calibrations": calibrations,
+    "links": links,
+    "structural origin": structural_origin,
 }

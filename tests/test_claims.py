@@ -170,8 +170,8 @@ def test_right_answers_of_checkpoints_are_of_kin():
 
 def test_missed_kin():
     rows = dict(intrinsic=[0.1], reef=[0.3], pcs=[0.5], ics=[0.2])
-    assert verdict(claims.missed_kin, rows) == HOLDS
-    assert verdict(claims.missed_kin, rows | dict(pcs=[0.9])) == FAILS
+    assert verdict(claims.missed_kin, rows, 0.8, *rows) == HOLDS
+    assert verdict(claims.missed_kin, rows | dict(pcs=[0.9]), 0.8, *rows) == FAILS
 
 
 @pytest.mark.parametrize(

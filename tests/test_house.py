@@ -27,7 +27,7 @@ FLOORS = [  # a file imports from floors below its own alone
     ["measure.cosines"],
     ["measure.theory"],
     ["measure.attention"],
-    ["measure.neurons"],
+    ["measure.neurons", "measure.dimensions"],
     ["measure.layers"],
     ["measure.lineage"],
     ["measure.census", "measure.verdict"],
@@ -107,7 +107,7 @@ def test_a_circle_is_found():
 
 def test_size_and_density():
     counts = density.total(list(FILES.values()))
-    assert counts["nodes"] <= 28_000, counts
+    assert counts["nodes"] <= 29_000, counts
     assert counts["nodes"] / counts["code"] <= 4.8, counts
     for name, path in FILES.items():
         if name != "measure.theory":  # formulas are dense

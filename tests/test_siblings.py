@@ -171,6 +171,10 @@ def test_calibrations(letters, monkeypatch):
         "calibrations.json",
         "calibrations.png",
         "calibrated_rate.png",
+        "calibrated_signs.png",
+        "calibrated_disparity.png",
+        "calibrated_effective_rank.png",
+        "calibrated_variance.png",
     }
     monkeypatch.setattr(train, "train", None)  # runs are made once
     siblings.train_all(siblings.calibration_runs(settings))

@@ -321,7 +321,7 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
     settings = given(InterveneSettings, sequence_length=12, position=3, layers=(2,), factor=(0.1, 1.0, 5.0))
     lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
     rows, summary = lists["rows"], lists["summary"]
-    assert {row["changed"] for row in rows + summary} == {"all"}  # of one layer
+    assert {row["changed"] for row in rows + summary} == {"2"}
     tokens = random_tokens(0, range(7), 12, 97)
     alphas = {}
     for row in rows:
@@ -409,6 +409,8 @@ def test_what_a_model_reads(text):
     begun = read_tokens(replace(settings, bos=True), spec, 16)
     assert (begun[:, 0] == tokenizer.bos).all()
     assert torch.equal(begun[:, 1:], tokens[:, 1:])
+    lettered = read_tokens(replace(settings, first_token=97), spec, 16)
+    assert (lettered[:, 0] == 97).all() and torch.equal(lettered[:, 1:], tokens[:, 1:])
     held_out = read_tokens(given(TextSettings, data=text.data, num_sequences=7), spec, 16)
     assert torch.equal(held_out, data.TokenData(text.data).held_out(7, 16)[0])
     random = read_tokens(given(TextSettings, num_sequences=7), spec, 16)
