@@ -95,6 +95,7 @@ PRESETS = {
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
     "nano_qwen": ModelConfig(151936, 2048, 12, 12, 768, 3072, qkv_bias=True),  # BB Tables 9-12: 347M
+    "llama_60m": ModelConfig(32000, 2048, 10, 8, 768, 1536),  # Gu et al.: 60M without tables
     "gpt2_1b": ModelConfig(50257, 1024, 24, 32, 2048, 8192, **GPT2),  # BB Table 1c: 1.3B
     "tiny_gpt2": ModelConfig(4096, 256, 6, 8, 256, 1024, **GPT2),
     "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),

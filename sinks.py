@@ -219,7 +219,8 @@ def value_spread(settings: LengthSettings, spec, model):
     for part in attention.batches(read_tokens(settings, spec, T)):
         model.hidden(part, on_heads=on_heads)
     laws = {}  # by layer
-    if spec.is_newborn and not (settings.text or settings.data or settings.bos):
+    has_wishes = settings.text or settings.data or settings.bos or settings.first_token is not None
+    if spec.is_newborn and not has_wishes:
         laws[1] = theory.aggregated_std(model.config, T, tokens=True).tolist()
     rows = []
     for layer, spread in spreads.items():

@@ -889,7 +889,7 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "where": {"config": ["laptop", "nano_llama"], "calibration": "none"},
     },
     ("SO: key lock", "a surging dimension makes the first key one row of W_K, whatever the token", ""): {
-        "command": "python sinks.py anatomy --model runs/sink_60m --data data/openwebtext-bpe_32000"
+        "command": "python sinks.py anatomy --model runs/llama_60m --data data/openwebtext"
     },
     ("SO: sinks by layer", "from layer 5 on in 152M parameters; none with head-wise RMSNorm", ""): {
         "command": "torchrun train.py configs/nano_llama.py --attn-calibration headnorm --track-sinks"
