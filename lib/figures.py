@@ -93,7 +93,9 @@ def curves(
             heading = value if isinstance(value, str) else f"{panel} {value}".replace("_", " ")
             axes.set_title(heading)
         style_axes(axes, table[x], log, ticks)
-        axes.set_ylim(bottom=lowest)
+    if lowest is not None:
+        for axes in grid:
+            axes.set_ylim(bottom=lowest)
     if band:
         grid[0].fill_between([], [], color="grey", alpha=0.3, linewidth=0, label=band_label)
     for dash, legend in zip(DASHES, (theories or {}).values()):

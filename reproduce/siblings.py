@@ -310,6 +310,7 @@ def draw_calibrations(result, folder) -> None:
         means(later, "loss", "step"),
         folder / "calibrations.png",
         x="step",
+        title="Which calibration learns best?",
         **style | {"ylabel": "held-out loss, nats a token"},
     )
     lengths = result["lengths"]
@@ -322,6 +323,8 @@ def draw_calibrations(result, folder) -> None:
         theories={"uniform_alpha1": "uniform attention"},
         log="x",
         ticks=sinks.LENGTHS,
+        lowest=0,
+        title="Which calibration sinks least?",
         **style,
     )
     signs = []
@@ -331,17 +334,23 @@ def draw_calibrations(result, folder) -> None:
         sorted(signs, key=itemgetter("config")),
         folder / "calibrated_signs.png",
         x="step",
+        lowest=0,
+        title="Do the signs of a sink come with training?",
         **style | {"panels_in_a_row": 3},
     )
-    for name in ("disparity", "effective_rank"):
+    for name, title in (
+        ("disparity", "Does one dimension dominate the stream of position 1?"),
+        ("effective_rank", "How many dimensions does the stream use?"),
+    ):
         points = means(result["links"], name, "layer", by="state")
-        curves(points, folder / f"calibrated_{name}.png", x="layer", **style | {"share": "y"})
+        curves(points, folder / f"calibrated_{name}.png", x="layer", title=title, **style | {"share": "y"})
     curves(
         means(first_layer(result["spread"]), "std", "position", "theory", by="state"),
         folder / "calibrated_variance.png",
         x="position",
         theories={"theory": "newborn that reads random tokens"},
         log="xy",
+        title="Do values vary less at later positions?",
         **style | {"share": "xy", "ylabel": "std of layer 1's aggregated values, of position 1's"},
     )
 
