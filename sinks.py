@@ -3,6 +3,7 @@
     python sinks.py --model runs/laptop tiny_llama@42 --data data/python-bpe_4096    # `rate`: how many heads?
     python sinks.py variance --model nano_gpt2              # Equation 2, in every layer of any checkpoint
     python sinks.py anatomy --model runs/backcopy --data data/backcopy-bytes --bos      # the chain of SO
+    python sinks.py first --model runs/matching --data data/matching-bytes      # a position, or a token?
     python sinks.py intervene --model runs/laptop --data data/python-bpe_4096 --position 10
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
@@ -72,6 +73,14 @@ class LengthSettings(Settings):
 
     sequence_length: at_least(2) = 64
     """tokens in a sequence (Gu et al.: 64)"""
+
+
+@dataclass
+class FirstSettings(LengthSettings):
+    """What `first` can be told."""
+
+    num_tokens: at_least(2) = 64
+    """first tokens to try, of those that the sequences hold"""
 
 
 @dataclass
@@ -191,6 +200,79 @@ def draw_rate(result, folder) -> None:
         log="x",
         ticks=LENGTHS,
         ylabel="",
+    )
+
+
+# ---- on a position, or on a token? (ours) -----------------------------------------------------------------
+
+
+@torch.inference_mode()
+def first(settings: FirstSettings):
+    """Do heads sink on the first position, or on a token that stands there? alpha_1 of each token (ours)"""
+    if settings.bos or settings.first_token is not None:
+        raise UserError("first tries many first tokens: leave out --bos and --first-token")
+    experiment, lists = measure_models("first", "ours", settings, by_first_token)
+    columns = ("checkpoint", "layer", "head", "alpha1", "least", "least_token", "largest", "sink_share")
+    columns += ("uniform_alpha1",)
+    return experiment.save(**lists, columns=columns, draw=draw_first)
+
+
+def by_first_token(settings: FirstSettings, spec, model):
+    """A row for each head: alpha_1 in the mean of first tokens, and of those with the least and the most.
+
+    Each of the tokens takes the first position of all sequences in turn; `points` have alpha_1 of each, and
+    `sink_share` is the share of them whose alpha_1 is above 0.3.
+    """
+    T = settings.sequence_length
+    tokens = read_tokens(settings, spec, T).clone()
+    candidates = tokens[:, 1:].unique().cpu()
+    candidates = candidates[evenly_spaced(len(candidates), settings.num_tokens)]
+    alphas = []
+    for candidate in candidates:
+        tokens[:, 0] = candidate
+        parts = [attention.attention_to(model, part)[..., 0].cpu() for part in attention.batches(tokens)]
+        alphas.append(torch.cat(parts).mean(0))
+    alphas = torch.stack(alphas)  # (tokens, L, H)
+    uniform = attention.uniform_alpha(T)
+    rows, points = [], []
+    for layer, head in itertools.product(range(alphas.shape[1]), range(alphas.shape[2])):
+        alpha = alphas[:, layer, head]
+        key = {"layer": layer + 1, "head": head + 1, "uniform_alpha1": uniform}
+        least = int(alpha.argmin())
+        row = {"alpha1": alpha.mean().item(), "least": alpha[least].item(), "largest": alpha.max().item()}
+        row |= {"least_token": int(candidates[least]), "sink_share": (alpha > EPSILON).float().mean().item()}
+        rows.append(key | row)
+        for token, value in zip(candidates.tolist(), alpha.tolist()):
+            points.append(key | {"first_token": token, "alpha1": value})
+    return {"rows": rows, "points": points}
+
+
+def draw_first(result, folder) -> None:
+    """first.png: alpha_1 by first token, of the four heads of each checkpoint that pay it most."""
+    rows = sorted(result["rows"], key=itemgetter("alpha1"), reverse=True)
+    drawn = defaultdict(list)  # heads of each checkpoint
+    for row in rows:
+        drawn[row["checkpoint"]].append((row["layer"], row["head"]))
+    points = []
+    for point in result["points"]:
+        head = (point["layer"], point["head"])
+        if head in drawn[point["checkpoint"]][:4]:
+            name = f"layer {head[0]}, head {head[1]}"
+            points.append(point | {"head": name, "sink": EPSILON})
+    curves(
+        points,
+        folder / "first.png",
+        x="first_token",
+        y="alpha1",
+        series="head",
+        title="Do heads sink on position 1, whatever token stands there?",
+        panel="checkpoint",
+        theories={"uniform_alpha1": "uniform attention", "sink": f"a sink: {EPSILON}"},
+        share="",
+        style="o",
+        lowest=0,
+        xlabel="first token",
+        ylabel="alpha_1, mean of sequences",
     )
 
 
@@ -539,6 +621,7 @@ def draw_each(result, rows, folder, points_of, **figure) -> None:
 
 COMMANDS = {
     "rate": Command(rate, RateSettings()),
+    "first": Command(first, FirstSettings()),
     "variance": Command(variance, LengthSettings()),
     "anatomy": Command(anatomy, LengthSettings()),
     "intervene": Command(intervene, InterveneSettings()),

@@ -35,6 +35,7 @@ WORDS = {  # what the braces mean
         "size": "tiny",
         "text": "backcopy",
         "data": "data/backcopy-bytes",
+        "matching": "data/backcopy-bytes",
         "kin": "tiny_llama@1000",
         "strangers": "{runs}/strangers/tiny_llama-1000 {runs}/strangers/tiny_llama-1",
     },
@@ -42,6 +43,7 @@ WORDS = {  # what the braces mean
         "size": "tiny",
         "text": "laptop",
         "data": "data/python-bpe_4096",
+        "matching": "data/matching-bytes",
         "kin": "{runs}/lineage/tiny_llama-1000",
         "strangers": " ".join(f"{{runs}}/strangers/tiny_llama-{seed}" for seed in family.STRANGERS),
     },
@@ -49,6 +51,7 @@ WORDS = {  # what the braces mean
         "size": "nano",
         "text": "nano_llama",
         "data": str(siblings.PAPER_DATA),
+        "matching": "data/matching-bytes",
         "kin": "{runs}/lineage/nano_llama-1000",
         "strangers": " ".join(f"{{runs}}/strangers/nano_llama-{seed}" for seed in family.STRANGERS),
     },
@@ -154,6 +157,8 @@ def make(name, settings: Settings):
         siblings.train_all(family.stranger_runs(training))
     if runs == "calibrations":
         siblings.train_all(siblings.calibration_runs(training))
+    if runs == "matching":
+        siblings.train_all(siblings.matching_runs(training))
     function(wanted)
     return True
 

@@ -366,6 +366,46 @@ def same_settings(rows):
     return Finding(f"{(rows['paper'] == rows['ours']).sum()} of {len(rows)} the same")
 
 
+def interventions(result, model):
+    """What SO says of its interventions, and how it is read of a result of `sinks.py intervene`."""
+    amplified = {"intervention": "amplify", "factor": 16.0}
+    all_factors = {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]}
+    shift = ("shift", "shift_low", "shift_high")
+    more = ("amplify_more", "amplify_more_low", "amplify_more_high")
+    statements = {
+        ("self-mask", "alpha_k rises at once if token k attends to itself alone"): (
+            positive,
+            shift,
+            {"intervention": "self_mask"},
+        ),
+        ("variance amplification", "alpha_k rises if its values' deviation grows 16 times"): (
+            positive,
+            shift,
+            amplified,
+        ),
+        ("variance amplification, factors", "alpha_k rises with every factor above 1"): (
+            rises,
+            ("alpha_k", "factor"),
+            all_factors,
+        ),
+        ("control", "deviation counts, not norm: amplified 16 times it does more than scaled"): (
+            positive,
+            more,
+            {"intervention": "scale", "factor": 16.0},
+        ),
+    }
+    said = {}
+    for (name, statement), (judge, arguments, where) in statements.items():
+        said[f"SO: {name}{model}", statement, ""] = {
+            "result": result,
+            "judge": judge,
+            "arguments": arguments,
+            "part": "summary",
+            "where": where,
+        }
+    return said
+
+
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 
@@ -768,78 +808,9 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "judge": first_stands_out,
         "arguments": ("dominance_ratio",),
     },
-    ("SO: self-mask", "alpha_k rises at once if token k attends to itself alone", ""): {
-        "result": "backcopy/intervene",
-        "judge": positive,
-        "arguments": ("shift", "shift_low", "shift_high"),
-        "part": "summary",
-        "where": {"intervention": "self_mask"},
-    },
-    ("SO: variance amplification", "alpha_k rises if its values' deviation grows 16 times", ""): {
-        "result": "backcopy/intervene",
-        "judge": positive,
-        "arguments": ("shift", "shift_low", "shift_high"),
-        "part": "summary",
-        "where": {"intervention": "amplify", "factor": 16.0},
-    },
-    ("SO: variance amplification, factors", "alpha_k rises with every factor above 1", ""): {
-        "result": "backcopy/intervene",
-        "judge": rises,
-        "arguments": ("alpha_k", "factor"),
-        "part": "summary",
-        "where": {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]},
-    },
-    ("SO: control", "deviation counts, not norm: amplified 16 times it does more than scaled", ""): {
-        "result": "backcopy/intervene",
-        "judge": positive,
-        "arguments": ("amplify_more", "amplify_more_low", "amplify_more_high"),
-        "part": "summary",
-        "where": {"intervention": "scale", "factor": 16.0},
-    },
-    (
-        "SO: self-mask, BOS replaced by a letter",
-        "alpha_k rises at once if token k attends to itself alone",
-        "",
-    ): {
-        "result": "letter/intervene",
-        "judge": positive,
-        "arguments": ("shift", "shift_low", "shift_high"),
-        "part": "summary",
-        "where": {"intervention": "self_mask"},
-    },
-    (
-        "SO: variance amplification, BOS replaced by a letter",
-        "alpha_k rises if its values' deviation grows 16 times",
-        "",
-    ): {
-        "result": "letter/intervene",
-        "judge": positive,
-        "arguments": ("shift", "shift_low", "shift_high"),
-        "part": "summary",
-        "where": {"intervention": "amplify", "factor": 16.0},
-    },
-    (
-        "SO: variance amplification, factors, BOS replaced by a letter",
-        "alpha_k rises with every factor above 1",
-        "",
-    ): {
-        "result": "letter/intervene",
-        "judge": rises,
-        "arguments": ("alpha_k", "factor"),
-        "part": "summary",
-        "where": {"intervention": "amplify", "factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]},
-    },
-    (
-        "SO: control, BOS replaced by a letter",
-        "deviation counts, not norm: amplified 16 times it does more than scaled",
-        "",
-    ): {
-        "result": "letter/intervene",
-        "judge": positive,
-        "arguments": ("amplify_more", "amplify_more_low", "amplify_more_high"),
-        "part": "summary",
-        "where": {"intervention": "scale", "factor": 16.0},
-    },
+    **interventions("backcopy/intervene", ""),
+    **interventions("letter/intervene", ", BOS replaced by a letter"),
+    **interventions("matching/intervene", ", where position 1 is a sink"),
     ("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats"): {
         "result": "calibrations",
         "by": "config",
@@ -1073,6 +1044,39 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "backcopy/rate",
         "by": "checkpoint",
         "judge": sink_heads,
+    },
+    ("ours: token or position", "alpha_1 of Bigram-Backcopy's heads with letters first (BOS: above)?", ""): {
+        "result": "backcopy/first",
+        "by": "layer",
+        "judge": ranges,
+        "arguments": ("alpha1", "largest", "uniform_alpha1"),
+    },
+    (
+        "ours: a sink on position 1",
+        "a head's alpha_1; on which share of letters does any sink?",
+        "",
+    ): {
+        "result": "positions",
+        "by": "seed",
+        "judge": ranges,
+        "arguments": ("alpha1", "any_share", "norm_ratio"),
+    },
+    ("ours: its heads", "and of all heads of the first of these models?", ""): {
+        "result": "matching/first",
+        "by": "layer",
+        "judge": ranges,
+        "arguments": ("alpha1", "least", "uniform_alpha1"),
+    },
+    ("ours: its sink rate", "has it sink heads on held-out windows?", ""): {
+        "result": "matching/rate",
+        "by": "checkpoint",
+        "judge": sink_heads,
+    },
+    ("ours: its disparity", "does a dimension surge at position 1?", ""): {
+        "result": "matching/anatomy",
+        "by": "checkpoint",
+        "judge": first_stands_out,
+        "arguments": ("dominance_ratio",),
     },
     ("ours: when it sinks", "what does BOS get at triggers, and where nothing is to be copied?", ""): {
         "result": "calibrations",

@@ -372,6 +372,69 @@ def means(points, value, *along: str, by=""):
     return table.to_dict("records")
 
 
+# ---- a sink on position 1, whatever stands there (ours) ----------------------------------------------------
+
+
+def positions(settings: Settings):
+    """Does every seed of configs/matching.py sink on position 1, whatever letter stands there? (ours)
+
+    A row has the head with the largest alpha_1; `any_share` is the share of first letters on which some head's
+    alpha_1 is above 0.3, and `any_least` the least of all letters of the largest alpha_1 of any head.
+    """
+    runs = matching_runs(settings)
+    experiment = begin("positions", "ours", settings, runs)
+    rows, curve = [], []
+    for seed, run in runs.items():
+        spec = parse_spec(run.out)
+        reading = sinks.FirstSettings(
+            data=str(default_folder(run.source, run.tokenizer)),
+            sequence_length=run.sequence_length,
+            num_sequences=4 if settings.scale == "smoke" else 100,
+            device=settings.device,
+        )
+        lists = sinks.by_first_token(reading, spec, spec.load(experiment.device))
+        sleepiest = max(lists["rows"], key=itemgetter("alpha1"))
+        largest = pd.DataFrame(lists["points"]).groupby("first_token")["alpha1"].max()  # of any head
+        any_head = {"any_least": largest.min(), "any_share": (largest > sinks.EPSILON).mean()}
+        signs = {sign: logged(run.out, sign).iloc[-1] for sign in SIGNS}
+        rows.append({"seed": seed} | sleepiest | any_head | losses(run.out) | signs)
+        curve += [{"seed": seed} | point for point in training_curve(run.out)]
+    columns = ("seed", "layer", "head", "alpha1", "least", "sink_share", "any_share", "any_least", *SIGNS)
+    more = {"curve": curve, "training_seconds": training_seconds(runs)}
+    return experiment.save(rows, columns, draw_positions, **more)
+
+
+def matching_runs(settings: Settings):
+    """Runs of configs/matching.py by seed; that of the first is what `train.py configs/matching.py` makes."""
+    runs = {}
+    for seed in settings.some((*SEEDS, 7)):
+        name = "matching" if seed == SEEDS[0] else f"positions/matching-{seed}"
+        runs[seed] = settings.training("matching", name, seed=seed, keep="last")
+    return runs
+
+
+def draw_positions(result, folder) -> None:
+    """positions.png: the sink rate and what foretells it, by step, for each seed."""
+    points = []
+    for sign in ("sink_rate", "first_share", "norm_ratio"):
+        panel = sign.replace("_", " ")
+        for point in result["curve"]:
+            name = f"seed {point['seed']}"
+            points.append({"seed": name, "step": point["step"], "panel": panel, "value": point[sign]})
+    curves(
+        points,
+        folder / "positions.png",
+        x="step",
+        y="value",
+        series="seed",
+        title="When does position 1 become a sink?",
+        panel="panel",
+        share="x",
+        lowest=0,
+        ylabel="",
+    )
+
+
 # ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------
 
 
@@ -445,6 +508,7 @@ COMMANDS = {
     "setup": Command(setup, RunSettings()),
     "births": Command(births, Settings()),
     "calibrations": Command(calibrations, CalibrationSettings()),
+    "positions": Command(positions, Settings()),
 }
 
 if __name__ == "__main__":

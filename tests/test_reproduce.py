@@ -172,6 +172,7 @@ def test_every_run_that_a_command_reads_is_trained(scale, tmp_path, monkeypatch)
     family_settings = siblings.Settings(scale=scale, runs="r")
     runs = {"lineage": family.lineage_runs(family_settings), "": {}}
     runs["calibrations"] = siblings.calibration_runs(family_settings)
+    runs["matching"] = siblings.matching_runs(family_settings)
     runs["strangers"] = family.stranger_runs(family_settings)
     for name, result in main.RESULTS.items():
         folders = {run.out: run for run in runs[result.get("runs", "")].values()}

@@ -55,7 +55,7 @@ def write_log(run, lines: list[dict]) -> None:
 
 
 def test_the_papers_sizes_are_the_configs():
-    makers = (siblings.calibration_runs, siblings.birth_runs, family.lineage_runs)
+    makers = (siblings.calibration_runs, siblings.matching_runs, siblings.birth_runs, family.lineage_runs)
     runs = [run for make in makers for run in make(siblings.Settings(scale="paper", runs="r")).values()]
     for run in runs:
         is_large = run.model.startswith("nano_") and run.global_batch_size * run.sequence_length >= 2**18

@@ -23,7 +23,7 @@ from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.settings import UserError
 from measure import attention, theory
 from model import CHOICES, PRESETS, ModelConfig, Transformer
-from sinks import COMMANDS, InterveneSettings, LengthSettings, RateSettings
+from sinks import COMMANDS, FirstSettings, InterveneSettings, LengthSettings, RateSettings
 
 CALIBRATIONS = CHOICES["attn_calibration"]
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
@@ -109,6 +109,37 @@ def test_sink_rate_is_gu_et_als(tmp_path):
         assert (row["max_alpha1"] > 0.25) == (row["sink_rate"] > 0)
         assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T, rel=1e-9)
         np.testing.assert_allclose(by_head["alpha1"], alpha.mean(0), atol=NEAR)
+
+
+def test_every_first_token_in_turn(tmp_path):
+    """alpha_1 with each of all tokens, and with three of them, at the first position of seven sequences."""
+    model = random_model(KINDS["llama"])
+    tokens = random_tokens(0, range(7), 20, 97)
+    tried = sorted(set(tokens[:, 1:].flatten().tolist()))
+    expected = {}
+    for token in tried:
+        sequences = tokens.clone()
+        sequences[:, 0] = token
+        expected[token] = alpha_of(explicit(model, sequences), 1).mean(0)  # (L, H)
+    for limit, some in ((97, tried), (3, [tried[0], tried[(len(tried) - 1) // 2], tried[-1]])):
+        settings = given(FirstSettings, sequence_length=20, num_tokens=limit)
+        lists = sinks.by_first_token(settings, saved(model, tmp_path / str(limit)), model)
+        assert len(lists["rows"]) == 12 and len(lists["points"]) == 12 * len(some)
+        for row in lists["rows"]:
+            alphas = {token: expected[token][row["layer"] - 1, row["head"] - 1].item() for token in some}
+            assert row["alpha1"] == pytest.approx(np.mean([*alphas.values()]), abs=NEAR)
+            assert row["least"] == pytest.approx(min(alphas.values()), abs=NEAR)
+            assert row["largest"] == pytest.approx(max(alphas.values()), abs=NEAR)
+            assert row["sink_share"] == pytest.approx(np.mean([alpha > 0.3 for alpha in alphas.values()]))
+            assert alphas[row["least_token"]] == pytest.approx(row["least"], abs=NEAR)
+
+
+def test_first_draws_and_refuses(tmp_path):
+    words = ["--model", "backcopy@1", "--num-sequences", 2, "--sequence-length", 8, "--out", tmp_path]
+    assert run_here("sinks", "first", *words).returncode == 0
+    assert (tmp_path / "first.png").exists() and len(read_json(tmp_path / "first.json")["rows"]) == 2
+    assert_refused(run_here("sinks", "first", *words, "--bos"), "leave out --bos")
+    assert_refused(run_here("sinks", "first", *words, "--first-token", 3), "leave out --bos")
 
 
 @pytest.mark.parametrize("context, expected", [(700, [32, 64, 128, 256, 512]), (100, [32, 64]), (20, [20])])
