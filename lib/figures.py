@@ -106,7 +106,7 @@ def curves(
         figure.suptitle(title, fontsize=12)
     figure.supxlabel(LABELS.get(x, x) if xlabel is None else xlabel, fontsize=10)
     figure.supylabel(LABELS.get(y, y) if ylabel is None else ylabel, fontsize=10)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside center right", frameon=False, fontsize=9)
     save_figure(figure, path)
 
 

@@ -808,6 +808,20 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "judge": first_stands_out,
         "arguments": ("dominance_ratio",),
     },
+    ("SO: super neurons, where position 1 is a sink", "the same", ""): {
+        "result": "matching/anatomy",
+        "by": "layer",
+        "judge": ranges,
+        "arguments": ("ratio", "down_share"),
+        "part": "super_neurons",
+        "is_judged": False,
+    },
+    ("SO: dimension disparity, where position 1 is a sink", "the same", "> 200"): {
+        "result": "matching/anatomy",
+        "by": "checkpoint",
+        "judge": first_stands_out,
+        "arguments": ("dominance_ratio",),
+    },
     **interventions("backcopy/intervene", ""),
     **interventions("letter/intervene", ", BOS replaced by a letter"),
     **interventions("matching/intervene", ", where position 1 is a sink"),
@@ -1071,12 +1085,6 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "result": "matching/rate",
         "by": "checkpoint",
         "judge": sink_heads,
-    },
-    ("ours: its disparity", "does a dimension surge at position 1?", ""): {
-        "result": "matching/anatomy",
-        "by": "checkpoint",
-        "judge": first_stands_out,
-        "arguments": ("dominance_ratio",),
     },
     ("ours: when it sinks", "what does BOS get at triggers, and where nothing is to be copied?", ""): {
         "result": "calibrations",

@@ -378,8 +378,9 @@ def means(points, value, *along: str, by=""):
 def positions(settings: Settings):
     """Does every seed of configs/matching.py sink on position 1, whatever letter stands there? (ours)
 
-    A row has the head with the largest alpha_1; `any_share` is the share of first letters on which some head's
-    alpha_1 is above 0.3, and `any_least` the least of all letters of the largest alpha_1 of any head.
+    A row has the head with the largest alpha_1. `any_share` is the share of first letters on which the
+    alpha_1 of some head is above 0.3; `any_least` is the largest alpha_1 of any head, on the letter with the
+    least.
     """
     runs = matching_runs(settings)
     experiment = begin("positions", "ours", settings, runs)
@@ -390,7 +391,7 @@ def positions(settings: Settings):
             data=str(default_folder(run.source, run.tokenizer)),
             sequence_length=run.sequence_length,
             num_sequences=4 if settings.scale == "smoke" else 100,
-            device=settings.device,
+            device=experiment.device.type,
         )
         lists = sinks.by_first_token(reading, spec, spec.load(experiment.device))
         sleepiest = max(lists["rows"], key=itemgetter("alpha1"))
