@@ -2,6 +2,7 @@
 
     python -m reproduce.siblings births                         # is an unprejudiced birth better? 35 minutes
     python -m reproduce.siblings calibrations --text wiki.txt   # BB Figure 12, Table 7; SO; 80 minutes
+    python -m reproduce.siblings positions                      # a sink on position 1; ten minutes
 
 Each run is made once and reused, and taken up where it was stopped. `--scale paper` is the papers' own.
 """
