@@ -222,7 +222,7 @@ def test_smoke(quick_training, tmp_path):
     left_out |= {"qwen/persistence", "outside/identify"}
     left_out |= {name for name in main.RESULTS if name.endswith("/probe")} | {"nano_llama/cure"}
     left_out |= {name for name in main.RESULTS if name.startswith("laptop/")}  # here those of backcopy/
-    left_out |= {"matching/rate", "matching/anatomy", "matching/intervene", "letter/intervene"}  # so are these
+    left_out |= {"matching/rate", "matching/anatomy", "matching/intervene", "letter/intervene"}  # and these
     names = [name for name in main.RESULTS if name not in left_out]
     words = ("--scale", "smoke", "--out", tmp_path, "--only", *names)
     first = run_here("reproduce.__main__", *words)
