@@ -536,19 +536,6 @@ def test_default_lengths_give_way_to_a_short_context(defaults, given, expected):
 # ---- the command line --------------------------------------------------------------------------------------
 
 
-def test_two_ranks_give_the_rows_of_one_process(tmp_path):
-    """Of `predict`, which samples tokens, in batches that the ranks share unevenly."""
-    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 12, "--sequence-length", 16]
-    words += ["--batch-size", 5, "--dtype", "float32"]
-    done = run_script("contraction.py", "predict", *words, "--out", tmp_path / "two", ranks=2)
-    assert done.returncode == 0, done.stderr
-    two = read_json(tmp_path / "two" / "predict.json")
-    assert two["environment"]["processes"] == 2
-    (theirs,) = two["rows"]
-    (ours,) = run("predict", tmp_path / "one", *words)["rows"]
-    assert_row(theirs, ours, 1e-9, 0, but=("seconds",))  # the ranks' float64 sums, added in another order
-
-
 @pytest.mark.parametrize(
     "words, expected",
     [

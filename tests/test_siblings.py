@@ -60,7 +60,7 @@ def test_the_papers_sizes_are_the_configs():
     for run in runs:
         is_large = run.model.startswith("nano_") and run.global_batch_size * run.sequence_length >= 2**18
         assert is_large or run.model in ("backcopy", "matching")
-    assert len({run.out for run in runs}) == len(runs) == (4 * 3 + 4 * 5) + 8 + 12
+    assert len({run.out for run in runs}) == len(runs) == (4 * 3 + 4 * 5) + 5 + 8 + 12
     small = siblings.Settings(scale="smoke", runs="r")
     assert {run.max_iters for make in makers for run in make(small).values()} == {2}
     laptop = siblings.Settings(runs="./some//runs/")
