@@ -137,7 +137,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         checkpoint.restore(optimizer, raw_model, state, moments)
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients are stored once
     peak = total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens a second
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
     if is_master:

@@ -1,4 +1,6 @@
-# BB Table 13: 134M parameters, 52 billion tokens. With one GPU: --micro-batch-size 32 and patience.
+# BB Table 13: 134M parameters, 52 billion tokens. docs/gpu.md has the whole command.
+# BB's text is OpenWebText: --source hf:Skylion007/openwebtext, after pip install datasets.
+# As it stands the text is Python's own standard library, which needs no network.
 out = "runs/nano_llama"
 model = "nano_llama"
 tokenizer = "bpe:32000"  # the paper's is Llama 2's: --tokenizer PATH/tokenizer.model

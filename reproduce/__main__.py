@@ -3,11 +3,12 @@
     python -m reproduce                                    # four hours on 2 cores, mostly training; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
     python -m reproduce --scale smoke --out /tmp/smoke     # does everything work? three minutes
+    python -m reproduce --scale night --out overnight      # newborns of the papers' own size: four hours
 
 Each result is made by a command of this project, and left out where <out> holds it with the same settings;
 its training runs are made once and reused. A command that fails does not stop the others. <out>/README.md
-has a line for each table, figure, finding and proposition. `--scale paper` asks for the papers' own sizes,
-and so for GPUs and weeks.
+has a line for each table, figure, finding and proposition. `night` makes what the papers' own lengths change
+in newborns; `--scale paper` asks for all of their sizes, and so for GPUs and weeks.
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip
@@ -47,6 +48,7 @@ WORDS = {  # what the braces mean
         "kin": "{runs}/lineage/tiny_llama-1000",
         "strangers": " ".join(f"{{runs}}/strangers/tiny_llama-{seed}" for seed in family.STRANGERS),
     },
+    "night": {},
     "paper": {
         "size": "nano",
         "text": "nano_llama",
@@ -63,11 +65,11 @@ class Settings(RunSettings):
     """What `python -m reproduce` can be told."""
 
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None
-    """results to make (default: all)"""
-    scale: Literal["smoke", "laptop", "paper"] = "laptop"
+    """results to make (default: all; at night those that have a size for it)"""
+    scale: Literal[tuple(WORDS)] = "laptop"
     """how large"""
     out: str | None = None
-    """folder of the results (default: results; results-smoke, results-paper)"""
+    """folder of the results (default: results; results-smoke, -night, -paper)"""
     runs: str | None = None
     """folder of the training runs (default: runs, runs-paper; at smoke scale in --out)"""
     text: str | None = None
@@ -80,7 +82,9 @@ def reproduce(settings: Settings) -> None:
     runtime.start(settings)  # can we write there?
     if runtime.world_size() > 1:
         raise UserError("one process is enough here: its commands may be given torchrun one by one")
-    names = settings.only or RESULTS
+    names = settings.only or names_of(settings.scale)
+    for name in set(names) - set(names_of(settings.scale)):
+        raise UserError(f"{name} has no size for the night: choose from {', '.join(names_of('night'))}")
     failures = {}
     num_made = 0
     try:
@@ -100,6 +104,11 @@ def reproduce(settings: Settings) -> None:
     print(f"see {settings.out}/README.md")
     if failures:
         raise UserError("; ".join(failures.values()))
+
+
+def names_of(scale):
+    """The results of a scale: all, but at night those alone whose commands say how large they are then."""
+    return [name for name, result in RESULTS.items() if scale != "night" or "night" in result]
 
 
 def with_folders(settings: Settings) -> Settings:
@@ -207,24 +216,28 @@ summaries. Seconds are without training. Table 7's text is the test split of Wik
 
 def write_report(settings: Settings) -> None:
     """README.md of the results, a line for each claim, and the docs' tables: from the JSON files alone."""
-    results = {}
-    for name in RESULTS:
-        result = read_result(Path(settings.out) / f"{name}.json")
-        if result is not None:
-            results[name] = result
+    names = names_of(settings.scale)
+    results = read_results(settings.out, names)
     environments = [result["environment"] for result in results.values()]
+    claims = [claim for claim in CLAIMS if settings.scale != "night" or claim.result in names]
     text = REPORT.format(
         scale=settings.scale,
         minutes=sum(environment["seconds"] for environment in environments) / 60,
         training=sum(result.get("training_seconds", 0) for result in results.values()) / 60,
         devices=", ".join(sorted({environment["device"] for environment in environments})),
-        lines="\n".join(report_line(claim, results, settings) for claim in CLAIMS),
+        lines="\n".join(report_line(claim, results, settings) for claim in claims),
     )
     out = Path(settings.out)
     with atomic_file(out / "README.md") as temporary:
         temporary.write_text(text)
     if out.resolve() == tables.ROOT / "results" and results.keys() == RESULTS.keys():
-        tables.write_tables(results)
+        tables.write_tables(results | read_results(out, tables.UNCLAIMED + tables.PAPER_SCALE))
+
+
+def read_results(folder, names):
+    """The results of a folder, by name, that are there."""
+    results = {name: read_result(Path(folder) / f"{name}.json") for name in names}
+    return {name: result for name, result in results.items() if result is not None}
 
 
 def report_line(claim, results, settings: Settings):

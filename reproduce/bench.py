@@ -1,15 +1,15 @@
 """How fast is it, against the machine's limit and against transformers?
 
-    python -m reproduce.bench                                       # all of it: about ten minutes on 2 cores
+    python -m reproduce.bench                                       # all of it: fifteen minutes on 2 cores
     python -m reproduce.bench --work forward --model nano_llama --sequence-length 512 --rounds 9
     python -m reproduce.bench --work training
 
 One table, in tokens a second. `forward` is the last position's final state of random sequences, `training` a
-step of train.py: forward and backward pass in bfloat16 with float32 weights, clipping, AdamW. transformers'
+step of train.py: forward and backward pass in `dtype` with float32 weights, clipping, AdamW. transformers'
 model has the same shape, dtype and batch and, in training, the same loop. Ours, theirs and the matrix product
-that measures the device's peak take turns, in alternating order; medians count. `share` is of that peak, in
-the products that the answer needs: what is computed beyond is a loss. (What streaming a 7B folder costs:
-tests/streaming.py.)
+that measures the device's peak take turns, in alternating order; medians count. `ratio` is ours to theirs,
+`lowest` and `highest` are those of single turns. `share` is of that peak, in the products that the answer
+needs: what is computed beyond is a loss. (What streaming a 7B folder costs: tests/streaming.py.)
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip
@@ -31,7 +31,12 @@ from lib.speed import forward_flops, matmul_peak, seconds_of, training_flops
 from model import PRESETS, ModelConfig
 from train import loss_sum
 
-TRAINED = {"tiny_llama": (32, 256), "nano_llama": (4, 512)}  # batch size, sequence length; on CUDA 32 x all
+TRAINED = {  # batch size, sequence length; on CUDA 32 x all
+    "tiny_gpt2": (32, 256),
+    "tiny_llama": (32, 256),
+    "nano_gpt2": (4, 512),
+    "nano_llama": (4, 512),
+}
 OURS = "ours"
 THEIRS = "transformers"
 COLUMNS = (
@@ -43,6 +48,8 @@ COLUMNS = (
     OURS,
     THEIRS,
     "ratio",
+    "lowest",
+    "highest",
     "share",
     "peak_gflops",
 )
@@ -50,7 +57,7 @@ COLUMNS = (
 
 @dataclass
 class Settings(RunSettings):
-    """What `python -m reproduce.bench` can be told; `--dtype auto` times forward passes in both."""
+    """What `python -m reproduce.bench` can be told; `--dtype auto` times both dtypes."""
 
     work: tuple[Literal["forward", "training"], ...] = ("forward", "training")
     """what to time"""
@@ -60,7 +67,7 @@ class Settings(RunSettings):
     """tokens in a sequence of a forward pass"""
     tokens: at_least(1) | None = None
     """in a batch of a forward pass (default: 2048; on CUDA 65536)"""
-    rounds: at_least(1) = 3
+    rounds: at_least(1) = 5
     """measurements of each contestant; the median counts"""
 
 
@@ -77,7 +84,8 @@ def bench(settings: Settings):
         for name, dtype in itertools.product(settings.model, dtypes):
             rows += forward_rows(name, settings, experiment.device, dtype)
     if "training" in settings.work:
-        rows += training_rows(settings, experiment.device)
+        for name, dtype in itertools.product(TRAINED, dtypes):
+            rows.append(training_row(name, settings, experiment.device, dtype))
     return experiment.save(rows, COLUMNS)
 
 
@@ -112,38 +120,36 @@ def last_states(model, tokens):
     return model(tokens, use_cache=False)[0][:, -1]
 
 
-def training_rows(settings: Settings, device):
-    """Training steps of ours and of transformers' model in the same loop: a row for each preset."""
-    rows = []
-    for name, (B, T) in TRAINED.items():
-        config = PRESETS[name]
-        if device.type == "cuda":
-            B, T = 32, config.context_length
-        window = torch.randint(config.vocab_size, (B, T + 1), device=device)
-        ours = newborn(name, 0, device=device).train()
-        theirs = transformers_model(config, head=True).to(device).train()
-        works = {
-            OURS: training_work(ours, ours, window),
-            THEIRS: training_work(theirs, partial(logits, theirs), window),
-        }
-        flops = training_flops(config, T)
-        key = {"model": name, "work": "training", "batch_size": B, "sequence_length": T, "dtype": "bfloat16"}
-        rows.append(key | take_turns(works, B * T, flops, settings.rounds, device, torch.bfloat16))
-    return rows
+def training_row(name, settings: Settings, device, dtype):
+    """Training steps of ours and of transformers' model in the same loop."""
+    config = PRESETS[name]
+    B, T = TRAINED[name]
+    if device.type == "cuda":
+        B, T = 32, config.context_length
+    window = torch.randint(config.vocab_size, (B, T + 1), device=device)
+    ours = newborn(name, 0, device=device).train()
+    theirs = transformers_model(config, head=True).to(device).train()
+    works = {
+        OURS: training_work(ours, ours, window, dtype),
+        THEIRS: training_work(theirs, partial(logits, theirs), window, dtype),
+    }
+    key = {"model": name, "work": "training", "batch_size": B, "sequence_length": T}
+    key["dtype"] = str(dtype).removeprefix("torch.")
+    return key | take_turns(works, B * T, training_flops(config, T), settings.rounds, device, dtype)
 
 
-def training_work(model, forward, window):
+def training_work(model, forward, window, dtype):
     """A training step on a window (B, T + 1), after its first call, which allocates."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    work = partial(training_step, model, forward, optimizer, window)
+    work = partial(training_step, model, forward, optimizer, window, dtype)
     work()
     return work
 
 
-def training_step(model, forward, optimizer, window):
+def training_step(model, forward, optimizer, window, dtype):
     """A step of train.py's loop; `forward` maps tokens to the model's logits."""
     targets = window[:, 1:]
-    loss = loss_sum(forward, window[:, :-1], targets, window.device, torch.bfloat16) / targets.numel()
+    loss = loss_sum(forward, window[:, :-1], targets, window.device, dtype) / targets.numel()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -197,8 +203,11 @@ def take_turns(works, num_tokens, flops, rounds, device, dtype):
         for who in order:
             sample[who] = num_tokens / seconds_of(works[who])
         samples.append(sample)
-    ours, theirs, peak = pd.DataFrame(samples).median()[[OURS, THEIRS, "peak"]]
+    table = pd.DataFrame(samples)
+    ours, theirs, peak = table[[OURS, THEIRS, "peak"]].median()
+    ratios = table[OURS] / table[THEIRS]
     speed = {OURS: ours, THEIRS: theirs, "ratio": ours / theirs}
+    speed |= {"lowest": ratios.min(), "highest": ratios.max()}
     return speed | {"share": ours * flops / peak, "peak_gflops": peak / 1e9}
 
 

@@ -20,6 +20,9 @@ MARKED_TABLE = re.compile(r"(<!-- table: ([\w ]+), .*-->\n)(\|.*\n)+")
 LEVEL = 0.01  # of significance
 ANSWERS = {HOLDS: "seen", FAILS: "not seen", OPEN: "open", NONE: "measured, no verdict"}
 CERTAIN_Z = 4.75  # p of one in a million
+UNCLAIMED = ("bench", "memory", "measured/memory")  # results that tables read, and no claim
+PAPER_SCALE = ("ten_thousand/probe", "probe", "nano_llama/probe", "gpt2_1b/probe", "lengths/probe")
+PAPER_SCALE = tuple(f"paper_scale/{name}" for name in PAPER_SCALE)
 
 
 def write_tables(results) -> None:
@@ -55,10 +58,24 @@ def preference(results):
     for name in ("probe", "ten_thousand/probe", "gpt2_1b/probe", "nano_llama/probe", "centered/probe"):
         scheme = results[name]["settings"]["init"]
         rows += [row | {"drawn by": scheme} for row in results[name]["rows"]]
+    return favourites(rows, "drawn by")
+
+
+def paper_scale(results):
+    """BB Table 1 at its own length, as far as it was made."""
+    rows = []
+    for name in PAPER_SCALE:
+        if name in results:
+            rows += results[name]["rows"]
+    return favourites(rows, "sequence_length")
+
+
+def favourites(rows, varied):
+    """A table of probe.py's rows, with a column for what was varied."""
     headings = {
         "model": "model",
         "seed": "seed",
-        "drawn by": "drawn by",
+        varied: varied.replace("sequence_length", "tokens"),
         "num_sequences": "sequences",
         "top1_count": "favourite's count",
         "uniform_max_count": "luckiest of uniform draws",
@@ -197,8 +214,51 @@ def structural_origin(results):
     return pd.DataFrame(rows)
 
 
+def memory(results):
+    """What is alive at the peak of a training step, in GiB."""
+    table = pd.DataFrame(results["memory"]["rows"])
+    table["parameters"] = (table["parameters"] / 1e6).map("{:,.0f}M".format)
+    table.columns = [name.removesuffix("_gib").replace("_", " ") for name in table]
+    return table
+
+
+def measured_memory(results):
+    """The peak of a training step worked out and measured, in GiB."""
+    table = pd.DataFrame(results["measured/memory"]["rows"])
+    headings = {
+        "model": "model",
+        "micro_batch_size": "micro batch size",
+        "sequence_length": "sequence length",
+        "total_gib": "worked out",
+        "measured_gib": "measured",
+        "ratio": "ratio",
+    }
+    return table[[*headings]].rename(columns=headings)
+
+
+def bench(results):
+    """Tokens a second, ours and those of transformers."""
+    table = pd.DataFrame(results["bench"]["rows"])
+    spread = table[["ratio", "lowest", "highest"]].map("{:.2f}".format)
+    table["ratio"] = spread["ratio"] + " (" + spread["lowest"] + " to " + spread["highest"] + ")"
+    table["share"] = table["share"].map("{:.0%}".format)
+    headings = {
+        "work": "work",
+        "model": "model",
+        "batch_size": "batch",
+        "sequence_length": "tokens",
+        "dtype": "dtype",
+        "ours": "ours",
+        "transformers": "transformers",
+        "ratio": "ratio",
+        "share": "of the limit",
+    }
+    return table[[*headings]].rename(columns=headings)
+
+
 TABLES = {  # by the name in their mark
     "preference": preference,
+    "paper scale": paper_scale,
     "error rates": error_rates,
     "headline": headline,
     "power": power,
@@ -207,4 +267,7 @@ TABLES = {  # by the name in their mark
     "calibrations": calibrations,
     "links": links,
     "structural origin": structural_origin,
+    "memory": memory,
+    "measured memory": measured_memory,
+    "bench": bench,
 }

@@ -115,7 +115,8 @@ def committed(path: str) -> str:
 
 def test_tables_of_the_docs_are_those_of_the_committed_results(tmp_path, monkeypatch):
     """Whatever stood below a mark, the committed rows come back; what is no table stays."""
-    results = {name: json.loads(committed(f"results/{name}.json")) for name in main.RESULTS}
+    names = [*main.RESULTS, *tables.UNCLAIMED, *tables.PAPER_SCALE]
+    results = {name: json.loads(committed(f"results/{name}.json")) for name in names}
     paths = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     texts = {path: committed(path) for path in paths}
     (tmp_path / "docs").mkdir()
@@ -165,7 +166,7 @@ def test_how_far_a_child_may_be_changed_by_hand():
     assert lines[2:] == ["| bits | 8, 4, 2 | 4 | 2 | none | none |"]
 
 
-@pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])
+@pytest.mark.parametrize("scale", main.WORDS)
 def test_every_run_that_a_command_reads_is_trained(scale, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = main.Settings(out="o", scale=scale, runs="r")
@@ -174,7 +175,8 @@ def test_every_run_that_a_command_reads_is_trained(scale, tmp_path, monkeypatch)
     runs["calibrations"] = siblings.calibration_runs(family_settings)
     runs["matching"] = siblings.matching_runs(family_settings)
     runs["strangers"] = family.stranger_runs(family_settings)
-    for name, result in main.RESULTS.items():
+    for name in main.names_of(scale):
+        result = main.RESULTS[name]
         folders = {run.out: run for run in runs[result.get("runs", "")].values()}
         words = shlex.split(main.command_line(name, settings))
         read = [word for word in words if word.startswith("r/")]
@@ -184,10 +186,10 @@ def test_every_run_that_a_command_reads_is_trained(scale, tmp_path, monkeypatch)
         assert len({PRESETS[preset].d_model for preset in presets}) < 2, name
 
 
-@pytest.mark.parametrize("scale", ["smoke", "laptop", "paper"])
+@pytest.mark.parametrize("scale", main.WORDS)
 def test_every_command_can_be_read(scale, tmp_path):
     settings = main.Settings(out=str(tmp_path), scale=scale, runs="runs")
-    for name in main.RESULTS:
+    for name in main.names_of(scale):
         _, wanted = main.read_line(name, settings)
         assert Path(wanted.out) == (tmp_path / name).parent
     text = tmp_path / "a b.txt"
@@ -211,6 +213,18 @@ def test_committed_results_are_those_of_the_commands():
         if not main.is_made(ROOT / f"results/{name}.json", wanted):
             stale.append(name)
     assert stale == []
+
+
+def test_paper_scale_is_a_night():
+    """What is committed of it was made by its commands; it reads no training run."""
+    names = main.names_of("night")
+    settings = main.Settings(out=str(ROOT / "results/paper_scale"), scale="night")
+    assert not any("runs" in main.RESULTS[name] for name in names) and len(names) == 8
+    with pytest.raises(UserError, match="width has no size for the night"):
+        main.reproduce(replace(settings, only=("width",)))
+    for name in names:
+        path = ROOT / f"results/paper_scale/{name}.json"
+        assert not path.exists() or main.is_made(path, main.read_line(name, settings)[1]), name
 
 
 def test_smoke(quick_training, tmp_path):
