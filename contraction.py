@@ -13,6 +13,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from init import SCHEMES, STD, newborn, variant
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.figures import curves, name_models
+from lib.figures import between, curves, name_models
 from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress
@@ -32,6 +33,8 @@ from probe import RANKS, count_predictions, preference
 
 TEN_SEEDS = tuple(range(42, 52))
 WIDTHS = (128, 256, 512, 1024)  # of `width`
+PARTS = {"full": "the whole model", "mlp": "MLPs alone", "attention": "attention alone"}
+BIASED = 0.45  # mean cosine: no bias looks like none beside it
 
 
 @dataclass
@@ -78,29 +81,34 @@ class ProbeSettings(PositionSettings):
 
 
 EXPERIMENTS: dict[str, Command] = {}  # each enters itself
+FIGURES = {}  # and what draws its result
 
 
-def experiment(paper, defaults: BlockSettings, averaged=(), columns=(), **figure):
+def experiment(paper, defaults: BlockSettings, finding, averaged=(), columns=(), **figure):
     """Make an experiment of a function that samples one model.
 
     The function takes settings and a Spec, and returns rows, and points to draw (none: the rows). Rows that
-    differ in their seed and in the `averaged` values only become one; `columns` are printed; `figure` is what
-    `curves` is told.
+    differ in their seed and in the `averaged` values only become one; `columns` are printed. `finding(rows)`
+    is the figure's title, and `figure` what else `curves` is told.
     """
 
     def register(sample):
+        name = sample.__name__
+        draw = functools.partial(draw_experiment, name, finding, figure)
+
         @functools.wraps(sample)
         def run(settings: BlockSettings):
-            return run_experiment(sample, paper, settings, defaults, averaged, columns, figure)
+            return run_experiment(sample, paper, settings, defaults, averaged, columns, draw)
 
-        EXPERIMENTS[sample.__name__] = Command(run, defaults)
+        EXPERIMENTS[name] = Command(run, defaults)
+        FIGURES[name] = draw
         return run
 
     return register
 
 
 @torch.inference_mode()
-def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, columns, figure):
+def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, columns, draw):
     """Sample every model that the settings name; average, draw and save the rows."""
     name = sample.__name__
     embedding_seed = getattr(settings, "embedding_seed", None)
@@ -119,12 +127,18 @@ def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, c
         rows += [key | row for row in new_rows]
     if averaged:
         rows = mean_over_seeds(rows, averaged)
-
-    def draw(result, folder) -> None:
-        shown = name_models(result["points"] or result["rows"], figure["series"])
-        curves(shown, folder / f"{name}.png", **figure)
-
     return record.save(rows, columns, draw, points=points)
+
+
+def draw_experiment(name, finding, figure, result, folder) -> None:
+    """<name>.png: the points of a result, or its rows where it has none."""
+    shown = name_models(result["points"] or result["rows"], figure["series"])
+    curves(shown, folder / f"{name}.png", title=finding(result["rows"]), **figure)
+
+
+def last_values(rows, key, value):
+    """The value in the last row of each kind: of the last layer, the longest sequence, the largest model."""
+    return {row[key]: row[value] for row in rows}
 
 
 def fit_settings(settings: BlockSettings, defaults: BlockSettings, specs) -> BlockSettings:
@@ -189,9 +203,18 @@ def ablated(settings: ProbeSettings, spec):
             yield {"variant": kind, "sequence_length": T}, part, counts
 
 
+def contraction_of_parts(rows):
+    """What `layers` found."""
+    cosines = last_values(rows, "variant", "mean_cosine")
+    text = f"After the last layer, unrelated sequences of {rows[-1]['sequence_length']} tokens have a mean "
+    text += f"cosine of {cosines['full']:z.3f}; "
+    return text + f"with MLPs alone {cosines['mlp']:z.3f}, with attention alone {cosines['attention']:z.3f}"
+
+
 @experiment(
     "BB Figures 2, 7",
     ProbeSettings(num_sequences=24, sequence_length=(64, 512)),
+    contraction_of_parts,
     averaged=("mean_cosine", "std_cosine"),
     x="layer",
     y="mean_cosine",
@@ -200,6 +223,8 @@ def ablated(settings: ProbeSettings, spec):
     theories={"theory": "kernel recursion"},
     band="std_cosine",
     band_label="std of pairs",
+    names=PARTS,
+    highest=BIASED,
 )
 def layers(settings: ProbeSettings, spec):
     """Which sublayer contracts, layer by layer? Cosine of two sequences' last positions (BB Figures 2, 7)"""
@@ -212,9 +237,17 @@ def layers(settings: ProbeSettings, spec):
     return rows, []
 
 
+def favourites_of_parts(rows):
+    """What `ablation` found."""
+    ratios = last_values(rows, "variant", "ratio")
+    text = f"The favourite token comes up {ratios['full']:.1f} times as often as among uniform draws; "
+    return text + f"with MLPs alone {ratios['mlp']:.1f}, with attention alone {ratios['attention']:.1f} times"
+
+
 @experiment(
     "BB Figure 3, Table 2",
     ProbeSettings(embedding_seed=0, seed=(42,), num_sequences=500),
+    favourites_of_parts,
     columns=("model", "seed", "variant", "top1_token", "ratio", "log10_p", "mean_cosine", "cosine_log10_p"),
     x="rank",
     y="count",
@@ -222,6 +255,8 @@ def layers(settings: ProbeSettings, spec):
     panel="sequence_length",
     theories={"theory": "uniform draws"},
     ticks=(1, 5, 10, 15, 20),
+    names=PARTS,
+    lowest=0,
     xlabel="rank of the predicted token",
     ylabel="sequences that predict it",
 )
@@ -242,14 +277,32 @@ def ablation(settings: ProbeSettings, spec):
 # ---- the MLP's asymmetric activation (BB 4.2) --------------------------------------------------------------
 
 
+def contraction_of_activations(rows):
+    """What `mlp` found."""
+    cosines = last_values(rows, "stack", "mean_cosine")
+    text = f"Bare MLPs contract to a cosine of {cosines['mlp0_relu']:z.2f} with ReLU, of "
+    text += (
+        f"{cosines['mlp0_tanh']:z.2f} with tanh; MLPs with norm and residual to {cosines['standard']:z.2f}"
+    )
+    return text
+
+
 @experiment(
     "BB Figures 4, 5, Proposition 2",
     BlockSettings(seed=TEN_SEEDS),
+    contraction_of_activations,
     averaged=("mean_cosine", "std_cosine"),
     x="layer",
     y="mean_cosine",
     series="stack",
     theories={"theory": "Proposition 2; kernel recursion"},
+    names={
+        "mlp0_relu": "bare, ReLU",
+        "mlp0_relu_epsilon": "bare, ReLU, torch's cosine",
+        "mlp0_tanh": "bare, tanh",
+        "standard": "norm and residual",
+        "standard_relu": "norm and residual, ReLU",
+    },
 )
 def mlp(settings: BlockSettings, spec):
     """Does the activation's asymmetry contract stacks of MLPs? (BB Figures 4, 5, Proposition 2)"""
@@ -298,17 +351,29 @@ def cosine_rows(stack, states, law):
     return rows
 
 
+def spread_of_preactivations(rows):
+    """What `engage` found."""
+    stds = last_values(rows, "normed", "preactivation_std")
+    cosines = last_values(rows, "normed", "mean_cosine")
+    text = f"LayerNorm spreads pre-activations over the activation's bend (std {stds[True]:.2f}, without it "
+    return text + f"{stds[False]:.3f}): cosine {cosines[True]:z.3f}, without it {cosines[False]:z.4f}"
+
+
 @experiment(
     "BB Figure 6",
     BlockSettings(seed=TEN_SEEDS),
+    spread_of_preactivations,
     averaged=("mean_cosine", "std_cosine", "preactivation_std"),
     x="z",
     y="y",
     series="curve",
+    panel="panel",
+    panels_in_a_row=1,
     theories={"half": "half the input: no asymmetry"},
     style="-",
+    share="x",
     xlabel="pre-activation",
-    ylabel="activation; share of the fullest bin",
+    ylabel="",
 )
 def engage(settings: BlockSettings, spec):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6)"""
@@ -330,22 +395,33 @@ def engage(settings: BlockSettings, spec):
         }
         rows.append(row | pairwise_cosine(block.mlp(inputs)))
         density = torch.histc(preactivation, 81, -2.025, 2.025)  # bins about the z
-        curve = f"pre-activations {'with' if normed else 'without'} LayerNorm"
-        heights[curve] = density / density.max()
+        heights["with LayerNorm" if normed else "without LayerNorm"] = density / density.max()
     z = torch.linspace(-2, 2, 81, dtype=torch.float64)
-    heights[f"activation ({config.mlp})"] = ACTIVATIONS[config.mlp](z)
+    for value, height in zip(z.tolist(), ACTIVATIONS[config.mlp](z).tolist()):
+        key = {"panel": "what the activation makes of them", "curve": config.mlp}
+        points.append(key | {"z": value, "y": height, "half": value / 2})
     for curve, values in heights.items():
         for value, height in zip(z.tolist(), values.tolist()):
-            points.append({"curve": curve, "z": value, "y": height, "half": value / 2})
+            key = {"panel": "pre-activations: density, of its largest value", "curve": curve}
+            points.append(key | {"z": value, "y": height, "half": None})
     return rows, points
 
 
 # ---- attention amplifies (BB 4.3, 4.4) ---------------------------------------------------------------------
 
 
+def amplification(rows):
+    """What `amplify` found."""
+    cosines = last_values(rows, "stack", "mean_cosine")
+    text = f"The mean over {rows[-1]['sequence_length']:,} positions lifts the MLP's cosine of "
+    text += f"{cosines['mlp0']:z.2f} to {cosines['mlp0_attn0']:z.3f}; a second MLP lifts it to "
+    return text + f"{cosines['mlp0_mlp0']:z.2f}"
+
+
 @experiment(
     "BB Table 3, Proposition 4",
     PositionSettings(seed=TEN_SEEDS, num_sequences=20, sequence_length=(100, 128, 1024)),
+    amplification,
     averaged=("mean_cosine", "std_cosine"),
     x="sequence_length",
     y="mean_cosine",
@@ -354,6 +430,8 @@ def engage(settings: BlockSettings, spec):
     log="x",
     ticks=(100, 128, 256, 512, 1024),
     xlabel="positions",
+    names={"mlp0": "a ReLU MLP", "mlp0_mlp0": "two of them", "mlp0_attn0": "one, then mean over positions"},
+    lowest=0,
 )
 def amplify(settings: PositionSettings, spec):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4)"""
@@ -376,9 +454,19 @@ def amplify(settings: PositionSettings, spec):
     return rows, []
 
 
+def likeness_of_positions(rows):
+    """What `intra` found."""
+    cosines = last_values(rows, "stack", "mean_cosine")
+    text = f"Attention without residual makes a sequence's positions alike: after {rows[-1]['layer']} layers "
+    return (
+        text + f"their mean cosine is {cosines['attention']:.4f}, with uniform weights {cosines['attn0']:.4f}"
+    )
+
+
 @experiment(
     "BB Figure 8, Proposition 5",
     PositionSettings(num_sequences=4, sequence_length=(32, 128, 512)),
+    likeness_of_positions,
     averaged=("mean_cosine",),
     x="layer",
     y="mean_cosine",
@@ -386,6 +474,8 @@ def amplify(settings: PositionSettings, spec):
     panel="sequence_length",
     theories={"exact_theory": "exact in T", "limit_theory": "Proposition 5: infinite T"},
     ylabel="mean cosine within a sequence",
+    names={"attn0": "uniform weights", "attention": "attention"},
+    lowest=0.5,
 )
 def intra(settings: PositionSettings, spec):
     """Does attention, without residual, make a sequence's positions alike? (BB Figure 8, Proposition 5)"""
@@ -419,9 +509,21 @@ def intra(settings: PositionSettings, spec):
     return rows, []
 
 
+def shrinking(rows):
+    """What `variance` found."""
+    models = []
+    for model, std in last_values(rows, "model", "std").items():
+        first = next(row for row in rows if row["model"] == model)
+        models.append(f"1/{first['std'] / std:.0f} in {model}")
+    last = rows[-1]["position"]
+    text = f"Position {last:,}'s aggregated values vary less than position 1's: {', '.join(models)}; "
+    return text + f"Equation 2 says 1/{math.sqrt(last):.0f}"
+
+
 @experiment(
     "BB Figure 9, Equation 2",
     PositionSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, sequence_length=(1024,)),
+    shrinking,
     averaged=("std",),
     x="position",
     y="std",
@@ -488,9 +590,19 @@ def on_tokens(settings: ProbeSettings, spec, scheme):
     return rows, points
 
 
+def matches(rows):
+    """What `overlap` found."""
+    count = sum(row["direction_matches"] for row in rows)
+    text = (
+        f"In {count} of {len(rows)} models the token of the contraction direction is the most frequent one; "
+    )
+    return text + "above the line, another one is"
+
+
 @experiment(
     "BB Finding 2.2",
     ProbeSettings(embedding_seed=0, num_sequences=400),
+    matches,
     columns=("model", "seed", "top1_token", "top1_count", "direction_token", "direction_count"),
     x="direction_count",
     y="top1_count",
@@ -506,9 +618,17 @@ def overlap(settings: ProbeSettings, spec):
     return rows, []
 
 
+def foresight(rows):
+    """What `predict` found."""
+    cosines = [row["direction_cosine"] for row in rows]
+    text = "The weights alone foretell the contraction direction: its cosine with the measured one is "
+    return text + f"{between(cosines, '.3f')} over {len(rows)} models"
+
+
 @experiment(
     "ours",
     ProbeSettings(embedding_seed=0, num_sequences=400),
+    foresight,
     columns=("model", "seed", "direction_cosine", "predicted_token", "direction_token", "mean_cosine"),
     x="predicted",
     y="measured",
@@ -523,15 +643,26 @@ def predict(settings: ProbeSettings, spec):
     return on_tokens(settings, spec, settings.init)
 
 
+def cured(rows):
+    """What `cure` found."""
+    texts = []
+    for scheme, part in itertools.groupby(sorted(rows, key=itemgetter("init")), itemgetter("init")):
+        cosines = [row["mean_cosine"] for row in part]
+        texts.append(f"{scheme} {sum(cosines) / len(cosines):z.4f}")
+    return f"How alike unrelated sequences are at birth, by how it is drawn: mean cosine {', '.join(texts)}"
+
+
 @experiment(
     "ours",
     ProbeSettings(embedding_seed=0, num_sequences=120),
+    cured,
     columns=("model", "seed", "init", "mean_cosine", "top1_token", "top1_count", "log10_p"),
     x="seed",
     y="mean_cosine",
     series="init",
     theories={"predicted_cosine": "kernel recursion"},
     style="o",
+    highest=BIASED,
 )
 def cure(settings: ProbeSettings, spec):
     """Is a newborn unbiased whose down projections pass on nothing that all hidden units share? (ours)"""
@@ -577,9 +708,15 @@ def sample_width(settings: SeedSettings, seed):
 
 def draw_width(result, folder) -> None:
     """width.png: cosine over width, a panel for each scaling of the weights."""
+    texts = []
+    for kind in ("gelu", "swiglu"):
+        rows = [row for row in result["rows"] if (row["mlp"], row["scaling"]) == (kind, f"weight std {STD}")]
+        texts.append(f"{kind}'s from {rows[0]['mean_cosine']:.2g} to {rows[-1]['mean_cosine']:.2g}")
+    title = f"From width {WIDTHS[0]} to {WIDTHS[-1]:,}, at the usual weight std of {STD}, the cosine goes: "
     curves(
         result["rows"],
         folder / "width.png",
+        title=title + ", ".join(texts),
         x="d_model",
         y="mean_cosine",
         series="mlp",
@@ -617,6 +754,7 @@ def run_all(settings: AllSettings) -> None:
         function(replace(defaults, **changes))
 
 
+FIGURES["width"] = draw_width
 EXPERIMENTS["width"] = Command(width, SeedSettings(num_sequences=600))
 RUN_ALL = Command(run_all, AllSettings())
 COMMANDS = {**EXPERIMENTS, "all": RUN_ALL, "": RUN_ALL}

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.data import token_text
-from lib.figures import BLUE, VERMILION, save_figure
+from lib.figures import BLUE, VERMILION, between, name_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, share, sum_over_ranks
@@ -36,6 +36,7 @@ from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
 RANKS = 20  # favourites shown in Figure 1a
+BIASED_PERCENT = (2.5, 2.5, 5)  # of sequences, in each panel: no preference looks like none beside it
 
 
 @dataclass
@@ -192,42 +193,72 @@ def figure_detail(model, counts):
 
 
 def draw_probe(result, folder) -> None:
-    """probe.png: BB Figures 1a and 10, a column for each of the first six rows; dashed: uniform draws.
+    """probe.png: BB Figures 1a and 10, a column for each of up to three rows; dashed: uniform draws.
 
     From the top: how often each favourite is predicted, by rank; each predicted token, by number; how often
-    each hidden dimension holds the largest final state.
+    each hidden dimension holds the largest final state. Of more rows than three, the favourites alone.
     """
-    columns = list(zip(result["rows"], result["details"]))[:6]
-    figure = Figure(figsize=(1.2 + 3.6 * len(columns), 7.5), layout="constrained")
+    columns = list(zip(result["rows"], result["details"]))[:9]
+    text = between([row["ratio"] for row, _ in columns], ".1f")
+    title = f"The favourite token is predicted {text} times as often as the luckiest of uniform draws"
+    if len(columns) > 3:
+        draw_favourites(columns, title, folder)
+        return
+    figure = Figure(figsize=(1.8 + 3.8 * len(columns), 8.5), layout="constrained")
     grid = figure.subplots(3, len(columns), squeeze=False, sharey="row")
     for (row, detail), (rank_axes, token_axes, dimension_axes) in zip(columns, grid.T):
         percent = 100 / row["num_sequences"]
         frequency = percent * np.array(detail["token_counts"])
         uniform = percent * np.array(detail["uniform_counts"])
-        order = np.arange(1, RANKS + 1)
-        rank_axes.bar(order[: len(frequency)], frequency[:RANKS], color=BLUE, label="the model")
-        rank_axes.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
-        text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences\n"
-        text += f"{row['ratio']:.1f} x uniform, p = 1e{row['log10_p']:.0f}"
-        rank_axes.text(0.96, 0.72, text, transform=rank_axes.transAxes, ha="right", va="top", fontsize=9)
-        rank_axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
-        name = row["model"]
-        if row["seed"] is not None:
-            name += f", seed {row['seed']}"
-        rank_axes.set_title(f"{name}, {row['sequence_length']} tokens", fontsize=10)
+        favourites(rank_axes, row, frequency, uniform)
         spikes(token_axes, detail["tokens"], frequency, uniform[0])
         token_axes.set_xlabel("token number")
         numbers = range(len(detail["dimension_counts"]))
         share_of_dimensions = percent * np.array(detail["dimension_counts"])
         spikes(dimension_axes, numbers, share_of_dimensions, percent * detail["uniform_max_dimension_count"])
         dimension_axes.set_xlabel("hidden dimension")
-    for axes, headroom in zip(grid[:2, 0], (1.6, 1.2)):  # room for the legend and the text
-        axes.set_ylim(top=headroom * axes.get_ylim()[1])
+    for axes, headroom, least in zip(grid[:, 0], (1.5, 1.2, 1.0), BIASED_PERCENT):  # room for legend and text
+        axes.set_ylim(top=headroom * max(least, axes.get_ylim()[1]))
+    for axes in grid[:2, 0]:
         axes.legend(loc="upper right", fontsize=9, frameon=False)
     grid[0, 0].set_ylabel("token is predicted,\n% of sequences")
     grid[1, 0].set_ylabel("token is predicted,\n% of sequences")
     grid[2, 0].set_ylabel("dimension is largest,\n% of sequences")
+    name_figure(figure, title)
     save_figure(figure, folder / "probe.png")
+
+
+def draw_favourites(columns, title, folder) -> None:
+    """probe.png of many rows: the favourites of each by rank, three panels in a row."""
+    figure = Figure(figsize=(13, 0.7 + 2.9 * math.ceil(len(columns) / 3)), layout="constrained")
+    grid = figure.subplots(math.ceil(len(columns) / 3), 3, squeeze=False, sharey=True)
+    for axes in grid.flatten()[len(columns) :]:
+        axes.set_axis_off()
+    for (row, detail), axes in zip(columns, grid.flatten()):
+        percent = 100 / row["num_sequences"]
+        frequency = percent * np.array(detail["token_counts"])
+        favourites(axes, row, frequency, percent * np.array(detail["uniform_counts"]))
+    first = grid[0, 0]
+    first.set_ylim(top=1.5 * max(BIASED_PERCENT[0], first.get_ylim()[1]))
+    first.legend(loc="upper right", fontsize=9, frameon=False)
+    figure.supylabel("token is predicted, % of sequences", fontsize=10)
+    name_figure(figure, title)
+    save_figure(figure, folder / "probe.png")
+
+
+def favourites(axes, row, frequency, uniform) -> None:
+    """How often the favourites of a row are predicted, by rank, in % of sequences, beside uniform draws."""
+    order = np.arange(1, RANKS + 1)
+    axes.bar(order[: len(frequency)], frequency[:RANKS], color=BLUE, label="the model")
+    axes.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
+    text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences,\n"
+    text += f"{row['ratio']:.1f} x uniform, p = 1e{row['log10_p']:.0f}"
+    axes.text(0.96, 0.72, text, transform=axes.transAxes, ha="right", va="top", fontsize=9)
+    axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
+    name = row["model"]
+    if row["seed"] is not None:
+        name += f", seed {row['seed']}"
+    axes.set_title(f"{name}, {row['sequence_length']} tokens", fontsize=10)
 
 
 def spikes(axes, numbers, heights, level) -> None:
@@ -237,6 +268,7 @@ def spikes(axes, numbers, heights, level) -> None:
 
 
 COMMANDS = {"": Command(probe, Settings())}
+FIGURES = {"probe": draw_probe}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -34,6 +34,7 @@ from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
 from measure.comparison import compare_pair, on_one_table, read_model, state_fingerprint
 from measure.layers import merger
+from measure.verdict import SAME_BIRTH
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -241,7 +242,9 @@ def draw_compare(result, folder) -> None:
         base = f" ({clipped(row['base'])})" if result["settings"]["base"] else ""
         titles.append(f"{clipped(row['suspect'])}: {row['verdict']}{base}")
     details = zip(titles, result["layers"], result["points"], result["layer_map"])
-    evidence(folder / "compare.png", list(details))
+    count = sum(row["verdict"] == SAME_BIRTH for row in result["rows"])
+    title = f"{count} of {len(titles)} pairs are of one birth; the base is {result['rows'][0]['base']}"
+    evidence(folder / "compare.png", list(details), title)
 
 
 def matrix(settings: CompareSettings):
@@ -258,15 +261,15 @@ def matrix(settings: CompareSettings):
 
 
 def draw_matrix(result, folder) -> None:
-    """matrix.png: colours show how close two models are, numbers the z of the blocks' weights; and a tree."""
-    columns = ["distance", "units_share", "body_matched", "body_z"]
+    """matrix.png: how close every two models are, and a tree of them."""
+    columns = ["distance", "units_share", "body_matched"]
     rows = pd.DataFrame(result["rows"])[columns].astype(float)
     found = (1 - rows["distance"]).fillna(rows["units_share"]).fillna(rows["body_matched"]).fillna(0)
     names = result["settings"]["models"]
     closeness = squareform(found) + np.eye(len(names))
-    z = squareform(rows["body_z"].fillna(0))
-    label = "1 - distance of hidden units"
-    family_tree(folder / "matrix.png", names, closeness, z, label, "z of weights")
+    count = sum(row["verdict"] == SAME_BIRTH for row in result["rows"])
+    title = f"{count} of {len(rows)} pairs are of one birth"
+    family_tree(folder / "matrix.png", names, closeness, "closeness: 1 - distance of hidden units", title)
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
@@ -402,34 +405,53 @@ def draw_persistence(result, folder) -> None:
         if row["step"] == 0:  # the axes are logarithmic
             continue
         for model, who in (("its own birth", ""), ("another birth", "stranger_")):
-            tau = {"step": row["step"], "model": model}
+            tau = {"step": row["step"], "model": model, "zero": 0.0}
             taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
         log10_p = {"relabelling": row["relabel_log10_p"]}
         for test, key in (("t-test", "paper_t_p"), ("U-test", "paper_u_p")):
             log10_p[test] = math.log10(max(row[key], 1e-300))
         for test, value in log10_p.items():
             tests.append({"step": row["step"], "test": test, "minus_log10_p": -value, "level": 2.0})
+    last = result["rows"][-1]
+    step = last["step"]
+    title = (
+        f"Kendall's tau with its birth falls to {last['mean_tau']:.3f} in {step} steps; with another birth "
+    )
+    title += f"it is {last['stranger_mean_tau']:.3f}"
     curves(
         taus,
         folder / "persistence.png",
         x="step",
         y="tau",
         series="model",
+        title=title,
+        theories={"zero": "no relation"},
         band="std",
         band_label="std of dimensions",
         log="x",
+        ticks=powers_and_last(step),
         ylabel="Kendall's tau with birth",
     )
+    t_test = math.log10(max(last["paper_t_p"], 1e-300))
+    title = f"After {step} steps log10 p of the birth is {last['relabel_log10_p']:.0f} by relabelling, "
+    title += f"{t_test:.0f} by the paper's t-test"
     curves(
         tests,
         folder / "persistence_p.png",
         x="step",
         y="minus_log10_p",
         series="test",
+        title=title,
         theories={"level": "p = 0.01"},
         log="xy",
+        ticks=powers_and_last(step),
         ylabel="-log10 p against its birth",
     )
+
+
+def powers_and_last(step):
+    """Ticks for training steps on a logarithmic axis."""
+    return (*(power for power in (1, 10, 100, 1000, 10_000, 100_000) if power < 0.7 * step), step)
 
 
 COMMANDS = {
@@ -439,6 +461,7 @@ COMMANDS = {
     "identify": Command(identify, IdentifySettings()),
     "persistence": Command(persistence, PersistenceSettings()),
 }
+FIGURES = {"compare": draw_compare, "matrix": draw_matrix, "persistence": draw_persistence}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from init import SCHEMES, newborn
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.figures import curves
+from lib.figures import between, curves
 from lib.inputs import TextSettings, check_text_settings, read_tokens
 from lib.results import Experiment
 from lib.runs import trained_length
@@ -180,6 +180,11 @@ def sink_rates(settings: RateSettings, spec, model):
 
 def draw_rate(result, folder) -> None:
     """rate.png: sink rate and alpha_1 by length."""
+    epsilon = result["settings"]["epsilon"]
+    texts = []
+    for label, rows in by_checkpoint(result["rows"]).items():
+        percent = [100 * row["sink_rate"] for row in rows]
+        texts.append(f"{between(percent, '.0f')} % of {label}'s")
     points = []
     for row in result["rows"]:
         point = {"checkpoint": row["checkpoint"], "sequence_length": row["sequence_length"]}
@@ -192,14 +197,15 @@ def draw_rate(result, folder) -> None:
         x="sequence_length",
         y="value",
         series="checkpoint",
-        title=f"How many heads sink on position 1? (alpha_1 > {result['settings']['epsilon']})",
+        title=f"How many heads sink on position 1 (alpha_1 > {epsilon})? {', '.join(texts)}",
         panel="panel",
         theories={"uniform": "uniform attention"},
         share="x",
         lowest=0,
+        highest=EPSILON,
         log="x",
-        ticks=LENGTHS,
-        ylabel="",
+        ticks=(24, *LENGTHS),
+        ylabel="share of heads; attention",
     )
 
 
@@ -251,14 +257,19 @@ def draw_first(result, folder) -> None:
     """first.png: alpha_1 by first token, of the four heads of each checkpoint that pay it most."""
     rows = sorted(result["rows"], key=itemgetter("alpha1"), reverse=True)
     drawn = defaultdict(list)  # heads of each checkpoint
+    texts = {}  # what is found of each
     for row in rows:
-        drawn[row["checkpoint"]].append((row["layer"], row["head"]))
+        label = row["checkpoint"]
+        drawn[label].append((row["layer"], row["head"]))
+        if label not in texts:  # the head that pays it most
+            text = f"{label}: layer {row['layer']}, head {row['head']} sinks on {row['sink_share']:.0%} "
+            texts[label] = text + f"of tokens, alpha_1 {row['least']:.2f} to {row['largest']:.2f}"
     points = []
     for point in result["points"]:
         head = (point["layer"], point["head"])
         if head in drawn[point["checkpoint"]][:4]:
             name = f"layer {head[0]}, head {head[1]}"
-            points.append(point | {"head": name, "sink": EPSILON})
+            points.append(point | {"head": name, "sink": EPSILON, "panel": texts[point["checkpoint"]]})
     curves(
         points,
         folder / "first.png",
@@ -266,12 +277,13 @@ def draw_first(result, folder) -> None:
         y="alpha1",
         series="head",
         title="Do heads sink on position 1, whatever token stands there?",
-        panel="checkpoint",
+        panel="panel",
         theories={"uniform_alpha1": "uniform attention", "sink": f"a sink: {EPSILON}"},
         share="",
         style="o",
         lowest=0,
-        xlabel="first token",
+        highest=1,
+        xlabel="number of the token that stands first",
         ylabel="alpha_1, mean of sequences",
     )
 
@@ -329,11 +341,24 @@ def draw_variance(result, folder) -> None:
         x="position",
         y="std",
         series="series",
+        title_of=shrinking,
         theories={"theory": "with the logits' variance"},
         style="-",
         log="xy",
         ylabel="std of aggregated values",
     )
+
+
+def shrinking(rows):
+    """What `variance` found of a checkpoint."""
+    last = max(row["position"] for row in rows)
+    std = {(row["layer"], row["position"]): row["std"] for row in rows}
+    depth = max(row["layer"] for row in rows)
+    text = (
+        f"{rows[0]['checkpoint']}: position {last:,}'s aggregated values vary {std[1, last] / std[1, 1]:.2f} "
+    )
+    text += f"times as much as position 1's in layer 1, {std[depth, last] / std[depth, 1]:.2f} times in "
+    return text + f"layer {depth}"
 
 
 def anatomy(settings: LengthSettings):
@@ -428,60 +453,95 @@ def dissect(settings: LengthSettings, spec, model):
     return {"rows": rows, "layers": layers, "super_neurons": neurons[:10]}
 
 
-LINKS = {  # of the chain that `anatomy` follows: the figure's name and question, the axis, its scales, theory
-    "std": ("variance", "Do a head's values vary most at position 1?", "std of aggregated values", "xy", ""),
-    "length": (
+@dataclass
+class Link:
+    """A link of SO's chain, as `anatomy` draws it."""
+
+    name: str
+    """of the figure"""
+    question: str
+    """its title"""
+    answer: str
+    """what follows the ratio of position 1 to others"""
+    label: str
+    """of the y-axis"""
+    log: str = "x"
+    """logarithmic axes"""
+    highest: float | None = None
+    """the least height of the y-axis"""
+
+
+LINKS = {
+    "std": Link(
+        "variance",
+        "Do a head's values vary most at position 1?",
+        "as much as at other positions",
+        "std of aggregated values",
+    ),
+    "length": Link(
         "norms",
         "Is the stream longest at position 1?",
+        "as long as at other positions",
         "length of the stream after the layer",
-        "xy",
-        "",
     ),
-    "dominance_ratio": (
+    "dominance_ratio": Link(
         "disparity",
         "Does one dimension dominate at position 1?",
+        "as much as at other positions",
         "largest over mean |dimension| of the stream",
-        "xy",
-        "",
+        highest=7,
     ),
-    "key_alignment": (
+    "key_alignment": Link(
         "keys",
         "Are position 1's keys the same in all sequences?",
+        "as alike as at other positions",
         "alignment of keys over sequences, 1 = the same",
-        "x",
-        "",
+        highest=1,
     ),
-    "alpha": (
+    "alpha": Link(
         "attention",
         "Is position 1 a sink?",
+        "as much attention as if it were uniform",
         "mean attention that position i gets",
-        "xy",
-        "uniform_alpha",
+        log="xy",
     ),
 }
 
 
 def draw_anatomy(result, folder) -> None:
     """anatomy_LINK.png for each link of the chain, by position, for four layers; a panel a checkpoint."""
-    for link, (name, question, label, log, theory_key) in LINKS.items():
+    checkpoints = by_checkpoint(result["rows"])
+    for key, link in LINKS.items():
         points = []
-        for _, rows in itertools.groupby(result["rows"], itemgetter("checkpoint")):
-            points += drawn_rows(list(rows))
+        for label, rows in checkpoints.items():
+            ratio = between(first_to_others(rows, key), ".1f")
+            panel = f"{label}: {ratio} times {link.answer}"
+            points += [row | {"panel": panel} for row in drawn_rows(rows)]
         curves(
             points,
-            folder / f"anatomy_{name}.png",
+            folder / f"anatomy_{link.name}.png",
             x="position",
-            y=link,
+            y=key,
             series="series",
-            title=question,
-            panel="checkpoint",
-            theories={theory_key: "uniform attention"} if theory_key else None,
+            title=link.question,
+            panel="panel",
+            theories={"uniform_alpha": "uniform attention"} if key == "alpha" else None,
             share="x",
             style="-",
             marked=1,
-            log=log,
-            ylabel=label,
+            log=link.log,
+            lowest=None if "y" in link.log else 0,
+            highest=link.highest,
+            ylabel=link.label,
         )
+
+
+def first_to_others(rows, key):
+    """A link at position 1, over its median at the others, of each layer; attention over what is uniform."""
+    table = pd.DataFrame(rows).pivot(index="position", columns="layer", values=key)
+    if key == "alpha":
+        return table.loc[1] / rows[0]["uniform_alpha"]
+    return table.loc[1] / table.drop(1).median()
 
 
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
@@ -573,6 +633,10 @@ def draw_intervene(result, folder) -> None:
 
     def points_of(rows):
         points = []
+        answers = {}  # the largest alpha_k, by what was changed
+        for row in rows:
+            if row["intervention"] != "none":
+                answers.setdefault(row["changed"], []).append((row["alpha_k"], row["intervention"]))
         for row in rows:
             factors = [row["factor"]]
             if row["factor"] is None:  # a level line: the same at every factor
@@ -580,7 +644,9 @@ def draw_intervene(result, folder) -> None:
             panel = "in all layers" if row["changed"] == "all" else f"in layer {row['changed']}"
             name = row["intervention"].replace("none", "unchanged")
             point = {"intervention": name, "alpha_k": row["alpha_k"], "error": row["high"] - row["alpha_k"]}
-            point |= {"panel": f"changed {panel}", "uniform": uniform, "sink": EPSILON}
+            alpha, kind = max(answers[row["changed"]])
+            panel = f"changed {panel}: {alpha:.2g} at most, by {kind}".replace("_", " ")
+            point |= {"panel": panel, "uniform": uniform, "sink": EPSILON}
             points += [point | {"factor": factor} for factor in factors]
         return points
 
@@ -592,7 +658,9 @@ def draw_intervene(result, folder) -> None:
         x="factor",
         y="alpha_k",
         series="intervention",
-        title=f"Can position {settings['position']} be made a sink? ({first})",
+        title_of=lambda rows: (
+            f"{rows[0]['checkpoint']}: can position {settings['position']} be made a sink? ({first})"
+        ),
         panel="panel",
         theories={"uniform": "uniform attention", "sink": f"a sink: {EPSILON}"},
         band="error",
@@ -601,22 +669,32 @@ def draw_intervene(result, folder) -> None:
         log="xy",
         ticks=settings["factor"],
         xlabel=f"factor on the values that position {settings['position']} aggregates",
-        ylabel=f"mean attention that position {settings['position']} gets in later layers",
+        ylabel=f"attention that position {settings['position']} gets in later layers",
     )
 
 
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
-def draw_each(result, rows, folder, points_of, **figure) -> None:
-    """Draw the points that a function makes of each checkpoint's rows; its name is the PNG's, if several."""
-    labels = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    for label in labels:
+def by_checkpoint(rows):
+    """The rows of each checkpoint, by its label."""
+    checkpoints = defaultdict(list)
+    for row in rows:
+        checkpoints[row["checkpoint"]].append(row)
+    return checkpoints
+
+
+def draw_each(result, rows, folder, points_of, title_of, **figure) -> None:
+    """Draw points and a title that functions make of each checkpoint's rows.
+
+    Its name is in the PNG's, if there are several.
+    """
+    checkpoints = by_checkpoint(rows)
+    for label, its_rows in checkpoints.items():
         name = result["experiment"]
-        if len(labels) > 1:
+        if len(checkpoints) > 1:
             name += "_" + re.sub(r"[^\w.-]+", "_", label).strip("_")
-        points = points_of([row for row in rows if row["checkpoint"] == label])
-        curves(points, folder / f"{name}.png", **figure)
+        curves(points_of(its_rows), folder / f"{name}.png", title=title_of(its_rows), **figure)
 
 
 COMMANDS = {
@@ -627,6 +705,13 @@ COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
 }
 COMMANDS[""] = COMMANDS["rate"]
+FIGURES = {
+    "rate": draw_rate,
+    "first": draw_first,
+    "sink_variance": draw_variance,
+    "anatomy": draw_anatomy,
+    "intervene": draw_intervene,
+}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -1,13 +1,17 @@
 """How is a result drawn? What was measured in colour, theory dashed in black, from the points of the JSON."""
 
 import itertools
+import math
 import textwrap
+from operator import itemgetter
 
 import numpy as np
 import pandas as pd
 from matplotlib import rcParams
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import Locator
 from scipy.cluster.hierarchy import dendrogram, linkage
 from scipy.spatial.distance import squareform
 
@@ -18,6 +22,8 @@ rcParams.update({"text.parse_math": False, "lines.markersize": 5, "lines.linewid
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^v<>"
+LABEL_HEIGHT = 0.062  # of a line's name, in that of a panel
 DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
 LABELS = {  # of axes that several figures have; of any other the key of its values
     "mean_cosine": "mean cosine between sequences",
@@ -28,12 +34,24 @@ LABELS = {  # of axes that several figures have; of any other the key of its val
 }
 
 
-class PlainLogFormatter(LogFormatter):
-    """Ticks between powers of ten where there is room, as 0.6, not 6e-01."""
+class PlainLogLocator(Locator):
+    """Ticks of a logarithmic axis at powers of ten, and between them where these are few."""
 
-    def __call__(self, x, pos=None):
-        """The text of a tick."""
-        return f"{x:g}" if super().__call__(x, pos) else ""
+    def __call__(self):
+        """The places of the ticks in what the axis shows."""
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, low, high):
+        """The places of the ticks between two positive numbers."""
+        decades = math.log10(high / low)
+        steps = (1,)
+        if decades < 2.5:
+            steps = (1, 2, 5)
+        if decades < 0.8:
+            steps = (1, 1.5, 2, 3, 4, 5, 6, 8)
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        return [tick for tick in ticks if low <= tick <= high]
 
 
 def curves(
@@ -46,6 +64,7 @@ def curves(
     title="",
     xlabel=None,
     ylabel=None,
+    names=None,
     theories=None,
     panel="",
     band="",
@@ -56,30 +75,35 @@ def curves(
     share="xy",
     marked=None,
     lowest=None,
+    highest=None,
     panels_in_a_row=3,
 ) -> None:
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
-    `theories` maps the keys that hold theories to their legends; a point may have None. `band` is the key of
-    a half width to shade. `log` names the logarithmic axes and `share` those that panels have in common:
-    "x", "y", "xy" or "". The points at x = `marked` get a large marker, and the y-axes begin at `lowest`. An
-    axis without a label is named by LABELS.
+    Lines are named at their ends, by `names` or as they are called. `theories` maps the keys that hold
+    theories to their legends; a point may have None. `band` is the key of a half width to shade. `log`
+    names the logarithmic axes and `share` those that panels have in common: "x", "y", "xy" or "". The
+    points at x = `marked` get a large marker. The y-axes begin at `lowest`, and reach as far as `highest`,
+    or farther. An axis without a label is named by LABELS.
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
-    names = list(table[series].unique())
+    colours = dict(zip(table[series].unique(), itertools.cycle(COLOURS)))
+    labels = {name: (names or {}).get(name, str(name).replace("_", " ")) for name in colours}
     columns = min(panels_in_a_row, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.0 + 4.0 * columns, 3.8 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex="x" in share, sharey="y" in share).flatten()
-    for place in range(len(panels), len(grid)):
-        grid[place].set_axis_off()
-        grid[place - columns].tick_params(labelbottom=True)  # the lowest of its column now
-    for axes, (value, part) in zip(grid, panels):
-        for colour, name in zip(itertools.cycle(COLOURS), names):
+    figure = Figure(figsize=(2.6 + 4.0 * columns, 0.7 + 3.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex="x" in share, sharey="y" in share)
+    for axes in grid.flatten()[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (value, part) in zip(grid.flatten(), panels):
+        for marker, (name, colour) in zip(itertools.cycle(MARKERS), colours.items()):
             line = part[part[series] == name]
-            label = str(name).replace("_", " ")
-            axes.plot(line[x], line[y], style, color=colour, label=label)
+            look = {"color": colour, "label": labels[name]}
+            if style == "o":  # hollow, of several shapes: those of one place are seen
+                axes.plot(line[x], line[y], marker, markerfacecolor="none", markersize=7, **look)
+            else:
+                axes.plot(line[x], line[y], style, **look)
             at_mark = line[line[x] == marked]
             axes.plot(at_mark[x], at_mark[y], "o", color=colour, markersize=9)
             if band:
@@ -88,49 +112,112 @@ def curves(
                 axes.fill_between(line[x], low, high, color=colour, alpha=0.15, linewidth=0)
             for dash, key in zip(DASHES, theories or {}):
                 law = line.dropna(subset=key).sort_values(x)
-                axes.plot(law[x], law[key].astype(float), "k" + dash, linewidth=1.1, zorder=3)
+                look = {"color": "black", "linestyle": dash, "linewidth": 1.1, "zorder": 3}
+                if len(law) == 1:  # a point has no line
+                    look |= {"marker": "_", "markersize": 18}
+                axes.plot(law[x], law[key].astype(float), **look)
         if panel:
-            heading = value if isinstance(value, str) else f"{panel} {value}".replace("_", " ")
-            axes.set_title(heading)
+            axes.set_title(panel_heading(panel, value), fontsize=11)
         style_axes(axes, table[x], log, ticks)
-    if lowest is not None:
-        for axes in grid:
+    for axes in grid.flatten():
+        if lowest is not None:
             axes.set_ylim(bottom=lowest)
+        if highest is not None:
+            axes.set_ylim(top=max(highest, axes.get_ylim()[1]))
+    is_line = "-" in style
+    if is_line:
+        for row in grid:
+            label_lines(row, labels.values())
+    first = grid[0, 0]
+    keys = []  # of the legend
+    if not is_line and len(colours) > 1:
+        keys += first.get_legend_handles_labels()[0]
     if band:
-        grid[0].fill_between([], [], color="grey", alpha=0.3, linewidth=0, label=band_label)
+        keys.append(Patch(color="grey", alpha=0.3, linewidth=0, label=band_label))
     for dash, legend in zip(DASHES, (theories or {}).values()):
-        grid[0].plot([], [], "k" + dash, linewidth=1.1, label=legend)
+        keys.append(Line2D([], [], color="black", linestyle=dash, linewidth=1.1, label=legend))
     if marked is not None:
-        grid[0].plot([], [], "o", color="grey", markersize=9, label=f"{LABELS.get(x, x).split()[0]} {marked}")
-    if title:
-        figure.suptitle(title, fontsize=12)
-    figure.supxlabel(LABELS.get(x, x) if xlabel is None else xlabel, fontsize=10)
-    figure.supylabel(LABELS.get(y, y) if ylabel is None else ylabel, fontsize=10)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside center right", frameon=False, fontsize=9)
+        mark = f"{LABELS.get(x, x).split()[0]} {marked}"
+        keys.append(Line2D([], [], color="grey", marker="o", markersize=9, linestyle="", label=mark))
+    if keys:
+        figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    name_figure(figure, title)
+    xlabel = LABELS.get(x, x) if xlabel is None else xlabel
+    ylabel = LABELS.get(y, y) if ylabel is None else ylabel
+    for axes in grid.flatten()[max(0, len(panels) - columns) : len(panels)]:  # the lowest of each column
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel(xlabel)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(textwrap.fill(ylabel, 36))
     save_figure(figure, path)
 
 
-def evidence(path, panels) -> None:
-    """Draw what tells kin from strangers, a row for each (title, layers, points, layer_map) of `panels`.
+def name_figure(figure, title) -> None:
+    """Write the title of a figure, in as many lines as its width asks for."""
+    width = figure.get_size_inches()[0]
+    figure.suptitle(textwrap.fill(title, round(11 * width)), fontsize=12)
+
+
+def panel_heading(panel, value):
+    """What stands above a panel."""
+    if isinstance(value, str):
+        return value
+    if panel == "sequence_length":
+        return f"{value} tokens"
+    return f"{panel} {value}".replace("_", " ")
+
+
+def label_lines(row, names) -> None:
+    """Name the lines of a row of panels at their right ends: each once, in the last panel that has it."""
+    missing = list(names)
+    for axes in reversed(row):
+        axes.get_ylim()  # makes the limits be what is drawn
+        ends = []  # (height, 0 to 1, line)
+        for line in axes.get_lines():
+            heights = line.get_ydata()
+            if line.get_label() in missing and len(heights):
+                place = axes.transData.transform((line.get_xdata()[-1], heights[-1]))
+                ends.append((axes.transAxes.inverted().transform(place)[1], line))
+                missing.remove(line.get_label())
+        ends.sort(key=itemgetter(0))
+        for height, (_, line) in zip(spread_out([end[0] for end in ends], LABEL_HEIGHT), ends):
+            text = clipped(line.get_label(), 30)
+            style = {"color": line.get_color(), "fontsize": 9, "va": "center"}
+            axes.text(1.02, height, text, transform=axes.transAxes, **style)
+
+
+def spread_out(heights, gap):
+    """Ascending heights between 0 and 1, moved as little as needed to be `gap` apart."""
+    heights = [min(max(height, 0), 1) for height in heights]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    if heights and heights[-1] > 1:
+        heights[-1] = 1
+        for i in reversed(range(len(heights) - 1)):
+            heights[i] = min(heights[i], heights[i + 1] - gap)
+    return heights
+
+
+def evidence(path, panels, title) -> None:
+    """Draw what tells kin from strangers, a row for each (name, layers, points, layer_map) of `panels`.
 
     `layers` are the rows of a census, `layer_map` is its map, and `points` have the `share` of `coordinates`
     at each `correlation`.
     """
-    figure = Figure(figsize=(14, 0.8 + 2.6 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(14, 1.2 + 2.7 * len(panels)), layout="constrained")
+    name_figure(figure, title)
     grid = figure.subplots(len(panels), 3, squeeze=False)
     for axes in grid[1:, 2]:
         axes.sharey(grid[0, 2])
-    for (units, heat, coordinates), (title, layers, points, layer_map) in zip(grid, panels):
+    for (units, heat, coordinates), (name, layers, points, layer_map) in zip(grid, panels):
         draw_units(units, layers)
-        units.set_title(title, loc="left")
+        units.set_title(name, loc="left", fontweight="bold")
         draw_layer_map(figure, heat, layer_map)
-        heat.set_title("layers")
-        coordinates.set_title("coordinates of weights")
         for kind, colour in (("matched", BLUE), ("mismatched", VERMILION)):
             line = [point for point in points if point["coordinates"] == kind and point["share"] > 0]
             x = [point["correlation"] for point in line]
             coordinates.plot(x, [point["share"] for point in line], ".-", color=colour, alpha=0.8, label=kind)
-        coordinates.set(xlim=(-1, 1), xlabel="correlation", ylabel="% of coordinates")
+        coordinates.set(xlim=(-1, 1), xlabel="correlation of two coordinates", ylabel="% of coordinates")
         coordinates.set_xticks((-1, -0.5, 0, 0.5, 1))
         for axes, values, what in (
             (units, layers, "hidden units"),
@@ -143,6 +230,37 @@ def evidence(path, panels) -> None:
     for axes in (grid[0, 0], grid[0, 2]):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
+def error_bars(path, bars, title, xlabel, level, level_label) -> None:
+    """Draw the `rate` of each of `bars` with its interval from `low` to `high`, dashed a `level` to compare.
+
+    A panel for each `panel`, a row for each `label`, a colour for each `series` of the bars.
+    """
+    table = pd.DataFrame(bars)
+    panels = list(table.groupby("panel", sort=False))
+    labels = list(table["label"].unique())[::-1]  # the first one at the top
+    names = table["series"].unique()
+    figure = Figure(figsize=(2 + 3.6 * len(panels), 1.8 + 0.42 * len(labels)), layout="constrained")
+    name_figure(figure, title)
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, (panel, part) in zip(grid, panels):
+        axes.axvline(level, color="black", linestyle="--", linewidth=1.1, label=level_label)
+        for i, (name, colour) in enumerate(zip(names, COLOURS)):
+            line = part[part["series"] == name]
+            heights = line["label"].map(labels.index) + 0.2 * ((len(names) - 1) / 2 - i)
+            reach = (line["rate"] - line["low"], line["high"] - line["rate"])
+            axes.errorbar(
+                line["rate"], heights, xerr=reach, fmt=MARKERS[i], color=colour, capsize=3, label=name
+            )
+        axes.set_title(panel, fontsize=11)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[len(grid) // 2].set_xlabel(xlabel)
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+    )
     save_figure(figure, path)
 
 
@@ -178,7 +296,8 @@ def layer_maps(path, panels) -> None:
     """Draw a heat map of layers for each (row, layer_map) of `panels`, with the row's sentence above it."""
     columns = 3
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
+    figure = Figure(figsize=(4.6 * columns, 0.5 + 4.2 * rows), layout="constrained")
+    name_figure(figure, "Which layers share hidden units shows how a suspect was made")
     for axes, (row, layer_map) in zip(figure.subplots(rows, columns, squeeze=False).flatten(), panels):
         draw_layer_map(figure, axes, layer_map)
         axes.set_title(f"{row['recipe']}:\n{textwrap.fill(row['sentence'], 48)}", fontsize=10, loc="left")
@@ -186,8 +305,11 @@ def layer_maps(path, panels) -> None:
     save_figure(figure, path)
 
 
-def strengths(path, rows) -> None:
-    """Draw what tests find of a changed child, a column for each `change`: units found above, z below."""
+def strengths(path, rows, title, certain_z) -> None:
+    """Draw what tests find of a changed child, a column for each `change`: units found above, z below.
+
+    A z of `certain_z` is a p of one in a million.
+    """
     changes = list(pd.DataFrame(rows).groupby("change", sort=False))
     widths = [2 + len(part) for _, part in changes]
     figure = Figure(figsize=(0.33 * sum(widths), 6), layout="constrained")
@@ -203,7 +325,7 @@ def strengths(path, rows) -> None:
             below.plot(places, part[key].astype(float), style, color=colour, label=label)
         if part[list(lines)].isna().all(axis=None):
             below.text(0.5, 0.5, "no common\ncoordinates", transform=below.transAxes, ha="center", fontsize=9)
-        below.axhline(4.75, color="k", linestyle="--", linewidth=1.1, label="p = 1e-6")
+        below.axhline(certain_z, color="k", linestyle="--", linewidth=1.1, label="p = 1e-6")
         below.set_yscale("symlog", linthresh=5)
         below.yaxis.set_major_formatter("{x:g}")
         texts = [text if isinstance(text, str) else f"{text:g}" for text in part["strength"]]
@@ -211,7 +333,7 @@ def strengths(path, rows) -> None:
         below.set_xlabel(change)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Which test still recognises a child that was changed?")
+    name_figure(figure, title)
     grid[0, 0].set(ylim=(-4, 104), ylabel="% of hidden units found")
     grid[1, 0].set_ylabel("z of coordinates")
     for axes in grid[:, -1]:
@@ -219,26 +341,26 @@ def strengths(path, rows) -> None:
     save_figure(figure, path)
 
 
-def family_tree(path, names, closeness, numbers, label, title) -> None:
-    """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1; `numbers` (n, n) are written in."""
+def family_tree(path, names, closeness, label, title) -> None:
+    """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1."""
     count = len(names)
-    figure = Figure(figsize=(4 + 0.9 * count, 2.2 + 0.55 * count), layout="constrained")
+    figure = Figure(figsize=(5 + 0.9 * count, 2.6 + 0.55 * count), layout="constrained")
+    name_figure(figure, title)
     tree, heat = figure.subplots(1, 2, width_ratios=(1, 2))
     distances = squareform(1 - np.clip(closeness, 0, 1), checks=False)
     style = {"orientation": "left", "no_labels": True, "color_threshold": 0, "above_threshold_color": "black"}
     order = dendrogram(linkage(distances, "average"), ax=tree, **style)["leaves"]
     tree.set(xlabel="distance", title="family tree")
+    tree.set_yticks([])
     tree.spines[["top", "right", "left"]].set_visible(False)
     closeness = closeness[np.ix_(order, order)]
-    numbers = numbers[np.ix_(order, order)]
     image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
     labels = [clipped(names[i]) for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(count), labels, fontsize=8)
-    heat.set_title(title)
     for y, x in itertools.permutations(range(count), 2):
         colour = "black" if closeness[y, x] > 0.6 else "white"
-        heat.text(x, y, f"{numbers[y, x]:.1f}", ha="center", va="center", color=colour, fontsize=8)
+        heat.text(x, y, f"{closeness[y, x]:.2f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, label=label)
     save_figure(figure, path)
 
@@ -248,8 +370,9 @@ def style_axes(axes, values, log, ticks) -> None:
     for axis in log:
         axes.set(**{f"{axis}scale": "log"})
         ticker = axes.xaxis if axis == "x" else axes.yaxis
+        ticker.set_major_locator(PlainLogLocator())
         ticker.set_major_formatter("{x:g}")
-        ticker.set_minor_formatter(PlainLogFormatter())
+        ticker.set_minor_formatter("")
     if "x" not in log:
         whole_numbers = pd.api.types.is_integer_dtype(values)  # there is no seed or layer 42.2
         axes.locator_params(axis="x", integer=whole_numbers, nbins=7)
@@ -265,6 +388,13 @@ def name_models(points, series):
     if series == "model" or len({point["model"] for point in points}) == 1:
         return points
     return [{**point, series: f"{point['model']}, {point[series]}"} for point in points]
+
+
+def between(values, form):
+    """The least and the largest of some numbers as text: "0.81 to 0.90", or "0.81" if these read the same."""
+    low = format(min(values), form)
+    high = format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
 def clipped(name, length=28):

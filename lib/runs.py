@@ -197,6 +197,15 @@ def draw_loss(run) -> None:
         for row in read_log(run):
             if isinstance(row.get(key), float) and abs(row[key]) < LARGEST_NUMBER:
                 points.append({"step": row["step"], "split": split, "nats": row[key]})
+    last = {point["split"]: point["nats"] for point in points}
+    texts = [f"{split} {nats:.2f}" for split, nats in last.items()]
     curves(
-        points, run / "loss.png", x="step", y="nats", series="split", style="-", ylabel="loss, nats a token"
+        points,
+        run / "loss.png",
+        x="step",
+        y="nats",
+        series="split",
+        title=f"Loss after {points[-1]['step']:,} steps: {', '.join(texts)} nats a token" if points else "",
+        style=".-",
+        ylabel="loss, nats a token",
     )

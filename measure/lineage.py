@@ -33,6 +33,7 @@ from lib.runtime import bfloat16_is_fast, progress
 from lib.settings import UserError
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
+CERTAIN_Z = 4.75  # of a normal variable: the same p, one in a million
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
 

@@ -4,6 +4,7 @@
     python -m reproduce --only layers mlp --out mine       # some of it
     python -m reproduce --scale smoke --out /tmp/smoke     # does everything work? three minutes
     python -m reproduce --scale night --out overnight      # newborns of the papers' own size: four hours
+    python -m reproduce --figures                          # draw what is there anew: a minute
 
 Each result is made by a command of this project, and left out where <out> holds it with the same settings;
 its training runs are made once and reused. A command that fails does not stop the others. <out>/README.md
@@ -23,11 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import contraction
+import probe
+import seedprint
+import sinks
 from lib import runtime
 from lib.files import atomic_file, read_json
+from lib.runs import draw_loss
 from lib.settings import Command, RunSettings, UserError, read_command, run_script
-from reproduce import family, siblings, tables
+from reproduce import errors, family, power, siblings, tables
 from reproduce.claims import CLAIMS
+
+FIGURES = {}  # what draws the result of each experiment
+for script in (probe, contraction, seedprint, sinks, errors, power, siblings):
+    FIGURES |= script.FIGURES
 
 # name: its command, what scales add to it, which runs it reads
 RESULTS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
@@ -74,12 +84,17 @@ class Settings(RunSettings):
     """folder of the training runs (default: runs, runs-paper; at smoke scale in --out)"""
     text: str | None = None
     """held-out English, for Table 7's perplexity"""
+    figures: bool = False
+    """make nothing, and draw the figures of all results in --out anew"""
 
 
 def reproduce(settings: Settings) -> None:
     """Make every result that is not there, and write README.md; UserError if a command failed."""
     settings = with_folders(settings)
     runtime.start(settings)  # can we write there?
+    if settings.figures:
+        redraw(Path(settings.out))
+        return
     if runtime.world_size() > 1:
         raise UserError("one process is enough here: its commands may be given torchrun one by one")
     names = settings.only or names_of(settings.scale)
@@ -194,6 +209,20 @@ def read_result(path):
     except (UserError, KeyError, TypeError, AttributeError):
         return None
     return result if is_whole else None
+
+
+def redraw(folder) -> None:
+    """Draw the figures of all results in a folder, and of the runs whose log is there, from these alone."""
+    count = 0
+    for path in sorted(folder.rglob("*.json")):
+        result = read_result(path)
+        if result is not None and result["experiment"] in FIGURES:
+            FIGURES[result["experiment"]](result, path.parent)
+            count += 1
+    for path in sorted(folder.rglob("metrics.jsonl")):
+        draw_loss(path.parent)
+        count += 1
+    print(f"the figures of {count} results in {folder} are drawn anew")
 
 
 # ---- the report --------------------------------------------------------------------------------------------

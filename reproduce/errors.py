@@ -20,7 +20,7 @@ from scipy.stats import kstest, norm
 
 from init import SCHEMES, keyed_generator
 from lib.checkpoint import Newborn, check_lengths, chosen_models, final_states, shortest_context
-from lib.figures import curves
+from lib.figures import between, curves, error_bars
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress
@@ -49,6 +49,21 @@ SHARED_TABLE = "shared embedding"
 VECTORS = "gaussian"
 STATE_INPUTS = (OWN_TABLE, SHARED_TABLE, VECTORS)
 WEIGHTS = "weights"  # as if an input: what the tests of weights read
+GIVEN = {  # what strangers share, in a figure
+    OWN_TABLE: "nothing shared",
+    WEIGHTS: "nothing shared",
+    SHARED_TABLE: "one token table",
+    VECTORS: "Gaussian vectors",
+}
+NAMES = {  # of the tests, in a figure
+    "units": "hidden units",
+    "weights": "weights",
+    "token tables": "token tables",
+    "relabelling": "states",
+    "t-test": "paper's t-test",
+    "U-test": "paper's U-test",
+    "closed form": "its closed form",
+}
 COLUMNS = ("test", "inputs", "scheme", "model", "num_pairs", "rejections", "rate", "low", "high", "ks_p")
 
 
@@ -107,11 +122,9 @@ def rates(settings: RateSettings):
     choices = list(itertools.product(settings.model, settings.schemes, STATE_INPUTS))
     for model in settings.model:  # once scaled, weights know no scheme
         choices.append((model, settings.schemes[0], WEIGHTS))
-    rows, points, taus = [], [], []
+    rows, taus = [], []
     for model, scheme, inputs in progress(choices, desc="errors", unit=" settings"):
         key = {"inputs": inputs, "scheme": scheme, "model": model}
-        panel = key | {"panel": f"{model}, {inputs}"}
-        is_drawn = scheme == settings.schemes[0]
         newborns = strangers(model, scheme, inputs, settings)
         if inputs == WEIGHTS:
             p_values = weights_p(newborns, settings)
@@ -119,13 +132,12 @@ def rates(settings: RateSettings):
         else:
             paper_values, pooled = paper_p(newborns, inputs, settings)
             p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | paper_values
-            if is_drawn:
+            if scheme == settings.schemes[0]:  # the one that is drawn
+                panel = key | {"panel": f"{model}, {inputs}"}
                 taus += tau_histogram(pooled, settings.paper_sequences, panel)
         for test, p in p_values.items():
             rows.append({"test": test} | key | error_rate(test, p, len(newborns)))
-            if is_drawn:
-                points += quantiles(p, panel | {"test": test})
-    return experiment.save(rows, COLUMNS, draw_errors, points=points, taus=taus)
+    return experiment.save(rows, COLUMNS, draw_errors, taus=taus)
 
 
 def strangers(model, scheme, inputs, settings: RateSettings):
@@ -267,15 +279,6 @@ def interval_over_births(rejected, births, resamples=2000):
     return low, high
 
 
-def quantiles(p, key):
-    """Sorted p beside what a uniform distribution gives, both as -log10, thinned to 60 points."""
-    order = np.unique(np.geomspace(1, len(p), 60).round().astype(int)) - 1
-    uniform = -np.log10((order + 0.5) / len(p))
-    observed = -np.log10(np.sort(p)[order].clip(min=1e-12))
-    points = pd.DataFrame({"expected": uniform, "observed": observed, "uniform": uniform})
-    return points.assign(**key).to_dict("records")
-
-
 def tau_histogram(taus, n, key):
     """Shares of strangers' taus over n inputs, in %, beside the Gaussian of independent rows (Figure 13)."""
     edges = np.linspace(-0.3, 0.3, 61)
@@ -286,29 +289,44 @@ def tau_histogram(taus, n, key):
 
 
 def draw_errors(result, folder) -> None:
-    """errors.png: p against what it should be; errors_tau.png: Kendall's tau of strangers (Figure 13)."""
-    curves(
-        result["points"],
+    """errors.png: how often strangers are called kin; errors_tau.png: Kendall's tau of strangers (Figure 13).
+
+    Of the schemes, the first is drawn.
+    """
+    scheme = result["settings"]["schemes"][0]
+    bars = []
+    for row in result["rows"]:
+        if row["scheme"] == scheme:
+            bar = {"label": NAMES[row["test"]], "panel": GIVEN[row["inputs"]], "series": row["model"]}
+            bars.append(bar | {key: 100 * row[key] for key in ("rate", "low", "high")})
+    rates_of = pd.DataFrame(bars).groupby("panel", sort=False)["rate"]
+    texts = [f"{between(rate, '.3g')} % ({given})" for given, rate in rates_of]
+    error_bars(
         folder / "errors.png",
-        x="expected",
-        y="observed",
-        series="test",
-        panel="panel",
-        theories={"uniform": "a sound test"},
-        style=".-",
-        xlabel="-log10 p expected",
-        ylabel="-log10 p of strangers",
+        bars,
+        title=f"How many strangers are called kin? {'; '.join(texts)}",
+        xlabel="% of pairs of strangers called kin, with 99 % intervals",
+        level=100 * LEVEL,
+        level_label=f"what p = {LEVEL} promises",
     )
+    taus = pd.DataFrame(result["taus"])
+    taus["part"] = taus["tau"] * taus["share"] / 100
+    taus["mean"] = taus.groupby("panel")["part"].transform("sum")
+    taus["panel"] = taus["panel"] + taus["mean"].map(": mean {:z.2f}".format)
+    means = taus.groupby("inputs", sort=False)["mean"].mean()
+    texts = [f"{mean:z.2f} ({GIVEN[inputs]})" for inputs, mean in means.items()]
     curves(
-        result["taus"],
+        taus,
         folder / "errors_tau.png",
         x="tau",
         y="share",
         series="scheme",
+        names={scheme: "strangers"},
+        title=f"Do strangers rank inputs alike? Mean of Kendall's tau: {'; '.join(texts)}",
         panel="panel",
         theories={"gaussian": "Gaussian of independent rows"},
         style="-",
-        xlabel="Kendall's tau of strangers",
+        xlabel="Kendall's tau between two strangers",
         ylabel="% of dimensions",
     )
 
@@ -345,6 +363,7 @@ def trained(settings: TrainedSettings):
 
 COMMANDS = {"rates": Command(rates, RateSettings()), "trained": Command(trained, TrainedSettings())}
 COMMANDS[""] = COMMANDS["rates"]
+FIGURES = {"errors": draw_errors}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -23,7 +23,7 @@ from init import newborn
 from lib import checkpoint, runtime
 from lib.checkpoint import parse_spec
 from lib.data import TRIGGERS, default_folder
-from lib.figures import curves
+from lib.figures import between, curves
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runs import check_settings, read_log
@@ -307,16 +307,18 @@ def draw_calibrations(result, folder) -> None:
     later = [point for point in by_step if point["step"] > 0]  # birth would hide the rest
     style = {"y": "mean", "series": "calibration", "panel": "panel", "panels_in_a_row": 2}
     style |= {"band": "std", "band_label": "std of seeds", "ylabel": "", "share": ""}
+    losses_by_step = means(later, "loss", "step")
     curves(
-        means(later, "loss", "step"),
+        losses_by_step,
         folder / "calibrations.png",
         x="step",
-        title="Which calibration learns best?",
+        title=f"Which calibration learns best? Last loss: {ranking(losses_by_step)}",
         **style | {"ylabel": "held-out loss, nats a token"},
     )
     lengths = result["lengths"]
     rates = means(lengths, "sink_rate", "sequence_length")
     alphas = means(lengths, "mean_alpha1", "sequence_length", "uniform_alpha1")
+    at_64 = [point for point in rates if point["sequence_length"] == 64]
     curves(
         rates + alphas,
         folder / "calibrated_rate.png",
@@ -325,8 +327,8 @@ def draw_calibrations(result, folder) -> None:
         log="x",
         ticks=sinks.LENGTHS,
         lowest=0,
-        title="Which calibration sinks least?",
-        **style,
+        title=f"Which calibration sinks least? Share of heads at 64 tokens: {ranking(at_64)}",
+        **style | {"ylabel": "share of heads; attention to position 1"},
     )
     signs = []
     for sign in ("norm_ratio", "value_ratio", "first_share"):
@@ -336,24 +338,51 @@ def draw_calibrations(result, folder) -> None:
         folder / "calibrated_signs.png",
         x="step",
         lowest=0,
-        title="Do the signs of a sink come with training?",
+        title="Do the signs of a sink come with training? Of position 1: its stream's length and its values' "
+        "length, over those of other positions; share of heads that attend most to it",
         **style | {"panels_in_a_row": 3},
     )
     for name, title in (
-        ("disparity", "Does one dimension dominate the stream of position 1?"),
-        ("effective_rank", "How many dimensions does the stream use?"),
+        ("disparity", "Does one dimension dominate the stream of position 1? Trained, mean of layers: "),
+        ("effective_rank", "How many dimensions does the stream use? Trained, mean of layers: "),
     ):
         points = means(result["links"], name, "layer", by="state")
-        curves(points, folder / f"calibrated_{name}.png", x="layer", title=title, **style | {"share": "y"})
+        trained_points = [point for point in points if point["state"] == "trained"]
+        title += ranking(trained_points)
+        curves(
+            points,
+            folder / f"calibrated_{name}.png",
+            x="layer",
+            title=title,
+            lowest=0,
+            **style | {"share": "y", "ylabel": name.replace("_", " ")},
+        )
+    spread = means(first_layer(result["spread"]), "std", "position", "theory", by="state")
+    place = DRAWN_POSITIONS[-1]
+    question = f"At birth, position {place} over position 1"
+    last = [point for point in spread if point["position"] == place and point["state"] == "birth"]
     curves(
-        means(first_layer(result["spread"]), "std", "position", "theory", by="state"),
+        spread,
         folder / "calibrated_variance.png",
         x="position",
         theories={"theory": "newborn that reads random tokens"},
         log="xy",
-        title="Do values vary less at later positions?",
+        title=f"Do values vary less at later positions? {question}: {ranking(last)}",
         **style | {"share": "xy", "ylabel": "std of layer 1's aggregated values, of position 1's"},
     )
+
+
+def ranking(points):
+    """The mean of the last points of each calibration, by configuration, in words."""
+    table = pd.DataFrame(points)
+    texts = []
+    for config, part in table.groupby("config", sort=False):
+        last = part
+        if "step" in part:
+            last = part[part["step"] == part["step"].max()]
+        values = last.groupby("calibration", sort=False)["mean"].mean().sort_values()
+        texts.append(f"{config}: " + ", ".join(f"{kind} {value:.3g}" for kind, value in values.items()))
+    return "; ".join(texts)
 
 
 def first_layer(points):
@@ -417,9 +446,15 @@ def matching_runs(settings: Settings):
 
 def draw_positions(result, folder) -> None:
     """positions.png: the sink rate and what foretells it, by step, for each seed."""
+    last = max(point["step"] for point in result["curve"])
+    rates = [100 * point["sink_rate"] for point in result["curve"] if point["step"] == last]
+    panels = {
+        "sink_rate": "share of heads that sink on position 1",
+        "first_share": "share that attend most to position 1",
+        "norm_ratio": "length of the stream, position 1 to others",
+    }
     points = []
-    for sign in ("sink_rate", "first_share", "norm_ratio"):
-        panel = sign.replace("_", " ")
+    for sign, panel in panels.items():
         for point in result["curve"]:
             name = f"seed {point['seed']}"
             points.append({"seed": name, "step": point["step"], "panel": panel, "value": point[sign]})
@@ -429,7 +464,8 @@ def draw_positions(result, folder) -> None:
         x="step",
         y="value",
         series="seed",
-        title="When does position 1 become a sink?",
+        title=f"When does position 1 become a sink? After {last:,} steps {between(rates, '.0f')} % of heads "
+        f"sink on it, over {len(rates)} seeds",
         panel="panel",
         share="x",
         lowest=0,
@@ -491,12 +527,18 @@ def loss_points(runs):
 
 def draw_births(result, folder) -> None:
     """births.png: the training loss of both births, and their difference, by step."""
+    last = result["points"][-1]  # a difference
+    low = last["loss"] - last["error"]
+    high = last["loss"] + last["error"]
     curves(
         result["points"],
         folder / "births.png",
         x="step",
         y="loss",
         series="init",
+        title=f"An unprejudiced birth ends {last['loss']:+.3f} nats a token ({low:+.2f} to {high:+.2f}) "
+        "from the usual one",
+        highest=0.6,
         panel="panel",
         theories={"zero": "no difference"},
         band="error",
@@ -512,6 +554,7 @@ COMMANDS = {
     "calibrations": Command(calibrations, CalibrationSettings()),
     "positions": Command(positions, Settings()),
 }
+FIGURES = {"calibrations": draw_calibrations, "positions": draw_positions, "births": draw_births}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -11,6 +11,7 @@ from scipy.stats import norm
 
 from lib.files import atomic_file
 from measure.cosines import interval
+from measure.lineage import CERTAIN_Z
 from measure.verdict import SAME_BIRTH
 from reproduce.claims import CLAIMS, FAILS, HOLDS, NONE, OPEN
 from reproduce.rivals import RIVALS, THRESHOLD
@@ -19,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 MARKED_TABLE = re.compile(r"(<!-- table: ([\w ]+), .*-->\n)(\|.*\n)+")
 LEVEL = 0.01  # of significance
 ANSWERS = {HOLDS: "seen", FAILS: "not seen", OPEN: "open", NONE: "measured, no verdict"}
-CERTAIN_Z = 4.75  # p of one in a million
 UNCLAIMED = ("bench", "memory", "measured/memory")  # results that tables read, and no claim
 PAPER_SCALE = ("ten_thousand/probe", "probe", "nano_llama/probe", "gpt2_1b/probe", "lengths/probe")
 PAPER_SCALE = tuple(f"paper_scale/{name}" for name in PAPER_SCALE)

@@ -42,8 +42,67 @@ def test_a_line_for_each_series_and_each_theory(drawn):
     first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
     second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
     assert lines(axes) == [*first, *second]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["costs $1 and $2", "b c", "the theory"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["the theory"]
+
+
+def test_lines_are_named_at_their_ends(drawn):
+    figure = drawn(names={"b_c": "another"})
+    texts = {text.get_text(): text for text in figure.axes[0].texts}
+    assert set(texts) == {"costs $1 and $2", "another"}
+    assert texts["another"].get_color() != texts["costs $1 and $2"].get_color()
+    to_panel = figure.axes[0].transAxes.inverted()
+    for name, height in (("costs $1 and $2", 0.5), ("another", 0.25)):
+        end = to_panel.transform(figure.axes[0].transData.transform((2, height)))
+        assert texts[name].get_position()[1] == pytest.approx(end[1])
+
+
+def test_of_panels_in_a_row_the_last_is_labelled(drawn):
+    figure = drawn(panel="n", series="model", panels_in_a_row=3)
+    assert [len(axes.texts) for axes in figure.axes] == [0, 0, 2]
+
+
+def test_points_without_lines_have_a_legend(drawn):
+    figure = drawn(style="o")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["costs $1 and $2", "b c"]
+    assert len(figure.axes[0].texts) == 0
+
+
+@pytest.mark.parametrize(
+    "heights, moved",
+    [
+        ([0.1, 0.5], [0.1, 0.5]),
+        ([0.5, 0.5, 0.5], [0.5, 0.6, 0.7]),
+        ([0.9, 0.95, 1.2], [0.8, 0.9, 1.0]),
+        ([-0.3, 0.05], [0.0, 0.1]),
+        ([], []),
+    ],
+)
+def test_names_are_spread_out(heights, moved):
+    assert figures.spread_out(heights, 0.1) == pytest.approx(moved)
+
+
+def test_the_axes_reach_as_far_as_is_asked(drawn):
+    low, high = drawn(lowest=0, highest=2).axes[0].get_ylim()
+    assert (low, high) == (0, 2)
+    assert drawn(highest=0.3).axes[0].get_ylim()[1] > 0.5  # the points are higher
+
+
+@pytest.mark.parametrize(
+    "low, high, ticks",
+    [
+        (0.9, 1100, [1, 10, 100, 1000]),
+        (0.015, 0.6, [0.02, 0.05, 0.1, 0.2, 0.5]),
+        (90, 250, [100, 150, 200]),
+        (0.004, 0.006, [0.004, 0.005, 0.006]),
+    ],
+)
+def test_ticks_of_logarithmic_axes(low, high, ticks):
+    assert figures.PlainLogLocator().tick_values(low, high) == pytest.approx(ticks)
+
+
+def test_numbers_that_read_the_same():
+    assert figures.between([0.82, 0.9, 0.81], ".2f") == "0.81 to 0.90"
+    assert figures.between([0.812, 0.809], ".2f") == "0.81"
 
 
 def test_a_panel_for_each_value(drawn):

@@ -105,6 +105,33 @@ def test_a_figure_that_fails_leaves_no_result(few, monkeypatch):
     assert not (Path(few.out) / "width.json").exists() and (Path(few.out) / "README.md").exists()
 
 
+def test_figures_are_drawn_from_what_is_there_alone(few, capsys):
+    folder = Path(few.out)
+    main.reproduce(replace(few, only=("width", "deep/probe", "setup")))
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 8.5}\n{"step": 2, "loss": 7.5}\n')
+    (folder / "broken.json").write_text("{")
+    drawn = {path: path.read_bytes() for path in folder.rglob("*.png")}
+    for path in drawn:
+        path.unlink()
+    capsys.readouterr()
+    main.reproduce(replace(few, figures=True))
+    assert "3 results" in capsys.readouterr().out  # setup has no figure
+    assert {path: path.read_bytes() for path in drawn} == drawn
+    assert (folder / "run" / "loss.png").exists()
+
+
+def test_every_committed_figure_can_be_drawn_anew(tmp_path, capsys):
+    """Each PNG of results/ comes from a JSON, or a log, beside it."""
+    for path in (ROOT / "results").rglob("*.json*"):
+        target = tmp_path / path.relative_to(ROOT / "results")
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    main.redraw(tmp_path)
+    for path in (ROOT / "results").rglob("*.png"):
+        assert (tmp_path / path.relative_to(ROOT / "results")).exists(), path
+
+
 def committed(path: str) -> str:
     """A file as it was committed: commands that a user ran since may have written over it."""
     shown = subprocess.run(["git", "show", f"HEAD:{path}"], cwd=ROOT, capture_output=True, text=True)

@@ -488,7 +488,7 @@ def test_contract(name, text, tmp_path):
     if name == "rate":
         assert pictures == {"rate.png"}
     elif name == "anatomy":
-        assert pictures == {f"anatomy_{link}.png" for link, *_ in sinks.LINKS.values()}
+        assert pictures == {f"anatomy_{link.name}.png" for link in sinks.LINKS.values()}
     else:
         assert len(pictures) == 2 and f"{file}_tiny_llama_5.png" in pictures
 
