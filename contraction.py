@@ -84,12 +84,12 @@ EXPERIMENTS: dict[str, Command] = {}  # each enters itself
 FIGURES = {}  # and what draws its result
 
 
-def experiment(paper, defaults: BlockSettings, finding, averaged=(), columns=(), **figure):
+def experiment(paper, defaults: BlockSettings, finding=None, averaged=(), columns=(), **figure):
     """Make an experiment of a function that samples one model.
 
     The function takes settings and a Spec, and returns rows, and points to draw (none: the rows). Rows that
     differ in their seed and in the `averaged` values only become one; `columns` are printed. `finding(rows)`
-    is the figure's title, and `figure` what else `curves` is told.
+    is the figure's title, if there is one, and `figure` what else `curves` is told.
     """
 
     def register(sample):
@@ -133,7 +133,8 @@ def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, c
 def draw_experiment(name, finding, figure, result, folder) -> None:
     """<name>.png: the points of a result, or its rows where it has none."""
     shown = name_models(result["points"] or result["rows"], figure["series"])
-    curves(shown, folder / f"{name}.png", title=finding(result["rows"]), **figure)
+    title = finding(result["rows"]) if finding else ""
+    curves(shown, folder / f"{name}.png", title=title, **figure)
 
 
 def last_values(rows, key, value):
