@@ -133,7 +133,8 @@ def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, c
 def draw_experiment(name, finding, figure, result, folder) -> None:
     """<name>.png: the points of a result, or its rows where it has none."""
     shown = name_models(result["points"] or result["rows"], figure["series"])
-    title = finding(result["rows"]) if finding else ""
+    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
+    title = f"{models}: {finding(result['rows'])}" if finding else ""
     curves(shown, folder / f"{name}.png", title=title, **figure)
 
 
@@ -207,7 +208,7 @@ def ablated(settings: ProbeSettings, spec):
 def contraction_of_parts(rows):
     """What `layers` found."""
     cosines = last_values(rows, "variant", "mean_cosine")
-    text = f"After the last layer, unrelated sequences of {rows[-1]['sequence_length']} tokens have a mean "
+    text = f"after the last layer, unrelated sequences of {rows[-1]['sequence_length']} tokens have a mean "
     text += f"cosine of {cosines['full']:z.3f}; "
     return text + f"with MLPs alone {cosines['mlp']:z.3f}, with attention alone {cosines['attention']:z.3f}"
 
@@ -241,7 +242,7 @@ def layers(settings: ProbeSettings, spec):
 def favourites_of_parts(rows):
     """What `ablation` found."""
     ratios = last_values(rows, "variant", "ratio")
-    text = f"The favourite token comes up {ratios['full']:.1f} times as often as among uniform draws; "
+    text = f"the favourite token comes up {ratios['full']:.1f} times as often as among uniform draws; "
     return text + f"with MLPs alone {ratios['mlp']:.1f}, with attention alone {ratios['attention']:.1f} times"
 
 
@@ -281,7 +282,7 @@ def ablation(settings: ProbeSettings, spec):
 def contraction_of_activations(rows):
     """What `mlp` found."""
     cosines = last_values(rows, "stack", "mean_cosine")
-    text = f"Bare MLPs contract to a cosine of {cosines['mlp0_relu']:z.2f} with ReLU, of "
+    text = f"bare MLPs contract to a cosine of {cosines['mlp0_relu']:z.2f} with ReLU, of "
     text += (
         f"{cosines['mlp0_tanh']:z.2f} with tanh; MLPs with norm and residual to {cosines['standard']:z.2f}"
     )
@@ -299,7 +300,6 @@ def contraction_of_activations(rows):
     theories={"theory": "Proposition 2; kernel recursion"},
     names={
         "mlp0_relu": "bare, ReLU",
-        "mlp0_relu_epsilon": "bare, ReLU, torch's cosine",
         "mlp0_tanh": "bare, tanh",
         "standard": "norm and residual",
         "standard_relu": "norm and residual, ReLU",
@@ -322,7 +322,7 @@ def mlp(settings: BlockSettings, spec):
     for stack, model in (("standard", standard), ("standard_relu", relu)):
         law, _ = theory.kernel_recursion(model.config, 1, settings.init)
         rows += cosine_rows(stack, stream_states(model, x), law)
-    return rows, []
+    return rows, [row for row in rows if row["stack"] != "mlp0_relu_epsilon"]
 
 
 def mlp0_states(model, x):
@@ -414,7 +414,7 @@ def engage(settings: BlockSettings, spec):
 def amplification(rows):
     """What `amplify` found."""
     cosines = last_values(rows, "stack", "mean_cosine")
-    text = f"The mean over {rows[-1]['sequence_length']:,} positions lifts the MLP's cosine of "
+    text = f"the mean over {rows[-1]['sequence_length']:,} positions lifts the MLP's cosine of "
     text += f"{cosines['mlp0']:z.2f} to {cosines['mlp0_attn0']:z.3f}; a second MLP lifts it to "
     return text + f"{cosines['mlp0_mlp0']:z.2f}"
 
@@ -458,7 +458,7 @@ def amplify(settings: PositionSettings, spec):
 def likeness_of_positions(rows):
     """What `intra` found."""
     cosines = last_values(rows, "stack", "mean_cosine")
-    text = f"Attention without residual makes a sequence's positions alike: after {rows[-1]['layer']} layers "
+    text = f"attention without residual makes a sequence's positions alike: after {rows[-1]['layer']} layers "
     return (
         text + f"their mean cosine is {cosines['attention']:.4f}, with uniform weights {cosines['attn0']:.4f}"
     )
@@ -512,12 +512,12 @@ def intra(settings: PositionSettings, spec):
 
 def shrinking(rows):
     """What `variance` found."""
-    models = []
+    ratios = []
     for model, std in last_values(rows, "model", "std").items():
         first = next(row for row in rows if row["model"] == model)
-        models.append(f"1/{first['std'] / std:.0f} in {model}")
+        ratios.append(f"1/{first['std'] / std:.0f}")
     last = rows[-1]["position"]
-    text = f"Position {last:,}'s aggregated values vary less than position 1's: {', '.join(models)}; "
+    text = f"position {last:,}'s aggregated values vary {', '.join(ratios)} times as much as position 1's; "
     return text + f"Equation 2 says 1/{math.sqrt(last):.0f}"
 
 
@@ -594,10 +594,7 @@ def on_tokens(settings: ProbeSettings, spec, scheme):
 def matches(rows):
     """What `overlap` found."""
     count = sum(row["direction_matches"] for row in rows)
-    text = (
-        f"In {count} of {len(rows)} models the token of the contraction direction is the most frequent one; "
-    )
-    return text + "above the line, another one is"
+    return f"in {count} of {len(rows)} newborns the most frequent token is that of the contraction direction"
 
 
 @experiment(
@@ -607,11 +604,12 @@ def matches(rows):
     columns=("model", "seed", "top1_token", "top1_count", "direction_token", "direction_count"),
     x="direction_count",
     y="top1_count",
-    series="model",
+    series="direction_matches",
+    names={True: "the direction's token is the most frequent", False: "another token is"},
     theories={"direction_count": "equal counts"},
     style="o",
-    xlabel="count of the contraction direction's token",
-    ylabel="count of the most frequent token",
+    xlabel="sequences that predict the direction's token",
+    ylabel="sequences that predict the most frequent one",
 )
 def overlap(settings: ProbeSettings, spec):
     """Is the token of the contraction direction the most frequent one? (BB Finding 2.2)"""
@@ -622,7 +620,7 @@ def overlap(settings: ProbeSettings, spec):
 def foresight(rows):
     """What `predict` found."""
     cosines = [row["direction_cosine"] for row in rows]
-    text = "The weights alone foretell the contraction direction: its cosine with the measured one is "
+    text = "the weights alone foretell the contraction direction: its cosine with the measured one is "
     return text + f"{between(cosines, '.3f')} over {len(rows)} models"
 
 
@@ -650,7 +648,7 @@ def cured(rows):
     for scheme, part in itertools.groupby(sorted(rows, key=itemgetter("init")), itemgetter("init")):
         cosines = [row["mean_cosine"] for row in part]
         texts.append(f"{scheme} {sum(cosines) / len(cosines):z.4f}")
-    return f"How alike unrelated sequences are at birth, by how it is drawn: mean cosine {', '.join(texts)}"
+    return f"how alike unrelated sequences are at birth, by how it is drawn: mean cosine {', '.join(texts)}"
 
 
 @experiment(

@@ -199,8 +199,9 @@ def draw_probe(result, folder) -> None:
     each hidden dimension holds the largest final state. Of more rows than three, the favourites alone.
     """
     columns = list(zip(result["rows"], result["details"]))[:9]
-    text = between([row["ratio"] for row, _ in columns], ".1f")
-    title = f"The favourite token is predicted {text} times as often as the luckiest of uniform draws"
+    title = finding(result["rows"])
+    if result["settings"]["init"] != "gpt2":
+        title = f"Drawn by '{result['settings']['init']}': {title}"
     if len(columns) > 3:
         draw_favourites(columns, title, folder)
         return
@@ -217,15 +218,35 @@ def draw_probe(result, folder) -> None:
         share_of_dimensions = percent * np.array(detail["dimension_counts"])
         spikes(dimension_axes, numbers, share_of_dimensions, percent * detail["uniform_max_dimension_count"])
         dimension_axes.set_xlabel("hidden dimension")
-    for axes, headroom, least in zip(grid[:, 0], (1.5, 1.2, 1.0), BIASED_PERCENT):  # room for legend and text
+    for axes, headroom, least in zip(grid[:, 0], (1.5, 1.2, 1.2), BIASED_PERCENT):  # room for legend and text
         axes.set_ylim(top=headroom * max(least, axes.get_ylim()[1]))
-    for axes in grid[:2, 0]:
+    for axes in grid[:, 0]:
         axes.legend(loc="upper right", fontsize=9, frameon=False)
     grid[0, 0].set_ylabel("token is predicted,\n% of sequences")
     grid[1, 0].set_ylabel("token is predicted,\n% of sequences")
     grid[2, 0].set_ylabel("dimension is largest,\n% of sequences")
     name_figure(figure, title)
     save_figure(figure, folder / "probe.png")
+
+
+def finding(rows):
+    """The title of the figure."""
+    ratio = between([row["ratio"] for row in rows], ".1f")
+    percent = between([100 * row["top1_frequency"] for row in rows], ".1f")
+    if max(row["log10_p"] for row in rows) == 0:
+        return (
+            f"No favourite: no token is predicted more often than uniform draws allow ({ratio} times at most)"
+        )
+    lengths = sorted({row["sequence_length"] for row in rows})
+    text = f"The favourite token takes {percent} % of sequences, "
+    text += f"{ratio} times as many as the luckiest of uniform draws"
+    if len(lengths) > 1:
+        shares = []
+        for T in (lengths[0], lengths[-1]):
+            of_length = [row["top1_frequency"] for row in rows if row["sequence_length"] == T]
+            shares.append(f"{100 * sum(of_length) / len(of_length):.1f} % of sequences of {T} tokens")
+        text = f"The favourite token takes {shares[0]}, {shares[1]}, in the mean of seeds"
+    return text
 
 
 def draw_favourites(columns, title, folder) -> None:

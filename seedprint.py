@@ -433,8 +433,10 @@ def draw_persistence(result, folder) -> None:
         ylabel="Kendall's tau with birth",
     )
     t_test = math.log10(max(last["paper_t_p"], 1e-300))
-    title = f"After {step} steps log10 p of the birth is {last['relabel_log10_p']:.0f} by relabelling, "
-    title += f"{t_test:.0f} by the paper's t-test"
+    title = (
+        f"After {step} steps -log10 p against its birth is {-last['relabel_log10_p']:.0f} by relabelling, "
+    )
+    title += f"{-t_test:.0f} by the paper's t-test"
     curves(
         tests,
         folder / "persistence_p.png",

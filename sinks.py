@@ -18,7 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -40,6 +40,7 @@ from measure.neurons import super_neurons
 from model import CHOICES
 
 EPSILON = 0.3  # a head whose alpha is above it is a sink head (Gu et al.)
+LEAST_ALPHA = 5e-4  # that `intervene` draws
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 
 
@@ -178,26 +179,40 @@ def sink_rates(settings: RateSettings, spec, model):
     return {"rows": rows, "heads": heads}
 
 
+def first_words(settings):
+    """What stands first in the sequences, as text."""
+    if settings["bos"]:
+        return "BOS first"
+    if settings["first_token"] is not None:
+        return f"token {settings['first_token']} first"
+    return "any token first"
+
+
 def draw_rate(result, folder) -> None:
     """rate.png: sink rate and alpha_1 by length."""
     epsilon = result["settings"]["epsilon"]
     texts = []
     for label, rows in by_checkpoint(result["rows"]).items():
-        percent = [100 * row["sink_rate"] for row in rows]
-        texts.append(f"{between(percent, '.0f')} % of {label}'s")
+        rates = between([100 * row["sink_rate"] for row in rows], ".0f")
+        texts.append(f"{rates} % of {label}'s")
     points = []
     for row in result["rows"]:
         point = {"checkpoint": row["checkpoint"], "sequence_length": row["sequence_length"]}
-        points.append(point | {"panel": "sink rate", "value": row["sink_rate"], "uniform": None})
-        alpha = {"panel": "mean alpha_1", "value": row["mean_alpha1"], "uniform": row["uniform_alpha1"]}
-        points.append(point | alpha)
+        heads = {
+            "panel": "share of heads that sink on position 1",
+            "value": row["sink_rate"],
+            "uniform": None,
+        }
+        alpha = {"panel": "alpha_1: attention to position 1, mean of heads", "value": row["mean_alpha1"]}
+        points += [point | heads, point | alpha | {"uniform": row["uniform_alpha1"]}]
     curves(
         points,
         folder / "rate.png",
         x="sequence_length",
         y="value",
         series="checkpoint",
-        title=f"How many heads sink on position 1 (alpha_1 > {epsilon})? {', '.join(texts)}",
+        title=f"How many heads sink on position 1 (alpha_1 > {epsilon}; {first_words(result['settings'])})? "
+        + ", ".join(texts),
         panel="panel",
         theories={"uniform": "uniform attention"},
         share="x",
@@ -205,7 +220,7 @@ def draw_rate(result, folder) -> None:
         highest=EPSILON,
         log="x",
         ticks=(24, *LENGTHS),
-        ylabel="share of heads; attention",
+        ylabel="",
     )
 
 
@@ -262,8 +277,12 @@ def draw_first(result, folder) -> None:
         label = row["checkpoint"]
         drawn[label].append((row["layer"], row["head"]))
         if label not in texts:  # the head that pays it most
-            text = f"{label}: layer {row['layer']}, head {row['head']} sinks on {row['sink_share']:.0%} "
-            texts[label] = text + f"of tokens, alpha_1 {row['least']:.2f} to {row['largest']:.2f}"
+            text = f"layer {row['layer']}, head {row['head']} sinks on {row['sink_share']:.0%} of tokens, "
+            texts[label] = f"{label}: {text}alpha_1 {row['least']:.2f} to {row['largest']:.2f}"
+    for label, heads in by_checkpoint(rows).items():
+        if max(row["sink_share"] for row in heads) == 0:
+            largest = max(row["largest"] for row in heads)
+            texts[label] = f"{label}: no head sinks on any token, alpha_1 is {largest:.2f} at most"
     points = []
     for point in result["points"]:
         head = (point["layer"], point["head"])
@@ -453,57 +472,39 @@ def dissect(settings: LengthSettings, spec, model):
     return {"rows": rows, "layers": layers, "super_neurons": neurons[:10]}
 
 
-@dataclass
-class Link:
+class Link(NamedTuple):
     """A link of SO's chain, as `anatomy` draws it."""
 
-    name: str
-    """of the figure"""
-    question: str
-    """its title"""
-    answer: str
-    """what follows the ratio of position 1 to others"""
-    label: str
-    """of the y-axis"""
-    log: str = "x"
-    """logarithmic axes"""
-    highest: float | None = None
-    """the least height of the y-axis"""
+    name: str  # of the figure
+    question: str  # its title
+    label: str  # of the y-axis
+    highest: float | None = None  # the least height of the y-axis
+    log: str = "x"  # logarithmic axes
+    compared_with: str = "others"  # what position 1 is divided by
 
 
 LINKS = {
-    "std": Link(
-        "variance",
-        "Do a head's values vary most at position 1?",
-        "as much as at other positions",
-        "std of aggregated values",
-    ),
-    "length": Link(
-        "norms",
-        "Is the stream longest at position 1?",
-        "as long as at other positions",
-        "length of the stream after the layer",
-    ),
+    "std": Link("variance", "How much do a head's values vary at position 1?", "std of aggregated values"),
+    "length": Link("norms", "How long is the stream at position 1?", "length of the stream after the layer"),
     "dominance_ratio": Link(
         "disparity",
-        "Does one dimension dominate at position 1?",
-        "as much as at other positions",
-        "largest over mean |dimension| of the stream",
-        highest=7,
+        "How much does one dimension dominate at position 1?",
+        "largest / mean |dimension| of the stream",
+        7,
     ),
     "key_alignment": Link(
         "keys",
-        "Are position 1's keys the same in all sequences?",
-        "as alike as at other positions",
-        "alignment of keys over sequences, 1 = the same",
-        highest=1,
+        "How alike are position 1's keys in all sequences?",
+        "alignment of keys (1: all the same)",
+        1,
     ),
     "alpha": Link(
         "attention",
-        "Is position 1 a sink?",
-        "as much attention as if it were uniform",
+        "How much attention does position 1 get?",
         "mean attention that position i gets",
-        log="xy",
+        1,
+        "xy",
+        "uniform",
     ),
 }
 
@@ -514,16 +515,19 @@ def draw_anatomy(result, folder) -> None:
     for key, link in LINKS.items():
         points = []
         for label, rows in checkpoints.items():
-            ratio = between(first_to_others(rows, key), ".1f")
-            panel = f"{label}: {ratio} times {link.answer}"
-            points += [row | {"panel": panel} for row in drawn_rows(rows)]
+            drawn = drawn_rows(rows)
+            ratios = first_to_others(drawn, key)
+            numbers = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            layers = ", ".join(str(layer) for layer in ratios.index)
+            panel = f"{label}: position 1 / {link.compared_with} = {numbers}\nin layers {layers}"
+            points += [row | {"panel": panel} for row in drawn]
         curves(
             points,
             folder / f"anatomy_{link.name}.png",
             x="position",
             y=key,
             series="series",
-            title=link.question,
+            title=f"{link.question} ({first_words(result['settings'])})",
             panel="panel",
             theories={"uniform_alpha": "uniform attention"} if key == "alpha" else None,
             share="x",
@@ -626,50 +630,52 @@ def replace_values(kind, factor, model, position, layers, layer, heads, q, k, v)
 def draw_intervene(result, folder) -> None:
     """intervene.png, one for each checkpoint: alpha_k by factor, in the mean of the later layers."""
     settings = result["settings"]
-    uniform = attention.uniform_alpha(settings["sequence_length"], settings["position"])
-    first = "BOS first" if settings["bos"] else "any token first"
-    if settings["first_token"] is not None:
-        first = f"token {settings['first_token']} first"
+    k = settings["position"]
+    uniform = attention.uniform_alpha(settings["sequence_length"], k)
 
     def points_of(rows):
         points = []
-        answers = {}  # the largest alpha_k, by what was changed
-        for row in rows:
-            if row["intervention"] != "none":
-                answers.setdefault(row["changed"], []).append((row["alpha_k"], row["intervention"]))
         for row in rows:
             factors = [row["factor"]]
             if row["factor"] is None:  # a level line: the same at every factor
                 factors = settings["factor"]
             panel = "in all layers" if row["changed"] == "all" else f"in layer {row['changed']}"
-            name = row["intervention"].replace("none", "unchanged")
+            name = row["intervention"].replace("none", "unchanged").replace("_", " ")
             point = {"intervention": name, "alpha_k": row["alpha_k"], "error": row["high"] - row["alpha_k"]}
-            alpha, kind = max(answers[row["changed"]])
-            panel = f"changed {panel}: {alpha:.2g} at most, by {kind}".replace("_", " ")
-            point |= {"panel": panel, "uniform": uniform, "sink": EPSILON}
+            point |= {"panel": f"changed {panel}", "uniform": uniform, "sink": EPSILON}
             points += [point | {"factor": factor} for factor in factors]
         return points
+
+    def title_of(rows):
+        most = max((row for row in rows if row["intervention"] != "none"), key=itemgetter("alpha_k"))
+        before = next(row for row in rows if row["changed"] == most["changed"])
+        answer = "a change makes" if most["alpha_k"] > EPSILON else "no change makes"
+        text = f"{rows[0]['checkpoint']} ({first_words(settings)}): {answer} position {k} a sink; "
+        text += f"its attention goes from {before['alpha_k']:.2g} to {most['alpha_k']:.2g} at most, "
+        text += f"by {most['intervention']}"
+        return text.replace("_", " ")
 
     draw_each(
         result,
         result["summary"],
         folder,
         points_of,
+        title_of,
         x="factor",
         y="alpha_k",
         series="intervention",
-        title_of=lambda rows: (
-            f"{rows[0]['checkpoint']}: can position {settings['position']} be made a sink? ({first})"
-        ),
         panel="panel",
         theories={"uniform": "uniform attention", "sink": f"a sink: {EPSILON}"},
         band="error",
         band_label="95 % interval",
+        band_limits=(LEAST_ALPHA, 1),
         style="-",
         log="xy",
         ticks=settings["factor"],
-        xlabel=f"factor on the values that position {settings['position']} aggregates",
-        ylabel=f"attention that position {settings['position']} gets in later layers",
+        lowest=LEAST_ALPHA,
+        highest=0.5,
+        xlabel=f"factor on the values that position {k} aggregates",
+        ylabel=f"attention that position {k} gets in later layers",
     )
 
 

@@ -69,6 +69,7 @@ def curves(
     panel="",
     band="",
     band_label="",
+    band_limits=(None, None),
     log="",
     style="o-",
     ticks=(),
@@ -81,15 +82,15 @@ def curves(
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
     Lines are named at their ends, by `names` or as they are called. `theories` maps the keys that hold
-    theories to their legends; a point may have None. `band` is the key of a half width to shade. `log`
-    names the logarithmic axes and `share` those that panels have in common: "x", "y", "xy" or "". The
-    points at x = `marked` get a large marker. The y-axes begin at `lowest`, and reach as far as `highest`,
-    or farther. An axis without a label is named by LABELS.
+    theories to their legends; a point may have None. `band` is the key of a half width to shade, within
+    `band_limits`. `log` names the logarithmic axes and `share` those that panels have in common: "x", "y",
+    "xy" or "". The points at x = `marked` get a large marker. The y-axes begin at `lowest`, and reach as far
+    as `highest`, or farther. An axis without a label is named by LABELS.
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
     colours = dict(zip(table[series].unique(), itertools.cycle(COLOURS)))
-    labels = {name: (names or {}).get(name, str(name).replace("_", " ")) for name in colours}
+    labels = {name: (names or {}).get(name, str(name)) for name in colours}
     columns = min(panels_in_a_row, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(2.6 + 4.0 * columns, 0.7 + 3.7 * rows), layout="constrained")
@@ -107,18 +108,15 @@ def curves(
             at_mark = line[line[x] == marked]
             axes.plot(at_mark[x], at_mark[y], "o", color=colour, markersize=9)
             if band:
-                low = line[y] - line[band]
-                high = line[y] + line[band]
+                low = (line[y] - line[band]).clip(*band_limits)
+                high = (line[y] + line[band]).clip(*band_limits)
                 axes.fill_between(line[x], low, high, color=colour, alpha=0.15, linewidth=0)
             for dash, key in zip(DASHES, theories or {}):
-                law = line.dropna(subset=key).sort_values(x)
-                look = {"color": "black", "linestyle": dash, "linewidth": 1.1, "zorder": 3}
-                if len(law) == 1:  # a point has no line
-                    look |= {"marker": "_", "markersize": 18}
-                axes.plot(law[x], law[key].astype(float), **look)
+                law = (part if key == x else line).dropna(subset=key).sort_values(x)
+                draw_law(axes, law[x], law[key].astype(float), dash)
         if panel:
             axes.set_title(panel_heading(panel, value), fontsize=11)
-        style_axes(axes, table[x], log, ticks)
+        style_axes(axes, table[x], table[y], log, ticks)
     for axes in grid.flatten():
         if lowest is not None:
             axes.set_ylim(bottom=lowest)
@@ -150,6 +148,15 @@ def curves(
     for axes in grid[:, 0]:
         axes.set_ylabel(textwrap.fill(ylabel, 36))
     save_figure(figure, path)
+
+
+def draw_law(axes, x, y, dash) -> None:
+    """Draw a theory, unless it is there already: two dashed lines would look like a solid one."""
+    known = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    if (list(x), list(y)) in known:
+        return
+    marker = {"marker": "_", "markersize": 18} if len(x) == 1 else {}  # a point has no line
+    axes.plot(x, y, color="black", linestyle=dash, linewidth=1.1, zorder=3, **marker)
 
 
 def name_figure(figure, title) -> None:
@@ -254,6 +261,9 @@ def error_bars(path, bars, title, xlabel, level, level_label) -> None:
             axes.errorbar(
                 line["rate"], heights, xerr=reach, fmt=MARKERS[i], color=colour, capsize=3, label=name
             )
+        for place, label in enumerate(labels):
+            if label not in part["label"].to_numpy():
+                axes.text(50, place, "does not apply", fontsize=9, color="grey", ha="center", va="center")
         axes.set_title(panel, fontsize=11)
         axes.set_yticks(range(len(labels)), labels)
         axes.spines[["top", "right"]].set_visible(False)
@@ -305,10 +315,11 @@ def layer_maps(path, panels) -> None:
     save_figure(figure, path)
 
 
-def strengths(path, rows, title, certain_z) -> None:
+def strengths(path, rows, title, certain_z, same_birth) -> None:
     """Draw what tests find of a changed child, a column for each `change`: units found above, z below.
 
-    A z of `certain_z` is a p of one in a million.
+    A z of `certain_z` is a p of one in a million. Units of a child with another verdict than `same_birth` are
+    hollow.
     """
     changes = list(pd.DataFrame(rows).groupby("change", sort=False))
     widths = [2 + len(part) for _, part in changes]
@@ -319,8 +330,10 @@ def strengths(path, rows, title, certain_z) -> None:
         places = range(len(part))
         has_order = not part["strength"].map(type).eq(str).any()
         style = "o-" if has_order else "o"
-        above.plot(places, 100 * part["units_share"].astype(float), style, color=BLUE, label="hidden units")
-        above.axhline(20, color="k", linestyle="--", linewidth=1.1, label="kin from here on")
+        share = 100 * part["units_share"].astype(float)
+        above.plot(places, share, style, color=BLUE, label="hidden units")
+        is_lost = (part["verdict"] != same_birth).to_numpy()
+        above.plot(np.arange(len(part))[is_lost], share[is_lost], "o", color="white", mec=BLUE, label="lost")
         for colour, (key, label) in zip(COLOURS[1:], lines.items()):
             below.plot(places, part[key].astype(float), style, color=colour, label=label)
         if part[list(lines)].isna().all(axis=None):
@@ -365,8 +378,8 @@ def family_tree(path, names, closeness, label, title) -> None:
     save_figure(figure, path)
 
 
-def style_axes(axes, values, log, ticks) -> None:
-    """Scales, plain ticks and spines of one panel, whose `values` lie along x."""
+def style_axes(axes, values, heights, log, ticks) -> None:
+    """Scales, plain ticks and spines of one panel, whose `values` lie along x and `heights` along y."""
     for axis in log:
         axes.set(**{f"{axis}scale": "log"})
         ticker = axes.xaxis if axis == "x" else axes.yaxis
@@ -376,6 +389,8 @@ def style_axes(axes, values, log, ticks) -> None:
     if "x" not in log:
         whole_numbers = pd.api.types.is_integer_dtype(values)  # there is no seed or layer 42.2
         axes.locator_params(axis="x", integer=whole_numbers, nbins=7)
+    if "y" not in log and pd.api.types.is_integer_dtype(heights):
+        axes.locator_params(axis="y", integer=True)
     if ticks:
         shown = [tick for tick in ticks if values.min() <= tick <= values.max()]
         axes.set_xticks(shown, [f"{tick:g}" for tick in shown])

@@ -312,9 +312,11 @@ def draw_errors(result, folder) -> None:
     taus = pd.DataFrame(result["taus"])
     taus["part"] = taus["tau"] * taus["share"] / 100
     taus["mean"] = taus.groupby("panel")["part"].transform("sum")
-    taus["panel"] = taus["panel"] + taus["mean"].map(": mean {:z.2f}".format)
-    means = taus.groupby("inputs", sort=False)["mean"].mean()
-    texts = [f"{mean:z.2f} ({GIVEN[inputs]})" for inputs, mean in means.items()]
+    given = taus["inputs"].map(GIVEN)
+    taus["panel"] = taus["model"] + ", " + given + taus["mean"].map(": mean {:z.2f}".format)
+    texts = [
+        f"{between(mean, 'z.2f')} ({shared})" for shared, mean in taus.groupby(given, sort=False)["mean"]
+    ]
     curves(
         taus,
         folder / "errors_tau.png",

@@ -1,6 +1,6 @@
 """How much memory does a rank need to train a model?
 
-    python -m reproduce.memory --dtype bfloat16                    # of configs/*.py: seconds, and no memory
+    python -m reproduce.memory --dtype bfloat16                    # of configs/*.py: a minute, and no memory
     python -m reproduce.memory --model tiny_llama --micro-batch-size 16 --sequence-length 256 --measure
 
 Two steps of train.py's loop run with fake tensors, which have a shape and no content, and all that is alive

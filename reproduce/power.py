@@ -124,9 +124,9 @@ def draw_power(result, folder) -> None:
     rows = result["rows"]
     by_units = sum(row["verdict"] == SAME_BIRTH for row in rows)
     by_paper = sum((row["closed_form_z"] or 0) > CERTAIN_Z for row in rows)
-    title = f"Hidden units still recognise the child in {by_units} of {len(rows)} forms, "
-    title += f"the paper's closed form (at p = 1e-6) in {by_paper}"
-    strengths(folder / "power.png", rows, title, CERTAIN_Z)
+    title = f"compare still recognises the child in {by_units} of {len(rows)} forms, by its hidden units; "
+    title += f"the paper's closed form in {by_paper} (at p = 1e-6)"
+    strengths(folder / "power.png", rows, title, CERTAIN_Z, SAME_BIRTH)
 
 
 # ---- how to read a layer map -------------------------------------------------------------------------------

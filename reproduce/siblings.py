@@ -307,18 +307,16 @@ def draw_calibrations(result, folder) -> None:
     later = [point for point in by_step if point["step"] > 0]  # birth would hide the rest
     style = {"y": "mean", "series": "calibration", "panel": "panel", "panels_in_a_row": 2}
     style |= {"band": "std", "band_label": "std of seeds", "ylabel": "", "share": ""}
-    losses_by_step = means(later, "loss", "step")
     curves(
-        losses_by_step,
+        means(later, "loss", "step"),
         folder / "calibrations.png",
         x="step",
-        title=f"Which calibration learns best? Last loss: {ranking(losses_by_step)}",
+        title=f"Lowest held-out loss in the end: {best(result['rows'], 'val_loss', '.2f')}",
         **style | {"ylabel": "held-out loss, nats a token"},
     )
     lengths = result["lengths"]
     rates = means(lengths, "sink_rate", "sequence_length")
     alphas = means(lengths, "mean_alpha1", "sequence_length", "uniform_alpha1")
-    at_64 = [point for point in rates if point["sequence_length"] == 64]
     curves(
         rates + alphas,
         folder / "calibrated_rate.png",
@@ -327,62 +325,108 @@ def draw_calibrations(result, folder) -> None:
         log="x",
         ticks=sinks.LENGTHS,
         lowest=0,
-        title=f"Which calibration sinks least? Share of heads at 64 tokens: {ranking(at_64)}",
-        **style | {"ylabel": "share of heads; attention to position 1"},
+        band_limits=(0, 1),
+        title=f"Smallest share of sink heads at 64 tokens: {best(result['rows'], 'sink_rate', '.1%')}",
+        **style,
     )
-    signs = []
-    for sign in ("norm_ratio", "value_ratio", "first_share"):
-        signs += means(by_step, sign, "step")
+    ratios = means(by_step, "norm_ratio", "step") + means(by_step, "value_ratio", "step")
     curves(
-        sorted(signs, key=itemgetter("config")),
+        sorted([point | {"one": 1.0} for point in ratios], key=itemgetter("config")),
         folder / "calibrated_signs.png",
         x="step",
         lowest=0,
-        title="Do the signs of a sink come with training? Of position 1: its stream's length and its values' "
-        "length, over those of other positions; share of heads that attend most to it",
-        **style | {"panels_in_a_row": 3},
+        theories={"one": "as long as at other positions"},
+        title=f"How long is position 1's stream in the end, beside other positions'? "
+        f"{beside_none(result['rows'], 'norm_ratio')}",
+        **style,
+    )
+    curves(
+        means(by_step, "first_share", "step"),
+        folder / "calibrated_share.png",
+        x="step",
+        lowest=0,
+        band_limits=(0, 1),
+        title="How many heads attend most to position 1 in the end? "
+        f"{beside_none(result['rows'], 'first_share')}",
+        **style,
     )
     for name, title in (
-        ("disparity", "Does one dimension dominate the stream of position 1? Trained, mean of layers: "),
-        ("effective_rank", "How many dimensions does the stream use? Trained, mean of layers: "),
+        ("disparity", "Does one dimension dominate the stream of position 1? Largest over mean: "),
+        ("effective_rank", "How many dimensions does the stream use? "),
     ):
-        points = means(result["links"], name, "layer", by="state")
-        trained_points = [point for point in points if point["state"] == "trained"]
-        title += ranking(trained_points)
         curves(
-            points,
+            means(result["links"], name, "layer", by="state"),
             folder / f"calibrated_{name}.png",
             x="layer",
-            title=title,
+            title=title + birth_and_trained(result["links"], name),
             lowest=0,
-            **style | {"share": "y", "ylabel": name.replace("_", " ")},
+            **style | {"share": "y"},
         )
-    spread = means(first_layer(result["spread"]), "std", "position", "theory", by="state")
-    place = DRAWN_POSITIONS[-1]
-    question = f"At birth, position {place} over position 1"
-    last = [point for point in spread if point["position"] == place and point["state"] == "birth"]
+    spread = first_layer(result["spread"])
     curves(
-        spread,
+        means(spread, "std", "position", "theory", by="state"),
         folder / "calibrated_variance.png",
         x="position",
         theories={"theory": "newborn that reads random tokens"},
         log="xy",
-        title=f"Do values vary less at later positions? {question}: {ranking(last)}",
+        title=f"How much do values vary at position {DRAWN_POSITIONS[-1]}, beside position 1, at birth? "
+        f"{beside_none(last_position(spread), 'std')}",
         **style | {"share": "xy", "ylabel": "std of layer 1's aggregated values, of position 1's"},
     )
 
 
-def ranking(points):
-    """The mean of the last points of each calibration, by configuration, in words."""
-    table = pd.DataFrame(points)
+PANELS = {  # of a figure, by the value that it shows
+    "loss": "held-out loss",
+    "sink_rate": "share of heads that sink on position 1",
+    "mean_alpha1": "attention to position 1, mean of heads",
+    "norm_ratio": "length of the stream, position 1 / others",
+    "value_ratio": "length of values, position 1 / others",
+    "first_share": "share of heads most on position 1",
+    "disparity": "largest / mean |dimension|",
+    "effective_rank": "effective rank",
+    "std": "std by position",
+}
+
+
+def calibration_means(rows, key):
+    """(configuration, means over seeds by calibration) for each configuration."""
+    for config, part in pd.DataFrame(rows).groupby("config", sort=False):
+        yield config, part.groupby("calibration", sort=False)[key].mean()
+
+
+def best(rows, key, form):
+    """The calibration with the least value for each configuration, beside none, as text."""
     texts = []
-    for config, part in table.groupby("config", sort=False):
-        last = part
-        if "step" in part:
-            last = part[part["step"] == part["step"].max()]
-        values = last.groupby("calibration", sort=False)["mean"].mean().sort_values()
-        texts.append(f"{config}: " + ", ".join(f"{kind} {value:.3g}" for kind, value in values.items()))
+    for config, values in calibration_means(rows, key):
+        least = values.idxmin()
+        text = f"{least} on {config} ({values[least]:{form}}"
+        texts.append(text + ("" if least == "none" else f"; none {values['none']:{form}}") + ")")
+    return ", ".join(texts)
+
+
+def beside_none(rows, key):
+    """A value without calibration, and its range with the others, for each configuration, as text."""
+    texts = []
+    for config, values in calibration_means(rows, key):
+        others = between(values.drop("none"), ".2f")
+        texts.append(f"{config} {values['none']:.2f}, calibrated {others}")
     return "; ".join(texts)
+
+
+def birth_and_trained(links, key):
+    """The range of a link over calibrations, in the mean of layers, at birth and trained, as text."""
+    texts = []
+    for config, part in pd.DataFrame(links).groupby("config", sort=False):
+        ranges = {}
+        for state, rows in part.groupby("state", sort=False):
+            ranges[state] = between(rows.groupby("calibration")[key].mean(), ".3g")
+        texts.append(f"{config} {ranges['birth']} at birth, {ranges['trained']} trained")
+    return "; ".join(texts)
+
+
+def last_position(spread):
+    """The rows of newborns at the last of the positions."""
+    return [row for row in spread if row["position"] == DRAWN_POSITIONS[-1] and row["state"] == "birth"]
 
 
 def first_layer(points):
@@ -398,7 +442,7 @@ def means(points, value, *along: str, by=""):
     keys = ["config", by] if by else ["config"]
     groups = pd.DataFrame(points).groupby([*keys, "calibration", *along], sort=False, dropna=False)
     table = groups[value].agg(["mean", "std"]).reset_index()
-    table["panel"] = table[keys].agg(", ".join, axis=1) + ": " + value.replace("_", " ")
+    table["panel"] = table[keys].agg(", ".join, axis=1) + ": " + PANELS[value]
     return table.to_dict("records")
 
 
@@ -530,14 +574,15 @@ def draw_births(result, folder) -> None:
     last = result["points"][-1]  # a difference
     low = last["loss"] - last["error"]
     high = last["loss"] + last["error"]
+    seen = "no difference is seen" if low < 0 < high else "they differ"
     curves(
         result["points"],
         folder / "births.png",
         x="step",
         y="loss",
         series="init",
-        title=f"An unprejudiced birth ends {last['loss']:+.3f} nats a token ({low:+.2f} to {high:+.2f}) "
-        "from the usual one",
+        title=f"A centered birth ends {last['loss']:+.3f} nats a token ({low:+.2f} to {high:+.2f}) from "
+        f"the usual one: {seen}",
         highest=0.6,
         panel="panel",
         theories={"zero": "no difference"},
