@@ -63,7 +63,7 @@ def test_of_panels_in_a_row_the_last_is_labelled(drawn):
 
 def test_points_without_lines_have_a_legend(drawn):
     figure = drawn(style="o")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["costs $1 and $2", "b c"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["costs $1 and $2", "b_c"]
     assert len(figure.axes[0].texts) == 0
 
 
