@@ -1,11 +1,20 @@
 """Which answers does docs/lesson.md ask for? A function for each exercise but the first, which changes model.py.
 
-Write your own code in place of a `raise`, and import at the top what it needs. Then ask for a check:
+Write your own code in place of a `raise`, then ask for a check:
 
     python -m reproduce.lesson 3
 
 Checks call these functions under torch.no_grad(). docs/solutions has a patch for each exercise.
 """
+
+# ruff: noqa: F401 - the imports wait for the answers
+import math
+
+import torch
+
+from init import draw
+from lib.folders import Weights
+from measure.theory import mean_field
 
 
 def favourite(model):

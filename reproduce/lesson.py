@@ -169,7 +169,9 @@ def relu_step():
         measured = F.cosine_similarity(F.relu(weight @ x), F.relu(weight @ y), dim=0).item()
         said = number("relu_cosine", c)
         # the standard error of a cosine of 16,384 units is below 0.01
-        expect(abs(said - measured) < 0.03, f"relu_cosine({c}) is {said:.3f}; random weights say {measured:.3f}")
+        expect(
+            abs(said - measured) < 0.03, f"relu_cosine({c}) is {said:.3f}; random weights say {measured:.3f}"
+        )
     for c, exact in ((-1.0, 0.0), (0.0, 1 / math.pi), (1.0, 1.0)):
         said = number("relu_cosine", c)
         # random weights would need 10^8 units to come so close
@@ -225,8 +227,12 @@ def child_hidden():
     tests = max(-row["body_log10_p"], -row["relabel_log10_p"], -row["embedding_log10_p"])
     fault = f"coordinates still know the child: z of its weights is {row['body_z']:.1f}, of its table {row['embedding_z']:.1f}"
     expect(tests < -SAME_LOG10_P, fault)
-    expect(row["verdict"] == SAME_BIRTH, f"hidden units should still know the child, but say {row['verdict']}")
-    return f"z of its weights is {row['body_z']:.1f}, but {row['units_found']} of {row['units']} units are found"
+    expect(
+        row["verdict"] == SAME_BIRTH, f"hidden units should still know the child, but say {row['verdict']}"
+    )
+    return (
+        f"z of its weights is {row['body_z']:.1f}, but {row['units_found']} of {row['units']} units are found"
+    )
 
 
 def head_asleep():
