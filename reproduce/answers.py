@@ -1,4 +1,4 @@
-"""Which answers does docs/lesson.md ask for? A function for each exercise but the first, which changes model.py.
+"""Which answers does docs/lesson.md ask for? A function for each exercise but the first: model.py has that.
 
 Write your own code in place of a `raise`, then ask for a check:
 
@@ -46,18 +46,19 @@ def seed_of(folder):
 def hide(weights):
     """5. The weights of a model that computes the same, but has every coordinate of its stream elsewhere.
 
-    Given is the state of a `tiny_llama`: a dictionary from the names of parameters to tensors. Their last
-    axis is the stream's, but that of `o_proj` and `down_proj` is the first. Wanted is a dictionary of the same
-    names and shapes.
+    Given is the state of a `tiny_llama`: a dictionary from the names of parameters to tensors. The last axis
+    is the stream's; of `o_proj` and `down_proj`, which write to it, the first is. Wanted is a dictionary of
+    the same names and shapes.
     """
     raise NotImplementedError("hide")
 
 
 def sleep(model):
-    """6. Make the first head of the first layer rest on token 0, wherever that opens a sequence. Returns nothing.
+    """6. Make the first head of the first layer rest on token 0 where a sequence begins with it.
 
     Given is a Transformer, a newborn `tiny_qwen` with 8 heads of 32 dimensions; it is to be changed in place,
-    but only the head's own rows, 0 to 31, of the weights and biases of `q_proj` and `k_proj` in layer 1.
+    but only in the head's own rows, 0 to 31, of the weights and biases of `q_proj` and `k_proj` in layer 1.
+    Nothing is returned.
     """
     raise NotImplementedError("sleep")
 
