@@ -135,7 +135,7 @@ def fair_activation():
     expect(cosine < 0.003, f"its mean output gives unrelated inputs a cosine of {cosine:.3f} in one layer")
     for seed in (42, 43):
         model = newborn("tiny_fair", seed)
-        row = preference(model, attempt(config.mlp, count_predictions, model, LENGTH, 500))
+        row = preference(model, attempt(config.mlp, count_predictions, model, LENGTH, 200))
         cosine = row["mean_cosine"]
         # GELU's is 0.17, a fair activation's below 0.003
         expect(abs(cosine) < 0.01, f"seed {seed}: unrelated sequences have a mean cosine of {cosine:.3f}")
@@ -154,7 +154,7 @@ def favourite_foretold():
         model = newborn(config, seed)
         with mock.patch.object(Transformer, "hidden", mock.Mock(side_effect=refusal)):
             foretold = number("favourite", copy.deepcopy(model))
-        counts = count_predictions(model, LENGTH, 300)["token_counts"]  # (V,)
+        counts = count_predictions(model, LENGTH, 150)["token_counts"]  # (V,)
         hits += foretold in counts.topk(3).indices.tolist()
     expect(hits >= 4, f"{hits} of 8 tokens were among the three favourites; 4 are asked for")
     return f"{hits} of 8 tokens were among the three favourites, of 4,096"
@@ -221,7 +221,7 @@ def child_hidden():
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder, "hidden"), thief)
         specs = [checkpoint.parse_spec(name) for name in ("tiny_llama@1", str(Path(folder, "hidden")))]
-        settings = CompareSettings(dtype="float32", device="cpu", permutations=999)
+        settings = CompareSettings(dtype="float32", device="cpu", permutations=199)
         models = [read_model(spec.name, spec.open(), model.config.vocab_size, settings) for spec in specs]
         row, _ = compare_pair(*models, settings)
     for test, rows in (("relabel", "states"), ("body", "weights"), ("embedding", "table")):
@@ -279,12 +279,12 @@ def paper_test_broken():
     """8. Do Gaussian inputs break the paper's test? All ten pairs of five strangers must be called kin."""
     models = [newborn("tiny_llama", seed) for seed in range(5)]
     d = models[0].config.d_model
-    shape = (1000, 8, d)
+    shape = (500, 8, d)
     given = tensor("inputs", shape, *shape, 0)
     other = tensor("inputs", shape, *shape, 1)
     expect(not torch.equal(given, other), "inputs() returned the same numbers for two seeds")
     cosine = pairwise_cosine(given.flatten(1))["mean_cosine"]
-    # independent sequences: 0, with a standard error of 1e-5
+    # independent sequences: 0, with a standard error of 1e-4
     expect(abs(cosine) < 0.01, f"the sequences are not independent: their mean cosine is {cosine:.2f}")
     values = given.flatten().double()
     kurtosis = ((values - values.mean()) / values.std()).pow(4).mean().item()
