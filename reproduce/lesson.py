@@ -143,21 +143,21 @@ def fair_activation():
 
 
 def favourite_foretold():
-    """2. Which token will a newborn prefer? Half of eight answers must be among its three favourites.
+    """2. Which token will a newborn prefer? Half of six answers must be among its three favourites.
 
     By chance one in 1,400 would be; the solution's are all.
     """
     hits = 0
     config = replace(PRESETS["tiny_gpt2"], mlp="relu")  # whose favourites are too strong to be missed
     refusal = UserError("not yet: favourite() reads sequences, but the weights alone are to tell")
-    for seed in range(100, 108):
+    for seed in range(100, 106):
         model = newborn(config, seed)
         with mock.patch.object(Transformer, "hidden", mock.Mock(side_effect=refusal)):
             foretold = number("favourite", copy.deepcopy(model))
         counts = count_predictions(model, LENGTH, 150)["token_counts"]  # (V,)
         hits += foretold in counts.topk(3).indices.tolist()
-    expect(hits >= 4, f"{hits} of 8 tokens were among the three favourites; 4 are asked for")
-    return f"{hits} of 8 tokens were among the three favourites, of 4,096"
+    expect(hits >= 3, f"{hits} of 6 tokens were among the three favourites; 3 are asked for")
+    return f"{hits} of 6 tokens were among the three favourites, of 4,096"
 
 
 def relu_step():
