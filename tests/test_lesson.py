@@ -1,4 +1,4 @@
-"""Every exercise of docs/lesson.md: its check refuses a blank page and wrong answers, and its patch passes."""
+"""Every exercise of docs/lesson.md: its check refuses a blank page and wrong answers; its patch passes."""
 
 import math
 import os
@@ -196,6 +196,7 @@ INPUTS = {
     "tokens": (lambda n, T, d, seed: torch.zeros(n, T, d, dtype=torch.int64), "no float tensor"),
     "one seed": (lambda n, T, d, seed: normal(n, T, d, 0), "for two seeds"),
     "one sequence": (lambda n, T, d, seed: normal(1, T, d, seed).expand(n, T, d), "not independent"),
+    "faint": (lambda n, T, d, seed: 0.001 * normal(n, T, d, seed), "the test is not broken"),
     "uniform": (lambda n, T, d, seed: normal(n, T, d, seed).erf(), "kurtosis is 1.6"),
 }
 
