@@ -32,7 +32,7 @@ from measure.lineage import SAME_LOG10_P, paper_test
 from measure.theory import hermite_kernel, one_block_cosine
 from measure.verdict import SAME_BIRTH
 from model import ACTIVATIONS, PRESETS, Transformer
-from probe import count_predictions, preference
+from probe import count_predictions
 from reproduce import answers
 from seedprint import CompareSettings
 
@@ -115,6 +115,11 @@ def kind(value):
     return type(value).__name__
 
 
+def shapes_of(weights):
+    """The shape of each tensor in a dictionary; None for what is no tensor."""
+    return {name: getattr(weight, "shape", None) for name, weight in weights.items()}
+
+
 # ---- the exercises -----------------------------------------------------------------------------------------
 
 
@@ -135,8 +140,8 @@ def fair_activation():
     expect(cosine < 0.003, f"its mean output gives unrelated inputs a cosine of {cosine:.3f} in one layer")
     for seed in (42, 43):
         model = newborn("tiny_fair", seed)
-        row = preference(model, attempt(config.mlp, count_predictions, model, LENGTH, 200))
-        cosine = row["mean_cosine"]
+        counts = attempt(config.mlp, count_predictions, model, LENGTH, 200)
+        cosine, _ = counts["cosines"].mean_and_std()
         # GELU's is 0.17, a fair activation's below 0.003
         expect(abs(cosine) < 0.01, f"seed {seed}: unrelated sequences have a mean cosine of {cosine:.3f}")
     return f"the mean cosine of unrelated sequences is {cosine:.4f}; GELU's is 0.16"
@@ -209,9 +214,10 @@ def child_hidden():
     given = {name: weight.clone() for name, weight in model.state_dict().items()}
     hidden = answer("hide", given)
     expect(isinstance(hidden, dict), f"hide() returned no dictionary, but {kind(hidden)}")
-    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
-    hidden_shapes = {name: getattr(weight, "shape", None) for name, weight in hidden.items()}
-    expect(hidden_shapes == shapes, "hide() returned other names or shapes than it was given")
+    expect(
+        shapes_of(hidden) == shapes_of(model.state_dict()),
+        "hide() returned other names or shapes than it was given",
+    )
     thief = copy.deepcopy(model)
     thief.load_state_dict(hidden)
     tokens = random_tokens(0, range(4), LENGTH, model.config.vocab_size)
@@ -241,11 +247,17 @@ def head_asleep():
         tokens[:, 0] = 0
         changed = copy.deepcopy(model)
         answer("sleep", changed)
+        weights = changed.state_dict()
+        expect(
+            shapes_of(weights) == shapes_of(model.state_dict()), "weights are missing, or have other shapes"
+        )
         for name, weight in model.state_dict().items():
-            differs = (changed.state_dict()[name] != weight).flatten(1 if weight.dim() > 1 else 0)
+            differs = weights[name] != weight
             if name.startswith(HEADS_OWN):
                 differs = differs[model.config.head_size :]
             expect(not differs.any(), f"{name} has changed where it is not the head's own")
+        changed = copy.deepcopy(model)
+        changed.load_state_dict(weights)  # the weights alone count
         before = attention_to(model, tokens)[:, 0, 0].mean().item()
         after = attention_to(changed, tokens)[:, 0, 0].mean().item()
         # uniform attention gives 0.07; a head that rests gives 0.99 and more
@@ -283,6 +295,7 @@ def paper_test_broken():
     given = tensor("inputs", shape, *shape, 0)
     other = tensor("inputs", shape, *shape, 1)
     expect(not torch.equal(given, other), "inputs() returned the same numbers for two seeds")
+    expect(given.std() > 0, "the inputs are one number all over")
     cosine = pairwise_cosine(given.flatten(1))["mean_cosine"]
     # independent sequences: 0, with a standard error of 1e-4
     expect(abs(cosine) < 0.01, f"the sequences are not independent: their mean cosine is {cosine:.2f}")

@@ -163,13 +163,19 @@ def louder(model):
 def test_heads_that_do_not_sleep(monkeypatch):
     assert "0.07 of its attention" in refusal(monkeypatch, 6, "sleep", lambda model: None)
     assert "embed_tokens.weight has changed" in refusal(monkeypatch, 6, "sleep", louder)
+    assert "weights are missing" in refusal(monkeypatch, 6, "sleep", without_queries)
+
+
+def without_queries(model):
+    """The first layer has none."""
+    model.model.layers[0].self_attn.q_proj = None
 
 
 UNDONE = {
     "nothing": (lambda heads: heads, "0.1"),
     "ones": (torch.ones_like, "turns vectors"),
     "from 0": (lambda heads: heads * torch.arange(heads.shape[2]).sqrt()[:, None], "turns vectors"),
-    "squared": (lambda heads: heads * torch.arange(1, heads.shape[2] + 1)[:, None], "6.9"),
+    "squared": (lambda heads: heads * torch.arange(1, heads.shape[2] + 1)[:, None], "1.00 to 6."),
     "integers": (lambda heads: heads.int(), "no float tensor, but a tensor of torch.int32"),
     "short": (lambda heads: heads[:, :, 1:], "returned the shape"),
     "infinite": (lambda heads: heads / 0, "not finite"),
@@ -192,12 +198,17 @@ def normal(n, T, d, seed):
     return torch.randn(n, T, d, generator=torch.Generator().manual_seed(seed))
 
 
+def uniform(n, T, d, seed):
+    """Numbers from -1/2 to 1/2."""
+    return torch.rand(n, T, d, generator=torch.Generator().manual_seed(seed)) - 0.5
+
+
 INPUTS = {
     "tokens": (lambda n, T, d, seed: torch.zeros(n, T, d, dtype=torch.int64), "no float tensor"),
     "one seed": (lambda n, T, d, seed: normal(n, T, d, 0), "for two seeds"),
     "one sequence": (lambda n, T, d, seed: normal(1, T, d, seed).expand(n, T, d), "not independent"),
     "faint": (lambda n, T, d, seed: 0.001 * normal(n, T, d, seed), "the test is not broken"),
-    "uniform": (lambda n, T, d, seed: normal(n, T, d, seed).erf(), "kurtosis is 1.6"),
+    "uniform": (lambda n, T, d, seed: uniform(n, T, d, seed), "kurtosis is 1.8"),
 }
 
 
