@@ -39,12 +39,14 @@ from seedprint import CompareSettings
 LENGTH = 64  # tokens in a sequence
 OLD_ACTIVATIONS = ("gelu", "relu", "tanh", "swiglu")
 
+Number = Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="EXERCISE", help_behavior_hint="")]
+
 
 @dataclass
 class Settings:
     """What `python -m reproduce.lesson` can be told."""
 
-    exercise: Annotated[int | None, tyro.conf.Positional] = None
+    exercise: Number = 0
     """its number in docs/lesson.md"""
 
 
