@@ -91,20 +91,11 @@ def curves(
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
     colours = dict(zip(table[series].unique(), itertools.cycle(COLOURS)))
     labels = {name: (names or {}).get(name, str(name)) for name in colours}
-    columns = min(panels_in_a_row, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(2.6 + 4.0 * columns, 0.7 + 3.7 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex="x" in share, sharey="y" in share)
-    for axes in grid.flatten()[len(panels) :]:
-        axes.set_axis_off()
+    figure, grid = panel_grid(len(panels), panels_in_a_row, share)
     for axes, (value, part) in zip(grid.flatten(), panels):
         for marker, (name, colour) in zip(itertools.cycle(MARKERS), colours.items()):
             line = part[part[series] == name]
-            look = {"color": colour, "label": labels[name]}
-            if style == "o":  # hollow, of several shapes: those of one place are seen
-                axes.plot(line[x], line[y], marker, markerfacecolor="none", markersize=7, **look)
-            else:
-                axes.plot(line[x], line[y], style, **look)
+            draw_series(axes, line[x], line[y], style, marker, colour, labels[name])
             at_mark = line[line[x] == marked]
             axes.plot(at_mark[x], at_mark[y], "o", color=colour, markersize=9)
             if band:
@@ -122,14 +113,13 @@ def curves(
             axes.set_ylim(bottom=lowest)
         if highest is not None:
             axes.set_ylim(top=max(highest, axes.get_ylim()[1]))
-    is_line = "-" in style
-    if is_line:
+    # names of lines, legend of the rest, title and axes
+    keys = []
+    if "-" in style:
         for row in grid:
             label_lines(row, labels.values())
-    first = grid[0, 0]
-    keys = []  # of the legend
-    if not is_line and len(colours) > 1:
-        keys += first.get_legend_handles_labels()[0]
+    elif len(colours) > 1:
+        keys += grid[0, 0].get_legend_handles_labels()[0]
     if band:
         keys.append(Patch(color="grey", alpha=0.3, linewidth=0, label=band_label))
     for dash, legend in zip(DASHES, (theories or {}).values()):
@@ -140,14 +130,37 @@ def curves(
     if keys:
         figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     name_figure(figure, title)
-    xlabel = LABELS.get(x, x) if xlabel is None else xlabel
-    ylabel = LABELS.get(y, y) if ylabel is None else ylabel
-    for axes in grid.flatten()[max(0, len(panels) - columns) : len(panels)]:  # the lowest of each column
+    name_axes(grid, len(panels), xlabel or LABELS.get(x, x), LABELS.get(y, y) if ylabel is None else ylabel)
+    save_figure(figure, path)
+
+
+def panel_grid(count, in_a_row, share):
+    """A figure, and its grid of axes (rows, columns), of which the first `count` are used."""
+    columns = min(in_a_row, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(2.6 + 4.0 * columns, 0.7 + 3.7 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex="x" in share, sharey="y" in share)
+    for axes in grid.flatten()[count:]:
+        axes.set_axis_off()
+    return figure, grid
+
+
+def draw_series(axes, x, y, style, marker, colour, label) -> None:
+    """Draw a series; points are hollow and of several shapes, so that those of one place are seen."""
+    if style == "o":
+        axes.plot(x, y, marker, markerfacecolor="none", markersize=7, color=colour, label=label)
+    else:
+        axes.plot(x, y, style, color=colour, label=label)
+
+
+def name_axes(grid, count, xlabel, ylabel) -> None:
+    """Name the x-axis of the lowest panel of each column, and the y-axis of the first of each row."""
+    columns = grid.shape[1]
+    for axes in grid.flatten()[max(0, count - columns) : count]:
         axes.tick_params(labelbottom=True)
         axes.set_xlabel(xlabel)
     for axes in grid[:, 0]:
         axes.set_ylabel(textwrap.fill(ylabel, 36))
-    save_figure(figure, path)
 
 
 def draw_law(axes, x, y, dash) -> None:
