@@ -273,7 +273,8 @@ def favourites(axes, row, frequency, uniform) -> None:
     axes.bar(order[: len(frequency)], frequency[:RANKS], color=BLUE, label="the model")
     axes.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
     text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences,\n"
-    text += f"{row['ratio']:.1f} x uniform, p = 1e{row['log10_p']:.0f}"
+    p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
+    text += f"{row['ratio']:.1f} x uniform, p = {p}"
     axes.text(0.96, 0.72, text, transform=axes.transAxes, ha="right", va="top", fontsize=9)
     axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
     name = row["model"]

@@ -282,7 +282,9 @@ def draw_first(result, folder) -> None:
     for label, heads in by_checkpoint(rows).items():
         if max(row["sink_share"] for row in heads) == 0:
             largest = max(row["largest"] for row in heads)
-            texts[label] = f"{label}: no head sinks on any token, alpha_1 is {largest:.2f} at most"
+            texts[label] = (
+                f"{label}: no head sinks on any token of the text, alpha_1 is {largest:.2f} at most"
+            )
     points = []
     for point in result["points"]:
         head = (point["layer"], point["head"])
@@ -480,7 +482,7 @@ class Link(NamedTuple):
     label: str  # of the y-axis
     highest: float | None = None  # the least height of the y-axis
     log: str = "x"  # logarithmic axes
-    compared_with: str = "others"  # what position 1 is divided by
+    compared_with: str = "median of others"  # what position 1 is divided by
 
 
 LINKS = {
@@ -516,10 +518,8 @@ def draw_anatomy(result, folder) -> None:
         points = []
         for label, rows in checkpoints.items():
             drawn = drawn_rows(rows)
-            ratios = first_to_others(drawn, key)
-            numbers = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            layers = ", ".join(str(layer) for layer in ratios.index)
-            panel = f"{label}: position 1 / {link.compared_with} = {numbers}\nin layers {layers}"
+            ratios = [f"layer {layer} {ratio:.2f}" for layer, ratio in first_to_others(drawn, key).items()]
+            panel = f"{label}: position 1 / {link.compared_with}\n{', '.join(ratios)}"
             points += [row | {"panel": panel} for row in drawn]
         curves(
             points,

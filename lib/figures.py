@@ -89,8 +89,11 @@ def curves(
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
-    colours = dict(zip(table[series].unique(), itertools.cycle(COLOURS)))
-    labels = {name: (names or {}).get(name, str(name)) for name in colours}
+    names = names or {}
+    order = [name for name in names if name in set(table[series])]  # the same colours whatever comes first
+    order += [name for name in table[series].unique() if name not in names]
+    colours = dict(zip(order, itertools.cycle(COLOURS)))
+    labels = {name: names.get(name, str(name)) for name in order}
     figure, grid = panel_grid(len(panels), panels_in_a_row, share)
     for axes, (value, part) in zip(grid.flatten(), panels):
         for marker, (name, colour) in zip(itertools.cycle(MARKERS), colours.items()):
@@ -107,7 +110,7 @@ def curves(
                 draw_law(axes, law[x], law[key].astype(float), dash)
         if panel:
             axes.set_title(panel_heading(panel, value), fontsize=11)
-        style_axes(axes, table[x], table[y], log, ticks)
+        style_axes(axes, table[x] if "x" in share else part[x], table[y], log, ticks)
     for axes in grid.flatten():
         if lowest is not None:
             axes.set_ylim(bottom=lowest)

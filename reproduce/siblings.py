@@ -305,6 +305,8 @@ def draw_calibrations(result, folder) -> None:
     """Held-out loss and what foretells sinks by step; sinks by length; SO's links by layer and position."""
     by_step = result["curve"]
     later = [point for point in by_step if point["step"] > 0]  # birth would hide the rest
+    last_steps = {point["config"]: point["step"] for point in by_step}
+    ends = [point for point in by_step if point["step"] == last_steps[point["config"]]]
     style = {"y": "mean", "series": "calibration", "panel": "panel", "panels_in_a_row": 2}
     style |= {"band": "std", "band_label": "std of seeds", "ylabel": "", "share": ""}
     curves(
@@ -337,7 +339,7 @@ def draw_calibrations(result, folder) -> None:
         lowest=0,
         theories={"one": "as long as at other positions"},
         title=f"How long is position 1's stream in the end, beside other positions'? "
-        f"{beside_none(result['rows'], 'norm_ratio')}",
+        f"{beside_none(ends, 'norm_ratio')}",
         **style,
     )
     curves(
@@ -346,13 +348,12 @@ def draw_calibrations(result, folder) -> None:
         x="step",
         lowest=0,
         band_limits=(0, 1),
-        title="How many heads attend most to position 1 in the end? "
-        f"{beside_none(result['rows'], 'first_share')}",
+        title=f"How many heads attend most to position 1 in the end? {beside_none(ends, 'first_share')}",
         **style,
     )
     for name, title in (
-        ("disparity", "Does one dimension dominate the stream of position 1? Largest over mean: "),
-        ("effective_rank", "How many dimensions does the stream use? "),
+        ("disparity", "Does one dimension dominate at position 1? Largest / mean, mean of layers: "),
+        ("effective_rank", "How many dimensions does the stream use, in the mean of layers? "),
     ):
         curves(
             means(result["links"], name, "layer", by="state"),
@@ -399,8 +400,12 @@ def best(rows, key, form):
     texts = []
     for config, values in calibration_means(rows, key):
         least = values.idxmin()
-        text = f"{least} on {config} ({values[least]:{form}}"
-        texts.append(text + ("" if least == "none" else f"; none {values['none']:{form}}") + ")")
+        lowest = f"{values[least]:{form}}"
+        uncalibrated = f"{values['none']:{form}}"
+        if lowest == uncalibrated:
+            texts.append(f"none gains on {config} ({lowest})")
+        else:
+            texts.append(f"{least} on {config} ({lowest}; uncalibrated {uncalibrated})")
     return ", ".join(texts)
 
 
@@ -409,7 +414,7 @@ def beside_none(rows, key):
     texts = []
     for config, values in calibration_means(rows, key):
         others = between(values.drop("none"), ".2f")
-        texts.append(f"{config} {values['none']:.2f}, calibrated {others}")
+        texts.append(f"{config} {values['none']:.2f} uncalibrated, {others} calibrated")
     return "; ".join(texts)
 
 
