@@ -233,7 +233,7 @@ Every table, figure, finding and proposition of *Transformers Are Born Biased* (
 Origin of Attention Sink* (SO) is known to say, at {scale} scale. `python -m reproduce` writes this page from
 the JSON files beside it. There is a verdict only where the paper states what can be checked; it is *open*
 where an interval has both answers. Items that begin with "ours" have none. Of SO we had the abstract and
-summaries. Seconds are without training. Table 7's text is the test split of WikiText-2.
+summaries. Seconds are without training. Table 7's text is the test split of WikiText-2.{larger}
 
 {minutes:.0f} minutes of measuring and {training:.0f} of training steps, on {devices}.
 
@@ -248,9 +248,13 @@ def write_report(settings: Settings) -> None:
     names = names_of(settings.scale)
     results = read_results(settings.out, names)
     environments = [result["environment"] for result in results.values()]
+    larger = ""
+    if settings.scale != "night" and (Path(settings.out) / "paper_scale/README.md").exists():
+        larger = "\n[Newborns at the papers' own size](paper_scale/README.md) have a page of their own."
     claims = [claim for claim in CLAIMS if settings.scale != "night" or claim.result in names]
     text = REPORT.format(
         scale=settings.scale,
+        larger=larger,
         minutes=sum(environment["seconds"] for environment in environments) / 60,
         training=sum(result.get("training_seconds", 0) for result in results.values()) / 60,
         devices=", ".join(sorted({environment["device"] for environment in environments})),

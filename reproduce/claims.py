@@ -430,9 +430,6 @@ SAID = {  # (item, what the paper says or we ask, its number or the theory's): h
         "by": "model seed sequence_length",
         "judge": preference,
     },
-    ("Table 1, its size", "10,000 sequences of up to 1,024 tokens", ""): {
-        "command": "python probe.py --model nano_gpt2 nano_llama gpt2_1b --seed 42 43 --device cuda"
-    },
     ("Finding 1.2, length", "the favourite's share grows with the sequence length", ""): {
         "result": "lengths/probe",
         "by": "model",
