@@ -34,7 +34,7 @@ from probe import RANKS, count_predictions, preference
 TEN_SEEDS = tuple(range(42, 52))
 WIDTHS = (128, 256, 512, 1024)  # of `width`
 PARTS = {"full": "the whole model", "mlp": "MLPs alone", "attention": "attention alone"}
-BIASED = 0.45  # mean cosine: no bias looks like none beside it
+BIASED = 0.45  # mean cosine that axes reach at least, so that no bias looks like none
 
 
 @dataclass
@@ -131,11 +131,19 @@ def run_experiment(sample, paper, settings: BlockSettings, defaults, averaged, c
 
 
 def draw_experiment(name, finding, figure, result, folder) -> None:
-    """<name>.png: the points of a result, or its rows where it has none."""
-    shown = name_models(result["points"] or result["rows"], figure["series"])
-    models = ", ".join(dict.fromkeys(row["model"] for row in result["rows"]))
-    title = f"{models}: {finding(result['rows'])}" if finding else ""
-    curves(shown, folder / f"{name}.png", title=title, **figure)
+    """<name>.png: the points of a result, or its rows where it has none; its title says what was found."""
+    series = figure["series"]
+    names = figure.get("names", {})
+    shown = result["points"] or result["rows"]
+    if names:  # a series without a name is not drawn
+        shown = [point for point in shown if point[series] in names]
+    by_model = {}
+    for row in result["rows"]:
+        by_model.setdefault(row["model"], []).append(row)
+    title = ""
+    if finding:
+        title = "; ".join(f"{model}: {finding(rows)}" for model, rows in by_model.items())
+    curves(name_models(shown, series, names), folder / f"{name}.png", title=title, **figure)
 
 
 def last_values(rows, key, value):
@@ -240,10 +248,14 @@ def layers(settings: ProbeSettings, spec):
 
 
 def favourites_of_parts(rows):
-    """What `ablation` found."""
+    """What `ablation` found, of the seed that is drawn."""
+    rows = [row for row in rows if row["seed"] == rows[0]["seed"]]
     ratios = last_values(rows, "variant", "ratio")
-    text = f"the favourite token comes up {ratios['full']:.1f} times as often as among uniform draws; "
-    return text + f"with MLPs alone {ratios['mlp']:.1f}, with attention alone {ratios['attention']:.1f} times"
+    text = (
+        f"after {rows[-1]['sequence_length']:,} tokens the favourite comes up {ratios['full']:.1f} times as "
+    )
+    text += f"often as the most frequent of uniform draws; with MLPs alone {ratios['mlp']:.1f}, "
+    return text + f"with attention alone {ratios['attention']:.1f} times"
 
 
 @experiment(
@@ -322,7 +334,7 @@ def mlp(settings: BlockSettings, spec):
     for stack, model in (("standard", standard), ("standard_relu", relu)):
         law, _ = theory.kernel_recursion(model.config, 1, settings.init)
         rows += cosine_rows(stack, stream_states(model, x), law)
-    return rows, [row for row in rows if row["stack"] != "mlp0_relu_epsilon"]
+    return rows, []
 
 
 def mlp0_states(model, x):
@@ -356,8 +368,8 @@ def spread_of_preactivations(rows):
     """What `engage` found."""
     stds = last_values(rows, "normed", "preactivation_std")
     cosines = last_values(rows, "normed", "mean_cosine")
-    text = f"LayerNorm spreads pre-activations over the activation's bend (std {stds[True]:.2f}, without it "
-    return text + f"{stds[False]:.3f}): cosine {cosines[True]:z.3f}, without it {cosines[False]:z.4f}"
+    text = f"with the norm, pre-activations have a std of {stds[True]:.2f} and outputs a cosine of "
+    return text + f"{cosines[True]:z.3f}; without it, {stds[False]:.3f} and {cosines[False]:z.4f}"
 
 
 @experiment(
@@ -396,14 +408,14 @@ def engage(settings: BlockSettings, spec):
         }
         rows.append(row | pairwise_cosine(block.mlp(inputs)))
         density = torch.histc(preactivation, 81, -2.025, 2.025)  # bins about the z
-        heights["with LayerNorm" if normed else "without LayerNorm"] = density / density.max()
+        heights["with the norm" if normed else "without it"] = density / density.max()
     z = torch.linspace(-2, 2, 81, dtype=torch.float64)
     for value, height in zip(z.tolist(), ACTIVATIONS[config.mlp](z).tolist()):
-        key = {"panel": "what the activation makes of them", "curve": config.mlp}
+        key = {"panel": "the activation", "curve": config.mlp}
         points.append(key | {"z": value, "y": height, "half": value / 2})
     for curve, values in heights.items():
         for value, height in zip(z.tolist(), values.tolist()):
-            key = {"panel": "pre-activations: density, of its largest value", "curve": curve}
+            key = {"panel": "density of pre-activations (largest = 1)", "curve": curve}
             points.append(key | {"z": value, "y": height, "half": None})
     return rows, points
 
@@ -414,9 +426,12 @@ def engage(settings: BlockSettings, spec):
 def amplification(rows):
     """What `amplify` found."""
     cosines = last_values(rows, "stack", "mean_cosine")
-    text = f"the mean over {rows[-1]['sequence_length']:,} positions lifts the MLP's cosine of "
-    text += f"{cosines['mlp0']:z.2f} to {cosines['mlp0_attn0']:z.3f}; a second MLP lifts it to "
-    return text + f"{cosines['mlp0_mlp0']:z.2f}"
+    text = (
+        f"the cosine is {cosines['mlp0']:z.2f} after a ReLU MLP, {cosines['mlp0_mlp0']:z.2f} after a second "
+    )
+    return (
+        text + f"one, {cosines['mlp0_attn0']:z.3f} in the mean over {rows[-1]['sequence_length']:,} positions"
+    )
 
 
 @experiment(
@@ -458,10 +473,10 @@ def amplify(settings: PositionSettings, spec):
 def likeness_of_positions(rows):
     """What `intra` found."""
     cosines = last_values(rows, "stack", "mean_cosine")
-    text = f"attention without residual makes a sequence's positions alike: after {rows[-1]['layer']} layers "
-    return (
-        text + f"their mean cosine is {cosines['attention']:.4f}, with uniform weights {cosines['attn0']:.4f}"
+    text = (
+        f"without residual, positions of a sequence have a mean cosine of {cosines['attention']:.4f} after "
     )
+    return text + f"{rows[-1]['layer']} layers of attention, with uniform weights {cosines['attn0']:.4f}"
 
 
 @experiment(
@@ -511,14 +526,11 @@ def intra(settings: PositionSettings, spec):
 
 
 def shrinking(rows):
-    """What `variance` found."""
-    ratios = []
-    for model, std in last_values(rows, "model", "std").items():
-        first = next(row for row in rows if row["model"] == model)
-        ratios.append(f"1/{first['std'] / std:.0f}")
+    """What `variance` found of a model."""
     last = rows[-1]["position"]
-    text = f"position {last:,}'s aggregated values vary {', '.join(ratios)} times as much as position 1's; "
-    return text + f"Equation 2 says 1/{math.sqrt(last):.0f}"
+    ratio = rows[-1]["std"] / rows[0]["std"]
+    text = f"values aggregated at position {last:,} vary {ratio:.3f} times as much as at position 1"
+    return f"{text} (Equation 2: {last**-0.5:.3f})"
 
 
 @experiment(
@@ -594,7 +606,7 @@ def on_tokens(settings: ProbeSettings, spec, scheme):
 def matches(rows):
     """What `overlap` found."""
     count = sum(row["direction_matches"] for row in rows)
-    return f"in {count} of {len(rows)} newborns the most frequent token is that of the contraction direction"
+    return f"the most frequent token is that of the contraction direction in {count} of {len(rows)} rows"
 
 
 @experiment(
@@ -620,8 +632,8 @@ def overlap(settings: ProbeSettings, spec):
 def foresight(rows):
     """What `predict` found."""
     cosines = [row["direction_cosine"] for row in rows]
-    text = "the weights alone foretell the contraction direction: its cosine with the measured one is "
-    return text + f"{between(cosines, '.3f')} over {len(rows)} models"
+    text = "the direction that the weights foretell has a cosine with the measured one of "
+    return text + f"{between(cosines, '.3f')} over {len(rows)} rows"
 
 
 @experiment(
@@ -648,7 +660,7 @@ def cured(rows):
     for scheme, part in itertools.groupby(sorted(rows, key=itemgetter("init")), itemgetter("init")):
         cosines = [row["mean_cosine"] for row in part]
         texts.append(f"{scheme} {sum(cosines) / len(cosines):z.4f}")
-    return f"how alike unrelated sequences are at birth, by how it is drawn: mean cosine {', '.join(texts)}"
+    return f"mean cosine of unrelated sequences at birth, by how weights are drawn: {', '.join(texts)}"
 
 
 @experiment(
@@ -710,12 +722,14 @@ def draw_width(result, folder) -> None:
     texts = []
     for kind in ("gelu", "swiglu"):
         rows = [row for row in result["rows"] if (row["mlp"], row["scaling"]) == (kind, f"weight std {STD}")]
-        texts.append(f"{kind}'s from {rows[0]['mean_cosine']:.2g} to {rows[-1]['mean_cosine']:.2g}")
-    title = f"From width {WIDTHS[0]} to {WIDTHS[-1]:,}, at the usual weight std of {STD}, the cosine goes: "
+        texts.append(f"{kind} {rows[0]['mean_cosine']:.2g} and {rows[-1]['mean_cosine']:.2g}")
+    title = (
+        f"One block's cosine at widths {WIDTHS[0]} and {WIDTHS[-1]:,} (weight std {STD}): {', '.join(texts)}"
+    )
     curves(
         result["rows"],
         folder / "width.png",
-        title=title + ", ".join(texts),
+        title=title,
         x="d_model",
         y="mean_cosine",
         series="mlp",

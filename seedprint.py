@@ -243,7 +243,8 @@ def draw_compare(result, folder) -> None:
         titles.append(f"{clipped(row['suspect'])}: {row['verdict']}{base}")
     details = zip(titles, result["layers"], result["points"], result["layer_map"])
     count = sum(row["verdict"] == SAME_BIRTH for row in result["rows"])
-    title = f"{count} of {len(titles)} pairs are of one birth; the base is {result['rows'][0]['base']}"
+    bases = dict.fromkeys(clipped(row["base"]) for row in result["rows"])
+    title = f"{count} of {len(titles)} pairs are of one birth; base: {', '.join(bases)}"
     evidence(folder / "compare.png", list(details), title)
 
 
@@ -414,10 +415,8 @@ def draw_persistence(result, folder) -> None:
             tests.append({"step": row["step"], "test": test, "minus_log10_p": -value, "level": 2.0})
     last = result["rows"][-1]
     step = last["step"]
-    title = (
-        f"Kendall's tau with its birth falls to {last['mean_tau']:.3f} in {step} steps; with another birth "
-    )
-    title += f"it is {last['stranger_mean_tau']:.3f}"
+    title = f"Kendall's tau with its birth is {last['mean_tau']:z.3f} after {step:,} steps, "
+    title += f"with another birth {last['stranger_mean_tau']:z.3f}"
     curves(
         taus,
         folder / "persistence.png",
@@ -433,10 +432,8 @@ def draw_persistence(result, folder) -> None:
         ylabel="Kendall's tau with birth",
     )
     t_test = math.log10(max(last["paper_t_p"], 1e-300))
-    title = (
-        f"After {step} steps -log10 p against its birth is {-last['relabel_log10_p']:.0f} by relabelling, "
-    )
-    title += f"{-t_test:.0f} by the paper's t-test"
+    title = f"After {step:,} steps p against its birth is 1e{last['relabel_log10_p']:z.0f} by relabelling, "
+    title += f"1e{t_test:z.0f} by the paper's t-test"
     curves(
         tests,
         folder / "persistence_p.png",

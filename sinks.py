@@ -40,7 +40,7 @@ from measure.neurons import super_neurons
 from model import CHOICES
 
 EPSILON = 0.3  # a head whose alpha is above it is a sink head (Gu et al.)
-LEAST_ALPHA = 5e-4  # that `intervene` draws
+LEAST_ALPHA = 5e-4  # where the axis of intervene.png begins
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 
 
@@ -219,7 +219,7 @@ def draw_rate(result, folder) -> None:
         lowest=0,
         highest=EPSILON,
         log="x",
-        ticks=(24, *LENGTHS),
+        ticks=sorted({row["sequence_length"] for row in result["rows"]}),
         ylabel="",
     )
 
@@ -271,24 +271,20 @@ def by_first_token(settings: FirstSettings, spec, model):
 def draw_first(result, folder) -> None:
     """first.png: alpha_1 by first token, of the four heads of each checkpoint that pay it most."""
     rows = sorted(result["rows"], key=itemgetter("alpha1"), reverse=True)
-    drawn = defaultdict(list)  # heads of each checkpoint
-    texts = {}  # what is found of each
-    for row in rows:
-        label = row["checkpoint"]
-        drawn[label].append((row["layer"], row["head"]))
-        if label not in texts:  # the head that pays it most
-            text = f"layer {row['layer']}, head {row['head']} sinks on {row['sink_share']:.0%} of tokens, "
-            texts[label] = f"{label}: {text}alpha_1 {row['least']:.2f} to {row['largest']:.2f}"
+    drawn, texts = {}, {}  # of each checkpoint: its four heads, and what is found
     for label, heads in by_checkpoint(rows).items():
+        drawn[label] = [(row["layer"], row["head"]) for row in heads[:4]]
+        top = heads[0]
+        text = f"layer {top['layer']}, head {top['head']} sinks on {top['sink_share']:.0%} of tokens, "
+        text += f"alpha_1 {top['least']:.2f} to {top['largest']:.2f}"
         if max(row["sink_share"] for row in heads) == 0:
             largest = max(row["largest"] for row in heads)
-            texts[label] = (
-                f"{label}: no head sinks on any token of the text, alpha_1 is {largest:.2f} at most"
-            )
+            text = f"no head sinks on any token of the text, alpha_1 is {largest:.2f} at most"
+        texts[label] = f"{label}: {text}"
     points = []
     for point in result["points"]:
         head = (point["layer"], point["head"])
-        if head in drawn[point["checkpoint"]][:4]:
+        if head in drawn[point["checkpoint"]]:
             name = f"layer {head[0]}, head {head[1]}"
             points.append(point | {"head": name, "sink": EPSILON, "panel": texts[point["checkpoint"]]})
     curves(
@@ -362,7 +358,7 @@ def draw_variance(result, folder) -> None:
         x="position",
         y="std",
         series="series",
-        title_of=shrinking,
+        title_of=spread_of_layers,
         theories={"theory": "with the logits' variance"},
         style="-",
         log="xy",
@@ -370,7 +366,7 @@ def draw_variance(result, folder) -> None:
     )
 
 
-def shrinking(rows):
+def spread_of_layers(rows):
     """What `variance` found of a checkpoint."""
     last = max(row["position"] for row in rows)
     std = {(row["layer"], row["position"]): row["std"] for row in rows}
@@ -480,7 +476,7 @@ class Link(NamedTuple):
     name: str  # of the figure
     question: str  # its title
     label: str  # of the y-axis
-    highest: float | None = None  # the least height of the y-axis
+    highest: float | None = None  # the y-axis reaches at least so far
     log: str = "x"  # logarithmic axes
     compared_with: str = "median of others"  # what position 1 is divided by
 
@@ -649,11 +645,13 @@ def draw_intervene(result, folder) -> None:
     def title_of(rows):
         most = max((row for row in rows if row["intervention"] != "none"), key=itemgetter("alpha_k"))
         before = next(row for row in rows if row["changed"] == most["changed"])
-        answer = "a change makes" if most["alpha_k"] > EPSILON else "no change makes"
-        text = f"{rows[0]['checkpoint']} ({first_words(settings)}): {answer} position {k} a sink; "
-        text += f"its attention goes from {before['alpha_k']:.2g} to {most['alpha_k']:.2g} at most, "
-        text += f"by {most['intervention']}"
-        return text.replace("_", " ")
+        change = most["intervention"].replace("_", " ")
+        if most["factor"] is not None:
+            change += f" by {most['factor']:g}"
+        where = "all layers" if most["changed"] == "all" else f"layer {most['changed']}"
+        text = f"{rows[0]['checkpoint']} ({first_words(settings)}): position {k} gets at most "
+        text += f"{most['alpha_k']:.2g} of the attention ({change} in {where}), "
+        return text + f"unchanged {before['alpha_k']:.2g}; a sink gets {EPSILON}"
 
     draw_each(
         result,

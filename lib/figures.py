@@ -23,7 +23,7 @@ BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^v<>"
-LABEL_HEIGHT = 0.062  # of a line's name, in that of a panel
+LABEL_HEIGHT = 0.062  # of a line's name, as a share of its panel's
 DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
 LABELS = {  # of axes that several figures have; of any other the key of its values
     "mean_cosine": "mean cosine between sequences",
@@ -84,8 +84,8 @@ def curves(
     Lines are named at their ends, by `names` or as they are called. `theories` maps the keys that hold
     theories to their legends; a point may have None. `band` is the key of a half width to shade, within
     `band_limits`. `log` names the logarithmic axes and `share` those that panels have in common: "x", "y",
-    "xy" or "". The points at x = `marked` get a large marker. The y-axes begin at `lowest`, and reach as far
-    as `highest`, or farther. An axis without a label is named by LABELS.
+    "xy" or "". The points at x = `marked` get a large marker. The y-axes begin at `lowest` and end at
+    `highest`, or reach farther where points do. An axis without a label is named by LABELS.
     """
     table = pd.DataFrame(points)
     panels = list(table.groupby(panel, sort=False)) if panel else [("", table)]
@@ -97,10 +97,11 @@ def curves(
     figure, grid = panel_grid(len(panels), panels_in_a_row, share)
     for axes, (value, part) in zip(grid.flatten(), panels):
         for marker, (name, colour) in zip(itertools.cycle(MARKERS), colours.items()):
-            line = part[part[series] == name]
+            line = part[part[series] == name].sort_values(x, kind="stable")
             draw_series(axes, line[x], line[y], style, marker, colour, labels[name])
-            at_mark = line[line[x] == marked]
-            axes.plot(at_mark[x], at_mark[y], "o", color=colour, markersize=9)
+            if marked is not None:
+                at_mark = line[line[x] == marked]
+                axes.plot(at_mark[x], at_mark[y], "o", color=colour, markersize=9)
             if band:
                 low = (line[y] - line[band]).clip(*band_limits)
                 high = (line[y] + line[band]).clip(*band_limits)
@@ -113,7 +114,7 @@ def curves(
         style_axes(axes, table[x] if "x" in share else part[x], table[y], log, ticks)
     for axes in grid.flatten():
         if lowest is not None:
-            axes.set_ylim(bottom=lowest)
+            axes.set_ylim(bottom=min(lowest, table[y].min()))
         if highest is not None:
             axes.set_ylim(top=max(highest, axes.get_ylim()[1]))
     # names of lines, legend of the rest, title and axes
@@ -128,7 +129,7 @@ def curves(
     for dash, legend in zip(DASHES, (theories or {}).values()):
         keys.append(Line2D([], [], color="black", linestyle=dash, linewidth=1.1, label=legend))
     if marked is not None:
-        mark = f"{LABELS.get(x, x).split()[0]} {marked}"
+        mark = f"{x} {marked}"
         keys.append(Line2D([], [], color="grey", marker="o", markersize=9, linestyle="", label=mark))
     if keys:
         figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
@@ -184,7 +185,7 @@ def name_figure(figure, title) -> None:
 def panel_heading(panel, value):
     """What stands above a panel."""
     if isinstance(value, str):
-        return value
+        return "\n".join(textwrap.fill(line, 50) for line in value.split("\n"))
     if panel == "sequence_length":
         return f"{value} tokens"
     return f"{panel} {value}".replace("_", " ")
@@ -257,7 +258,7 @@ def evidence(path, panels, title) -> None:
 
 
 def error_bars(path, bars, title, xlabel, level, level_label) -> None:
-    """Draw the `rate` of each of `bars` with its interval from `low` to `high`, dashed a `level` to compare.
+    """Draw the `rate` of each of `bars`, in %, from `low` to `high`; dashed a `level` to compare with.
 
     A panel for each `panel`, a row for each `label`, a colour for each `series` of the bars.
     """
@@ -279,7 +280,8 @@ def error_bars(path, bars, title, xlabel, level, level_label) -> None:
             )
         for place, label in enumerate(labels):
             if label not in part["label"].to_numpy():
-                axes.text(50, place, "does not apply", fontsize=9, color="grey", ha="center", va="center")
+                center = {"transform": axes.get_yaxis_transform(), "ha": "center", "va": "center"}
+                axes.text(0.5, place, "does not apply", fontsize=9, color="grey", **center)
         axes.set_title(panel, fontsize=11)
         axes.set_yticks(range(len(labels)), labels)
         axes.spines[["top", "right"]].set_visible(False)
@@ -331,11 +333,11 @@ def layer_maps(path, panels) -> None:
     save_figure(figure, path)
 
 
-def strengths(path, rows, title, certain_z, same_birth) -> None:
+def strengths(path, rows, title, certain_z, certain_label, same_birth) -> None:
     """Draw what tests find of a changed child, a column for each `change`: units found above, z below.
 
-    A z of `certain_z` is a p of one in a million. Units of a child with another verdict than `same_birth` are
-    hollow.
+    `certain_z` is the z of a p that `certain_label` says. Units of a child with another verdict than
+    `same_birth` are hollow.
     """
     changes = list(pd.DataFrame(rows).groupby("change", sort=False))
     widths = [2 + len(part) for _, part in changes]
@@ -354,7 +356,7 @@ def strengths(path, rows, title, certain_z, same_birth) -> None:
             below.plot(places, part[key].astype(float), style, color=colour, label=label)
         if part[list(lines)].isna().all(axis=None):
             below.text(0.5, 0.5, "no common\ncoordinates", transform=below.transAxes, ha="center", fontsize=9)
-        below.axhline(certain_z, color="k", linestyle="--", linewidth=1.1, label="p = 1e-6")
+        below.axhline(certain_z, color="k", linestyle="--", linewidth=1.1, label=certain_label)
         below.set_yscale("symlog", linthresh=5)
         below.yaxis.set_major_formatter("{x:g}")
         texts = [text if isinstance(text, str) else f"{text:g}" for text in part["strength"]]
@@ -408,17 +410,21 @@ def style_axes(axes, values, heights, log, ticks) -> None:
     if "y" not in log and pd.api.types.is_integer_dtype(heights):
         axes.locator_params(axis="y", integer=True)
     if ticks:
-        shown = [tick for tick in ticks if values.min() <= tick <= values.max()]
+        shown = [tick for tick in ticks if values.min() <= tick <= values.max()] or sorted(set(values))
         axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
         axes.xaxis.minorticks_off()
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def name_models(points, series):
-    """The points, their series named by model too where there are several models."""
+def name_models(points, series, names):
+    """The points; where there are several models, their series have names of model and series."""
     if series == "model" or len({point["model"] for point in points}) == 1:
         return points
-    return [{**point, series: f"{point['model']}, {point[series]}"} for point in points]
+    named = []
+    for point in points:
+        name = names.get(point[series], point[series])
+        named.append(point | {series: f"{point['model']}, {name}"})
+    return named
 
 
 def between(values, form):

@@ -197,6 +197,9 @@ def draw_loss(run) -> None:
         for row in read_log(run):
             if isinstance(row.get(key), float) and abs(row[key]) < LARGEST_NUMBER:
                 points.append({"step": row["step"], "split": split, "nats": row[key]})
+    if not points:
+        return
+    steps = max(point["step"] for point in points)
     last = {point["split"]: point["nats"] for point in points}
     texts = [f"{split} {nats:.2f}" for split, nats in last.items()]
     curves(
@@ -205,7 +208,7 @@ def draw_loss(run) -> None:
         x="step",
         y="nats",
         series="split",
-        title=f"Loss after {points[-1]['step']:,} steps: {', '.join(texts)} nats a token" if points else "",
+        title=f"Loss after {steps:,} steps: {', '.join(texts)} nats a token",
         style=".-",
         ylabel="loss, nats a token",
     )

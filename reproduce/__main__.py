@@ -215,10 +215,15 @@ def redraw(folder) -> None:
     """Draw the figures of all results in a folder, and of the runs whose log is there, from these alone."""
     count = 0
     for path in sorted(folder.rglob("*.json")):
-        result = read_result(path)
-        if result is not None and result["experiment"] in FIGURES:
-            FIGURES[result["experiment"]](result, path.parent)
-            count += 1
+        result = read_result(path) or {}
+        draw = FIGURES.get(result.get("experiment"))
+        if draw is None:
+            continue
+        try:
+            draw(result, path.parent)
+        except KeyError as error:
+            raise UserError(f"{path} lacks {error}: another version wrote it; make it anew") from None
+        count += 1
     for path in sorted(folder.rglob("metrics.jsonl")):
         draw_loss(path.parent)
         count += 1

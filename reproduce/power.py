@@ -125,8 +125,9 @@ def draw_power(result, folder) -> None:
     by_units = sum(row["verdict"] == SAME_BIRTH for row in rows)
     by_paper = sum((row["closed_form_z"] or 0) > CERTAIN_Z for row in rows)
     title = f"compare still recognises the child in {by_units} of {len(rows)} forms, by its hidden units; "
-    title += f"the paper's closed form in {by_paper} (at p = 1e-6)"
-    strengths(folder / "power.png", rows, title, CERTAIN_Z, SAME_BIRTH)
+    of_one_width = sum(row["closed_form_z"] is not None for row in rows)
+    title += f"the paper's closed form in {by_paper} of {of_one_width} of the same width (at p = 1e-6)"
+    strengths(folder / "power.png", rows, title, CERTAIN_Z, "p = 1e-6", SAME_BIRTH)
 
 
 # ---- how to read a layer map -------------------------------------------------------------------------------

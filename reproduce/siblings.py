@@ -72,6 +72,17 @@ SMOKE = {  # the quickest training
 MAY_DIFFER = {"keep"} | train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"}
 SIGNS = ("sink_rate", "mean_alpha1", "max_alpha1", "first_share", "norm_ratio", "value_ratio")
 DRAWN_POSITIONS = (1, 2, 4, 8, 16, 32, 64)
+PANELS = {  # of a figure, by the value that it shows
+    "loss": "held-out loss",
+    "sink_rate": "share of heads that sink on position 1",
+    "mean_alpha1": "attention to position 1, mean of heads",
+    "norm_ratio": "length of the stream, position 1 / others",
+    "value_ratio": "length of values, position 1 / others",
+    "first_share": "share of heads that attend most to position 1",
+    "disparity": "largest / mean |dimension|",
+    "effective_rank": "effective rank",
+    "std": "std by position",
+}
 WINDOW = 10  # steps, over which a drawn training loss is averaged
 
 Runs = dict[tuple, train.Settings]
@@ -376,19 +387,6 @@ def draw_calibrations(result, folder) -> None:
     )
 
 
-PANELS = {  # of a figure, by the value that it shows
-    "loss": "held-out loss",
-    "sink_rate": "share of heads that sink on position 1",
-    "mean_alpha1": "attention to position 1, mean of heads",
-    "norm_ratio": "length of the stream, position 1 / others",
-    "value_ratio": "length of values, position 1 / others",
-    "first_share": "share of heads most on position 1",
-    "disparity": "largest / mean |dimension|",
-    "effective_rank": "effective rank",
-    "std": "std by position",
-}
-
-
 def calibration_means(rows, key):
     """(configuration, means over seeds by calibration) for each configuration."""
     for config, part in pd.DataFrame(rows).groupby("config", sort=False):
@@ -403,7 +401,7 @@ def best(rows, key, form):
         lowest = f"{values[least]:{form}}"
         uncalibrated = f"{values['none']:{form}}"
         if lowest == uncalibrated:
-            texts.append(f"none gains on {config} ({lowest})")
+            texts.append(f"no calibration differs from none on {config} ({lowest})")
         else:
             texts.append(f"{least} on {config} ({lowest}; uncalibrated {uncalibrated})")
     return ", ".join(texts)
@@ -497,24 +495,19 @@ def draw_positions(result, folder) -> None:
     """positions.png: the sink rate and what foretells it, by step, for each seed."""
     last = max(point["step"] for point in result["curve"])
     rates = [100 * point["sink_rate"] for point in result["curve"] if point["step"] == last]
-    panels = {
-        "sink_rate": "share of heads that sink on position 1",
-        "first_share": "share that attend most to position 1",
-        "norm_ratio": "length of the stream, position 1 to others",
-    }
     points = []
-    for sign, panel in panels.items():
+    for sign in ("sink_rate", "first_share", "norm_ratio"):
         for point in result["curve"]:
             name = f"seed {point['seed']}"
-            points.append({"seed": name, "step": point["step"], "panel": panel, "value": point[sign]})
+            points.append({"seed": name, "step": point["step"], "panel": PANELS[sign], "value": point[sign]})
     curves(
         points,
         folder / "positions.png",
         x="step",
         y="value",
         series="seed",
-        title=f"When does position 1 become a sink? After {last:,} steps {between(rates, '.0f')} % of heads "
-        f"sink on it, over {len(rates)} seeds",
+        title=f"After {last:,} steps {between(rates, '.0f')} % of heads sink on position 1, "
+        f"over {len(rates)} seeds",
         panel="panel",
         share="x",
         lowest=0,
@@ -586,9 +579,9 @@ def draw_births(result, folder) -> None:
         x="step",
         y="loss",
         series="init",
-        title=f"A centered birth ends {last['loss']:+.3f} nats a token ({low:+.2f} to {high:+.2f}) from "
-        f"the usual one: {seen}",
-        highest=0.6,
+        title=f"Training loss of a centered birth less the usual one's, last {WINDOW} steps: "
+        f"{last['loss']:+.2f} nats a token ({low:+.2f} to {high:+.2f}): {seen}",
+        highest=0.6,  # so that a difference of 0.01 looks small
         panel="panel",
         theories={"zero": "no difference"},
         band="error",

@@ -144,8 +144,8 @@ def test_a_figure_is_a_whole_png(tmp_path):
 
 
 def test_names():
-    assert figures.name_models(POINTS[:3], "layer") == POINTS[:3]
-    named = figures.name_models(POINTS, "layer")
-    assert [point["layer"] for point in named[2:4]] == ["costs $1 and $2, 2", "b_c, 0"]
+    assert figures.name_models(POINTS[:3], "layer", {}) == POINTS[:3]
+    named = figures.name_models(POINTS, "layer", {2: "two"})
+    assert [point["layer"] for point in named[2:4]] == ["costs $1 and $2, two", "b_c, 0"]
     assert figures.clipped("short") == "short"
     assert figures.clipped("a/long/path/to/some/checkpoint", 12) == "...heckpoint"

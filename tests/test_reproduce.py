@@ -127,7 +127,7 @@ def test_every_committed_figure_can_be_drawn_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
     for path in (ROOT / "results").rglob("*.json*"):
         target = tmp_path / path.relative_to(ROOT / "results")
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     main.redraw(tmp_path)
     for path in (ROOT / "results").rglob("*.png"):
