@@ -3,7 +3,7 @@
     python -m reproduce                                    # four hours on 2 cores, mostly training; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
     python -m reproduce --scale smoke --out /tmp/smoke     # does everything work? three minutes
-    python -m reproduce --scale night --out overnight      # newborns of the papers' own size: four hours
+    python -m reproduce --scale night --out overnight      # newborns of the papers' own size: a night
     python -m reproduce --figures                          # draw what is there anew: a minute
 
 Each result is made by a command of this project, and left out where <out> holds it with the same settings;

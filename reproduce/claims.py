@@ -160,6 +160,8 @@ def span(values):
 
 def bounded(value, low, high):
     """A value and its interval."""
+    if np.isnan(low):
+        return f"{value:.4g} (one seed)"
     return f"{value:.4g} ({low:.4g} to {high:.4g})"
 
 
