@@ -172,6 +172,7 @@ def test_calibrations(letters, monkeypatch):
         "calibrations.png",
         "calibrated_rate.png",
         "calibrated_signs.png",
+        "calibrated_share.png",
         "calibrated_disparity.png",
         "calibrated_effective_rank.png",
         "calibrated_variance.png",
@@ -187,8 +188,19 @@ def test_points_of_a_figure_are_means_over_seeds():
             point = {"config": "x", "calibration": "none", "seed": seed, "sequence_length": T}
             points.append(point | {"mean_alpha1": alpha * T, "uniform_alpha1": 1 / T})
     first, second = siblings.means(points, "mean_alpha1", "sequence_length", "uniform_alpha1")
-    assert first["panel"] == "x: mean alpha1" and (first["mean"], first["uniform_alpha1"]) == (96, 1 / 32)
+    assert first["panel"].startswith("x: ") and (first["mean"], first["uniform_alpha1"]) == (96, 1 / 32)
     assert second["mean"] == 192 and second["std"] == pytest.approx(64 * np.std([1, 2, 6], ddof=1))
+
+
+def test_titles_name_the_least_and_the_range():
+    rows = []
+    for kind, losses in (("none", (3.0, 3.2)), ("amplify", (2.9, 2.7)), ("headnorm", (4.0, 5.0))):
+        rows += [{"config": "x", "calibration": kind, "loss": loss, "state": "birth"} for loss in losses]
+    assert siblings.best(rows, "loss", ".1f") == "amplify on x (2.8; uncalibrated 3.1)"
+    assert siblings.beside_none(rows, "loss") == "x 3.10 uncalibrated, 2.80 to 4.50 calibrated"
+    trained = [row | {"state": "trained", "loss": row["loss"] + 1} for row in rows]
+    text = siblings.birth_and_trained(rows + trained, "loss")
+    assert text == "x 2.8 to 4.5 at birth, 3.8 to 5.5 trained"
 
 
 def test_text_loss_is_the_cross_entropy(tmp_path):
