@@ -488,21 +488,21 @@ LINKS = {
         "disparity",
         "How much does one dimension dominate at position 1?",
         "largest / mean |dimension| of the stream",
-        7,
+        highest=7,
     ),
     "key_alignment": Link(
         "keys",
         "How alike are position 1's keys in all sequences?",
         "alignment of keys (1: all the same)",
-        1,
+        highest=1,
     ),
     "alpha": Link(
         "attention",
         "How much attention does position 1 get?",
         "mean attention that position i gets",
-        1,
-        "xy",
-        "uniform",
+        highest=1,
+        log="xy",
+        compared_with="uniform",
     ),
 }
 
