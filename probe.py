@@ -242,10 +242,10 @@ def finding(rows):
         shares = []
         for T in (lengths[0], lengths[-1]):
             of_length = [row["top1_frequency"] for row in biased if row["sequence_length"] == T]
-            shares.append(f"{100 * sum(of_length) / len(of_length):.1f} % of sequences of {T:,} tokens")
+            shares.append(f"{100 * sum(of_length) / len(of_length):.2g} % of sequences of {T:,} tokens")
         text = f"The favourite token takes {shares[0]}, {shares[1]}"
     else:
-        percent = between([100 * row["top1_frequency"] for row in biased], ".1f")
+        percent = between([100 * row["top1_frequency"] for row in biased], ".2g")
         ratio = between([row["ratio"] for row in biased], ".1f")
         text = f"The favourite token takes {percent} % of sequences, "
         text += f"{ratio} times as many as the most frequent of uniform draws"

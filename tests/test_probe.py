@@ -54,11 +54,11 @@ def saved(folder) -> dict:
 def test_a_title_counts_what_has_no_favourite():
     row = {"model": "a", "sequence_length": 64, "ratio": 10.0, "top1_frequency": 0.02, "log10_p": -54.0}
     none = row | {"model": "b", "ratio": 0.9, "log10_p": 0.0}
-    assert "2.0 % of sequences, 10.0 times" in probe.finding([row, none])
+    assert "2 % of sequences, 10.0 times" in probe.finding([row, none])
     assert probe.finding([row, none]).endswith("1 of 2 rows show no favourite")
     assert "at most 0.9 times" in probe.finding([none])
     longer = row | {"sequence_length": 1024, "top1_frequency": 0.06}
-    assert "2.0 % of sequences of 64 tokens, 6.0 % of sequences of 1,024 tokens" in probe.finding(
+    assert "2 % of sequences of 64 tokens, 6 % of sequences of 1,024 tokens" in probe.finding(
         [row, longer]
     )
 
