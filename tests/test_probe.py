@@ -58,9 +58,7 @@ def test_a_title_counts_what_has_no_favourite():
     assert probe.finding([row, none]).endswith("1 of 2 rows show no favourite")
     assert "at most 0.9 times" in probe.finding([none])
     longer = row | {"sequence_length": 1024, "top1_frequency": 0.06}
-    assert "2 % of sequences of 64 tokens, 6 % of sequences of 1,024 tokens" in probe.finding(
-        [row, longer]
-    )
+    assert "2 % of sequences of 64 tokens, 6 % of sequences of 1,024 tokens" in probe.finding([row, longer])
 
 
 def test_random_tokens_depend_on_seed_and_index_alone():
