@@ -34,7 +34,6 @@ from seedprint import PaperSettings, last_outputs
 LEVEL = 0.01  # from here on down, a test calls two models kin
 PAPER_TESTS = ("t-test", "U-test", "closed form")
 STATE_INPUTS = ("own embedding", "shared embedding", "gaussian")
-COLUMNS = ("test", "inputs", "scheme", "model", "num_pairs", "rejections", "rate", "low", "high", "ks_p")
 
 
 @dataclass
@@ -98,7 +97,7 @@ def errors(settings: Settings):
             rows.append({"test": test} | key | rate | {"ks_p": kstest(p, "uniform").pvalue})
     draw_rates(rows, experiment.folder / "errors.png")
     draw_taus(taus, experiment.folder / "errors_tau.png")
-    return experiment.save(rows, COLUMNS, taus=taus)
+    return experiment.save(rows, taus=taus)
 
 
 def strangers(model, scheme, inputs, settings: Settings):
@@ -111,9 +110,6 @@ def strangers(model, scheme, inputs, settings: Settings):
         newborn.read = functools.cache(newborn.read)
         newborns.append(newborn)
     return newborns
-
-
-# ---- the tests ---------------------------------------------------------------------------------------------
 
 
 def relabelling_p(newborns, inputs, settings: Settings):
@@ -184,9 +180,6 @@ def paper_p(newborns, inputs, settings: Settings):
         p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
         pooled.append(taus)
     return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)
-
-
-# ---- rates -------------------------------------------------------------------------------------------------
 
 
 def error_rate(test, rejected, births):

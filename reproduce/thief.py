@@ -259,9 +259,6 @@ def cut(source, layers):
     return as_source(weights, config)
 
 
-# ---- folders -----------------------------------------------------------------------------------------------
-
-
 def save(folder, source, tokenizer="") -> None:
     """Write a source of ours as a checkpoint folder."""
     model = Transformer(source.config)
