@@ -28,6 +28,7 @@ LABELS = {  # of axes that several figures have; of any other the key of its val
     "sequence_length": "tokens in a sequence",
     "step": "training step",
     "position": "position i",
+    "d_model": "width d",
 }
 
 
