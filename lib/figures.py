@@ -101,6 +101,7 @@ def unique(points, key):
 
 
 def label_of(key):
+    """What an axis says of the values of a key."""
     return LABELS.get(key, key.replace("_", " "))
 
 
