@@ -10,7 +10,7 @@
         data/python-bpe_4096: every file is as it was made
 
 A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
-`python+site`, `docstrings+site` (with the installed packages), `backcopy` or `matching` (letters on which sinks
+`python+site`, `docstrings+site` (with the installed packages), `backcopy` (letters on which attention sinks
 grow), a .txt, .jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A
 tokenizer is bpe:N (trained here on the source), a SentencePiece .model file, tiktoken:gpt2, or bytes.
 
