@@ -57,18 +57,6 @@ def above(low, high, bound=0.0):
     return OPEN
 
 
-def rising(curve):
-    """Does a curve rise at every step? FAILS if it ends no higher than it begins; OPEN between the two."""
-    steps = np.diff(curve)
-    if len(steps) == 0:
-        return OPEN
-    if steps.min() > 0:
-        return HOLDS
-    if steps.sum() <= 0:
-        return FAILS
-    return OPEN
-
-
 def agreed(flags):
     """HOLDS if every flag is true, FAILS if none is, OPEN if some are or there is no flag."""
     answers = {bool(flag) for flag in flags}
@@ -86,7 +74,7 @@ def all_hold(verdicts):
     return NONE
 
 
-# ---- from a result to a finding ----------------------------------------------------------------------------
+# ---- from a result to what is said of it -------------------------------------------------------------------
 
 
 def each(by, judge, *arguments, part="rows", **where):
@@ -152,7 +140,7 @@ def rises(rows, value, along):
     """Does a column rise with another at every step?"""
     curve = rows.groupby(along)[value].mean()
     ends = f"{curve.iloc[0]:.4g} to {curve.iloc[-1]:.4g}"
-    return f"{ends} at {along} {curve.index[0]} to {curve.index[-1]}", rising(curve)
+    return f"{ends} at {along} {curve.index[0]} to {curve.index[-1]}", agreed(np.diff(curve) > 0)
 
 
 def ordered(rows, value, along, by, *names):
@@ -246,14 +234,15 @@ def widening(rows):
     """From layer 2 on, is the full model ahead of MLP only, and more so with each layer?"""
     curves = rows.pivot_table(index="layer", columns="variant", values="mean_cosine")
     lead = (curves["full"] - curves["mlp"]).loc[2:]
-    return f"ahead by {span(lead)}", all_hold([agreed(lead > 0), rising(lead)])
+    return f"ahead by {span(lead)}", all_hold([agreed(lead > 0), agreed(np.diff(lead) > 0)])
 
 
 def decay(rows):
     """Does the std of aggregated values fall with the position, octave by octave (1, 2-3, 4-7, ...)?"""
     std = rows.set_index("position")["std"].sort_index()
     octaves = std.groupby(np.log2(std.index).astype(int)).mean()
-    return f"{std.iloc[0]:.3f} at position 1 to {std.iloc[-1]:.3f} at {len(std)}", rising(-octaves)
+    falls = agreed(np.diff(octaves) < 0)
+    return f"{std.iloc[0]:.3f} at position 1 to {std.iloc[-1]:.3f} at {len(std)}", falls
 
 
 def excess(rows, theory):
