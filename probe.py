@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.data import token_text
+from lib.data import load_tokenizer
 from lib.figures import BLUE, VERMILION, between, name_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
@@ -82,9 +82,9 @@ def probe(settings: Settings):
             sequences_per_second = num_sequences / (time.perf_counter() - start)
             row = key | preference(model, counts)
             if spec.tokenizer_file:
-                text_of = token_text(spec.tokenizer_file)
-                row["top1_text"] = text_of(row["top1_token"])
-                row["direction_text"] = text_of(row["direction_token"])
+                tokenizer = load_tokenizer(str(spec.tokenizer_file))
+                row["top1_text"] = tokenizer.text(row["top1_token"])
+                row["direction_text"] = tokenizer.text(row["direction_token"])
             rows.append(row)
             speed = {
                 "batch_size": batch_size,

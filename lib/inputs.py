@@ -58,7 +58,7 @@ class TextSettings(RunSettings):
     text: str | None = None
     """text file to read"""
     tokenizer: str | None = None
-    """tokenizer of --text: bytes or a .model file (default: the checkpoint's own)"""
+    """tokenizer of --text, as in python -m lib.data (default: the model's own)"""
     bos: bool = False
     """put the tokenizer's BOS at the first position"""
     first_token: at_least(0) | None = None
@@ -94,7 +94,9 @@ def read_tokens(settings: TextSettings, spec, T):
         tokenizer = data.tokenizer_file or data.tokenizer
         tokens, _ = data.held_out(count, T)
     elif tokenizer is None and (settings.text or settings.bos):
-        raise UserError(f"{spec.label} has no tokenizer.model beside it: name one by --tokenizer, or bytes")
+        raise UserError(f"{spec.label} has no tokenizer that is known here: name one by --tokenizer")
+    elif tokenizer == "bytes" and vocab_size != load_tokenizer("bytes").vocab_size:
+        raise UserError(f"{spec.label} knows {vocab_size} tokens, which are not bytes: another --tokenizer")
     elif settings.text:
         tokens = random_windows(encode_file(settings.text, str(tokenizer)), count, T, settings.input_seed)
     else:
@@ -105,6 +107,8 @@ def read_tokens(settings: TextSettings, spec, T):
     first = settings.first_token
     if settings.bos:
         first = load_tokenizer(str(tokenizer)).bos
+        if first is None:
+            raise UserError(f"{tokenizer} has no BOS: name a token by --first-token")
     if first is not None:
         tokens = tokens.clone()
         tokens[:, 0] = first
@@ -136,17 +140,13 @@ def random_windows(text, count, T, seed):
 
 
 def check_tokenizer(spec, data) -> None:
-    """UserError where a checkpoint has a tokenizer beside it, and the data set was made by another one."""
-    if spec.is_newborn:
-        return
-    made_by = data.tokenizer.encode()
-    if data.tokenizer_file:
-        made_by = read_bytes(data.tokenizer_file)
-    for name in ("tokenizer.model", "tokenizer.txt", "tokenizer.json"):  # no data set is made by the last
-        path = spec.folder / name
-        if not path.is_file():
-            continue
+    """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
+    path = spec.tokenizer_file
+    if path is None and not spec.is_newborn and (spec.folder / "tokenizer.txt").is_file():
+        path = spec.folder / "tokenizer.txt"
         check_sum(path)
-        if read_bytes(path) != made_by:
-            raise UserError(f"{data.folder} was made by another tokenizer than {path}")
+    if path is None:
         return
+    own = load_tokenizer(str(path)).content if path.suffix == ".gguf" else path.read_bytes()
+    if own != (data.load_tokenizer().content or data.tokenizer.encode()):
+        raise UserError(f"{data.folder} was made by another tokenizer than {path}")
