@@ -12,7 +12,6 @@ which token and how often (`top1_*`), how often the most frequent of N uniform d
 (`mean_cosine`), and the token that their mean direction would predict (`direction_token`, BB Finding 2.2).
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import math
 import time
 from dataclasses import dataclass
@@ -20,23 +19,20 @@ from typing import Literal
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.data import load_tokenizer
-from lib.figures import BLUE, VERMILION, between, name_figure, save_figure
+from lib.figures import BLUE, VERMILION, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, share, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
-from lib.speed import forward_flops, total_matmul_peak
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
 RANKS = 20  # favourites shown in Figure 1a
-BIASED_PERCENT = (2.5, 2.5, 5)  # that each row's axis reaches at least, so that no preference looks like none
 
 
 @dataclass
@@ -70,7 +66,6 @@ def probe(settings: Settings):
     device, dtype = experiment.device, experiment.dtype
     num_sequences = settings.num_sequences or NUM_SEQUENCES[device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[device.type], context),)
-    peak = total_matmul_peak(device, dtype)  # FLOP/s of all ranks together
     rows, details = [], []
     for spec in specs:
         model = spec.load(device, dtype)
@@ -79,22 +74,19 @@ def probe(settings: Settings):
             batch_size = settings.batch_size or default_batch_size(device, T)
             start = time.perf_counter()
             counts = count_predictions(model, T, num_sequences, batch_size, settings.input_seed)
-            sequences_per_second = num_sequences / (time.perf_counter() - start)
+            speed = num_sequences / (time.perf_counter() - start)
             row = key | preference(model, counts)
             if spec.tokenizer_file:
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = tokenizer.text(row["top1_token"])
                 row["direction_text"] = tokenizer.text(row["direction_token"])
             rows.append(row)
-            speed = {
-                "batch_size": batch_size,
-                "sequences_per_second": sequences_per_second,
-                "mfu": sequences_per_second * forward_flops(model.config, T, last_only=True) / peak,
-            }
-            details.append(key | speed | figure_detail(model, counts))
+            detail = {"batch_size": batch_size, "sequences_per_second": speed}
+            details.append(key | detail | figure_detail(model, counts))
     columns = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count")
     columns += ("uniform_max_count", "ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")
-    return experiment.save(rows, columns, draw_probe, details=details)
+    draw_probe(rows, details, experiment.folder / "probe.png")
+    return experiment.save(rows, columns, details=details)
 
 
 @torch.inference_mode()
@@ -192,110 +184,35 @@ def figure_detail(model, counts):
     }
 
 
-def draw_probe(result, folder) -> None:
-    """probe.png: BB Figures 1a and 10, a column for each of up to three rows; dashed: uniform draws.
-
-    From the top: how often each favourite is predicted, by rank; each predicted token, by number; how often
-    each hidden dimension holds the largest final state. Of more rows than three, the favourites alone,
-    of the first nine.
-    """
-    columns = list(zip(result["rows"], result["details"]))[:9]
-    title = finding(result["rows"])
-    if result["settings"]["init"] != "gpt2":
-        title = f"Drawn by '{result['settings']['init']}': {title}"
-    if len(columns) > 3:
-        draw_favourites(columns, title, folder)
-        return
-    figure = Figure(figsize=(1.8 + 3.8 * len(columns), 8.5), layout="constrained")
-    grid = figure.subplots(3, len(columns), squeeze=False, sharey="row")
-    for (row, detail), (rank_axes, token_axes, dimension_axes) in zip(columns, grid.T):
+def draw_probe(rows, details, path) -> None:
+    """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions."""
+    question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
+    figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
+    for row, detail, (ranks, tokens, dimensions) in zip(rows, details, grid.T):
         percent = 100 / row["num_sequences"]
         frequency = percent * np.array(detail["token_counts"])
         uniform = percent * np.array(detail["uniform_counts"])
-        favourites(rank_axes, row, frequency, uniform)
-        spikes(token_axes, detail["tokens"], frequency, uniform[0])
-        token_axes.set_xlabel("token number")
-        numbers = range(len(detail["dimension_counts"]))
-        share_of_dimensions = percent * np.array(detail["dimension_counts"])
-        spikes(dimension_axes, numbers, share_of_dimensions, percent * detail["uniform_max_dimension_count"])
-        dimension_axes.set_xlabel("hidden dimension")
-    for axes, headroom, least in zip(grid[:, 0], (1.5, 1.2, 1.2), BIASED_PERCENT):  # room for legend and text
-        axes.set_ylim(top=headroom * max(least, axes.get_ylim()[1]))
-    for axes in grid[:, 0]:
-        axes.legend(loc="upper right", fontsize=9, frameon=False)
-    grid[0, 0].set_ylabel("token is predicted,\n% of sequences")
-    grid[1, 0].set_ylabel("token is predicted,\n% of sequences")
-    grid[2, 0].set_ylabel("dimension is largest,\n% of sequences")
-    name_figure(figure, title)
-    save_figure(figure, folder / "probe.png")
-
-
-def finding(rows):
-    """The title of the figure: what share of sequences the favourite token takes."""
-    biased = [row for row in rows if row["log10_p"] <= -2]  # p of 0.01
-    if not biased:
-        ratio = max(row["ratio"] for row in rows)
-        text = f"No favourite is seen: the top token comes up at most {ratio:.1f} times as often"
-        return text + " as the most frequent of uniform draws"
-    lengths = sorted({row["sequence_length"] for row in biased})
-    if len(lengths) > 1 and len({row["model"] for row in rows}) == 1:
-        shares = []
-        for T in (lengths[0], lengths[-1]):
-            of_length = [row["top1_frequency"] for row in biased if row["sequence_length"] == T]
-            shares.append(f"{100 * sum(of_length) / len(of_length):.2g} % of sequences of {T:,} tokens")
-        text = f"The favourite token takes {shares[0]}, {shares[1]}"
-    else:
-        percent = between([100 * row["top1_frequency"] for row in biased], ".2g")
-        ratio = between([row["ratio"] for row in biased], ".1f")
-        text = f"The favourite token takes {percent} % of sequences, "
-        text += f"{ratio} times as many as the most frequent of uniform draws"
-    if len(biased) < len(rows):
-        text += f"; {len(rows) - len(biased)} of {len(rows)} rows show no favourite"
-    return text
-
-
-def draw_favourites(columns, title, folder) -> None:
-    """probe.png of many rows: the favourites of each by rank, three panels in a row."""
-    figure = Figure(figsize=(13, 0.7 + 2.9 * math.ceil(len(columns) / 3)), layout="constrained")
-    grid = figure.subplots(math.ceil(len(columns) / 3), 3, squeeze=False, sharey=True)
-    for axes in grid.flatten()[len(columns) :]:
-        axes.set_axis_off()
-    for (row, detail), axes in zip(columns, grid.flatten()):
-        percent = 100 / row["num_sequences"]
-        frequency = percent * np.array(detail["token_counts"])
-        favourites(axes, row, frequency, percent * np.array(detail["uniform_counts"]))
-    first = grid[0, 0]
-    first.set_ylim(top=1.5 * max(BIASED_PERCENT[0], first.get_ylim()[1]))
-    first.legend(loc="upper right", fontsize=9, frameon=False)
-    figure.supylabel("token is predicted, % of sequences", fontsize=10)
-    name_figure(figure, title)
-    save_figure(figure, folder / "probe.png")
-
-
-def favourites(axes, row, frequency, uniform) -> None:
-    """How often the favourites of a row are predicted, by rank, in % of sequences, beside uniform draws."""
-    order = np.arange(1, RANKS + 1)
-    axes.bar(order[: len(frequency)], frequency[:RANKS], color=BLUE, label="the model")
-    axes.plot(order, uniform, "--", color=VERMILION, label="uniform draws")
-    text = f"token {row['top1_token']}: {row['top1_count']} of {row['num_sequences']:,} sequences,\n"
-    p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
-    text += f"{row['ratio']:.1f} x uniform, p = {p}"
-    axes.text(0.96, 0.72, text, transform=axes.transAxes, ha="right", va="top", fontsize=9)
-    axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
-    name = row["model"]
-    if row["seed"] is not None:
-        name += f", seed {row['seed']}"
-    axes.set_title(f"{name}, {row['sequence_length']} tokens", fontsize=10)
-
-
-def spikes(axes, numbers, heights, level) -> None:
-    """A line of some height at each number; dashed, the expected count of the most frequent uniform draw."""
-    axes.vlines(numbers, 0, heights, color=BLUE, linewidth=1)
-    axes.axhline(level, ls="--", color=VERMILION, lw=1.2, label="the most frequent of uniform draws")
+        ranks.bar(range(1, len(frequency[:RANKS]) + 1), frequency[:RANKS], color=BLUE)
+        ranks.plot(range(1, RANKS + 1), uniform, "--", color=VERMILION)
+        p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
+        text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
+        ranks.text(0.96, 0.94, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
+        ranks.set_title(f"{row['model']}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
+        ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
+        tokens.vlines(detail["tokens"], 0, frequency, color=BLUE, lw=1)
+        tokens.axhline(uniform[0], ls="--", color=VERMILION)
+        tokens.set_xlabel("token number")
+        heights = percent * np.array(detail["dimension_counts"])
+        dimensions.vlines(range(len(heights)), 0, heights, color=BLUE, lw=1)
+        dimensions.axhline(percent * detail["uniform_max_dimension_count"], ls="--", color=VERMILION)
+        dimensions.set_xlabel("hidden dimension")
+    for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
+        axes.set_ylim(0, max(2.5, 1.1 * axes.get_ylim()[1]))  # no preference is to look like none
+        axes.set_ylabel(f"{what},\n% of sequences")
+    save_figure(figure, path)
 
 
 COMMANDS = {"": Command(probe, Settings())}
-FIGURES = {"probe": draw_probe}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

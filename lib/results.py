@@ -5,7 +5,8 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
 
     experiment = Experiment("probe", "BB Table 1", settings)
     rows = ...                                        # on experiment.device, in experiment.dtype
-    return experiment.save(rows, columns=("model", "seed"), draw=draw_probe)
+    draw_probe(rows, experiment.folder / "probe.png")
+    return experiment.save(rows, columns=("model", "seed"))
 """
 
 import contextlib
@@ -37,12 +38,11 @@ class Experiment:
         self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()
 
-    def save(self, rows, columns=(), draw=None, shown=None, **more):
-        """Draw the figures, write the JSON, print the rows; returns what the JSON holds.
+    def save(self, rows, columns=(), shown=None, **more):
+        """Write the JSON, print the rows; returns what the JSON holds.
 
-        `draw(result, folder)` comes first, so that the JSON is a sign that all is there. Of the rows that are
-        `shown` (None: all) the `columns` are printed (none: all). `more` goes into the JSON, for figures and
-        for whoever judges.
+        Figures are drawn before, so that the JSON is a sign that all is there. Of the rows that are `shown`
+        (None: all) the `columns` are printed (none: all). `more` goes into the JSON.
         """
         seconds = round(time.perf_counter() - self.begun, 2)
         result = {
@@ -58,8 +58,6 @@ class Experiment:
                 json.dumps(rows, allow_nan=False, default=np.generic.item)
             except ValueError:
                 raise UserError("the result is not finite: check the weights for huge numbers") from None
-            if draw is not None:
-                draw(result, self.folder)
             write_json(result, self.folder / f"{self.name}.json")
             print_rows(rows if shown is None else shown, columns)
         return result

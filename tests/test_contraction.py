@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from conftest import KINDS, ROOT, assert_refused, plain, random_model, run_here, run_script
+from conftest import KINDS, ROOT, assert_refused, plain, random_model, run_here
 
 import contraction
 import init
@@ -39,7 +39,6 @@ CONTRACT = {
 SEEDS = (1, 2)
 COUNT = 4  # sequences of each seed
 LENGTH = 8
-WORDS = f"--model tiny_gpt2 --seed 1 2 --num-sequences {COUNT} --sequence-length {LENGTH} --dtype float32"
 CONFIG = PRESETS["tiny_gpt2"]
 # A cosine of float32 states of width 256, products summed in another order; float32 sums of some thousands.
 NEAR = dict(rel=1e-5, abs=2e-6)
@@ -49,9 +48,11 @@ NEAR = dict(rel=1e-5, abs=2e-6)
 def results(tmp_path_factory):
     """Every experiment's result, as `python contraction.py` alone makes them, small; and their folder."""
     out = tmp_path_factory.mktemp("all")
-    done = run_script("contraction.py", *WORDS.split(), "--out", out)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # no terminal, no progress bar
+    for name, (function, defaults) in EXPERIMENTS.items():
+        small = replace(defaults, seed=SEEDS, num_sequences=COUNT, dtype="float32", out=str(out))
+        if name != "width":
+            small = replace(small, model=("tiny_gpt2",), sequence_length=(LENGTH,))
+        function(small)
     return {name: read_json(out / f"{name}.json") for name in EXPERIMENTS} | {"out": out}
 
 
@@ -278,11 +279,6 @@ def test_engage(normed, results):
     assert row["preactivation_std"] == pytest.approx(np.mean(spreads), rel=1e-5)
     expected_std = 0.02 * inputs.square().sum(1).mean().sqrt().item()
     assert row["theory"] == pytest.approx(theory.one_block_cosine("gelu", expected_std, 256), rel=1e-4)
-    curves = {point["curve"] for point in results["engage"]["points"]}
-    assert len(curves) == 3 and len(results["engage"]["points"]) == 3 * 81
-    for point in results["engage"]["points"]:
-        if point["curve"] == "activation (gelu)":
-            assert point["y"] == pytest.approx(point["z"] * scipy.stats.norm.cdf(point["z"]), abs=1e-9)
 
 
 # ---- attention amplifies -----------------------------------------------------------------------------------
@@ -394,8 +390,6 @@ def test_predictions_from_weights(name, scheme, results):
         assert row["predicted_cosine"] == law[-1]
         down = torch.stack([block.mlp.down_proj.weight.detach() for block in model.model.layers])
         assert row["down_std"] == pytest.approx(down.double().square().mean().sqrt().item(), rel=1e-5)
-    if name == "predict":  # of several seeds, the first is drawn
-        assert len(results[name]["points"]) == CONFIG.d_model
 
 
 def test_width(results):
@@ -471,23 +465,14 @@ def test_a_pruned_gate_is_no_nan():
 # ---- several models ----------------------------------------------------------------------------------------
 
 LAWS = ("theory", "exact_theory", "uniform_theory", "predicted_cosine")
-SERIES = {"engage": "curve", "layers": "variant", "variance": "model", "predict": "model"}
 
 
 @pytest.mark.parametrize("name", ["layers", "mlp", "engage", "amplify", "intra", "variance", "predict"])
-def test_a_newborn_and_the_same_from_a_folder(name, tmp_path, monkeypatch):
-    """They have the same rows, but theory, which is of newborns; both are drawn, each by its name."""
+def test_a_newborn_and_the_same_from_a_folder(name, tmp_path):
+    """They have the same rows, but theory, which is of newborns."""
     checkpoint.save(tmp_path / "saved", init.newborn("tiny_gpt2", 7, embedding_seed=0))
-    points = []
-
-    def curves(drawn, path, **figure):
-        points.extend(drawn)
-
-    monkeypatch.setattr(contraction, "curves", curves)
     models = ["tiny_gpt2@7:0", str(tmp_path / "saved")]
-    words = ["--num-sequences", 3]
-    if hasattr(EXPERIMENTS[name].defaults, "sequence_length"):
-        words += ["--sequence-length", 12]
+    words = ["--num-sequences", 3, "--sequence-length", 12]
     rows = run(name, tmp_path, "--model", *models, *words)["rows"]
     newborn, saved = [select(rows, model=model) for model in models]
     for born, grown in zip(newborn, saved, strict=True):
@@ -496,41 +481,21 @@ def test_a_newborn_and_the_same_from_a_folder(name, tmp_path, monkeypatch):
         laws = [key for key in LAWS if key in born]
         assert laws and all(grown[key] is None for key in laws)
         assert all(born[key] is not None for key in laws) or born["stack"] == "mlp0_relu_epsilon"
-    names = {point[SERIES.get(name, "stack")].split(",")[0] for point in points}
-    assert names == set(models)
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_defaults_fit_their_models(name):
-    defaults = EXPERIMENTS[name].defaults
-    if name == "width":
-        return
-    specs = checkpoint.chosen_models(defaults.model, defaults.seed, None, defaults.init)
-    fitted = contraction.fit_settings(defaults, defaults, specs)
-    lengths = getattr(defaults, "sequence_length", None)
-    assert getattr(fitted, "sequence_length", None) == lengths
-    # theory and blocks are compared in float32; whole models are read in the dtype that was asked for
-    reads_whole_models = isinstance(defaults, contraction.ProbeSettings)
-    assert fitted.dtype == ("auto" if reads_whole_models else "float32")
-
-
 @pytest.mark.parametrize(
-    "defaults, given, expected",
-    [
-        ((100, 128, 1024), (100, 128, 1024), (100, 128)),
-        ((1024,), (1024,), (256,)),  # all that the model can read
-        ((1024,), (7, 256), (7, 256)),
-    ],
+    "name, expected",
+    [("amplify", (100, 128)), ("variance", (256,)), ("layers", (64,)), ("mlp", (64,))],
 )
-def test_default_lengths_give_way_to_a_short_context(defaults, given, expected):
-    """The user's own do not: see the mistakes."""
-    specs = [checkpoint.parse_spec("tiny_gpt2@1")]
-    defaults = contraction.PositionSettings(sequence_length=defaults)
-    settings = replace(defaults, sequence_length=given)
-    assert contraction.fit_settings(settings, defaults, specs).sequence_length == expected
+def test_default_lengths_give_way_to_a_short_context(name, expected, tmp_path):
+    """The user's own do not: see the mistakes. Blocks alone are measured in float32."""
+    defaults = replace(EXPERIMENTS[name].defaults, model=("tiny_gpt2",), out=str(tmp_path))
+    experiment, _ = contraction.begin(name, "", defaults, in_float32=True)
+    assert experiment.settings.sequence_length == expected
+    assert experiment.settings.dtype == "float32"
 
 
 # ---- the command line --------------------------------------------------------------------------------------
@@ -541,7 +506,6 @@ def test_default_lengths_give_way_to_a_short_context(defaults, given, expected):
     [
         (["width", "--model", "nano_gpt2"], ["width", "--model"]),
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
-        (["all", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
         (["cure", "--model", "tiny_gpt2", "--init", "normal"], ["cure", "--init"]),
         (["mlp", "--model", "tiny_gpt3@1"], ["tiny_gpt3", "tiny_gpt2"]),
     ],

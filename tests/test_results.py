@@ -57,18 +57,6 @@ def test_nan_is_no_json(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_figure_comes_first(tmp_path):
-    """A JSON is a sign that all is there, so a failed drawing leaves none."""
-
-    def fail(result: dict, folder: Path) -> None:
-        assert result["rows"] == [{"value": 1}] and folder == tmp_path
-        raise RuntimeError("no figure")
-
-    with pytest.raises(RuntimeError, match="no figure"):
-        begun(tmp_path).save([{"value": 1}], draw=fail)
-    assert list(tmp_path.iterdir()) == []
-
-
 BIG = """
 import os, resource, signal, sys
 from lib.results import Experiment
