@@ -86,7 +86,7 @@ def make_templates(root: Path) -> None:
     MODULES["train"].train(run)
     config = ModelConfig(500, 64, 2, 2, 32, 48, num_kv_heads=1)
     model = init.newborn(config, 1)
-    checkpoint.save(root / "checkpoint", model, tokenizer=root / "data" / "tokenizer.model")
+    checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").load_tokenizer())
     checkpoint.save(root / "stranger", model)
     weights = dict(model.named_parameters())
     names = sorted(weights)

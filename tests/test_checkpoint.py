@@ -3,7 +3,9 @@
 Names and the models they mean; states with one block in memory, against the whole model's.
 """
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -17,7 +19,7 @@ import transformers
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 
 import init
-from lib import checkpoint, folders
+from lib import checkpoint, data, folders
 from lib.checkpoint import Newborn, Spec, chosen_models, final_states, parse_spec
 from lib.settings import UserError
 from model import PRESETS, ModelConfig
@@ -245,12 +247,14 @@ def test_names_of_nothing(name, word):
 def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
     model = init.newborn("tiny_llama", 1)
     model.lm_head.weight.data[7, 3] = float("nan")
-    (tmp_path / "sp.model").write_bytes(b"not read here")
-    checkpoint.save(tmp_path / "a", model, tokenizer=tmp_path / "sp.model")
+    checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
+    tokenizer = data.load_tokenizer("bpe:300", [(ROOT / "model.py").read_text()])
+    checkpoint.save(tmp_path / "a", model, tokenizer=tokenizer)
     spec = parse_spec(str(tmp_path / "a"))
     assert spec.tokenizer_file == tmp_path / "a" / "tokenizer.model"
+    assert spec.tokenizer_file.read_bytes() == tokenizer.content
     (tmp_path / "a" / "tokenizer.model").write_bytes(b"something else")
     with pytest.raises(UserError, match="corrupt.*tokenizer.model"):
         _ = spec.tokenizer_file
@@ -312,16 +316,23 @@ def test_states_of_broken_weights_are_refused(value):
 # ---- saving ------------------------------------------------------------------------------------------------
 
 
+class Full:
+    """A tokenizer that finds the disk full."""
+
+    def save(self, folder) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_saving_replaces_and_survives(tmp_path):
     """A second save takes the place of the first; a failed one, or one killed in between, leaves it alone."""
     first, second = random_model(KINDS["llama"], 1), random_model(KINDS["llama"], 2)
     checkpoint.save(tmp_path / "a", first)
     with pytest.raises(UserError, match="cannot write"):
-        checkpoint.save(tmp_path / "a", second, tokenizer=tmp_path / "nothing")
+        checkpoint.save(tmp_path / "a", second, tokenizer=Full())
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), first(TOKENS))
     (tmp_path / "a").rename(tmp_path / ".a.old.tmp")  # where a kill between the two renames leaves it
     with pytest.raises(UserError):
-        checkpoint.save(tmp_path / "a", second, tokenizer=tmp_path / "nothing")
+        checkpoint.save(tmp_path / "a", second, tokenizer=Full())
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), first(TOKENS))
     checkpoint.save(tmp_path / "a", second)
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), second(TOKENS))
@@ -428,7 +439,9 @@ def test_scripts_take_folders_and_name_tokens(tmp_path, monkeypatch):
         model_type="bpe",
     )
     config = replace(PRESETS["tiny_llama"], vocab_size=300)
-    checkpoint.save(tmp_path / "a", init.newborn(config, 1), tokenizer=tmp_path / "m.model")
+    checkpoint.save(
+        tmp_path / "a", init.newborn(config, 1), tokenizer=data.load_tokenizer(str(tmp_path / "m.model"))
+    )
     small = ["--num-sequences", 30, "--sequence-length", 8, "--out", tmp_path]
     result = run_here("probe", "--model", tmp_path / "a", "tiny_llama@4", *small)
     assert result.returncode == 0, result.stderr

@@ -268,16 +268,6 @@ def lora(folder: Path) -> Path:
     return folder
 
 
-def gguf_folder(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "model-q4.gguf").write_bytes(b"GGUF")
-    return folder
-
-
-def gguf_file(folder: Path) -> Path:
-    return gguf_folder(folder) / "model-q4.gguf"
-
-
 def quantised_by_config(folder: Path) -> Path:
     save(folder)
     config = read_json(folder / "config.json") | {"quantization_config": {"quant_method": "gptq"}}
@@ -314,8 +304,6 @@ def nameless(folder: Path) -> Path:
 
 STEPS = {
     lora: ["LoRA adapter", "peft", "merge_and_unload", "save_pretrained"],
-    gguf_folder: [".gguf", "gguf_file='model-q4.gguf'"],
-    gguf_file: [".gguf", "gguf_file='model-q4.gguf'"],
     quantised_by_config: ["quantised", "dequantize"],
     quantised_by_type: ["F8_E4M3", "quantised", "dequantize"],
     of_the_hub: ["hf download meta-llama/Llama-2-7b-hf --local-dir Llama-2-7b-hf"],

@@ -232,7 +232,7 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     tokens = data.TokenData(data.prepare(prepared))
     small = replace(PRESETS["backcopy"], vocab_size=402)  # of the last two the tokenizer knows nothing
     model = init.newborn(small, 3)
-    checkpoint.save(tmp_path / "run" / "step_0000005", model, tokenizer=tokens.tokenizer_file)
+    checkpoint.save(tmp_path / "run" / "step_0000005", model, tokenizer=tokens.load_tokenizer())
     checkpoint.save(tmp_path / "plain", model)
     folders = [tmp_path / "run", tmp_path / "plain"]
     flags = ["--num-sequences", 20, "--sequence-length", 4, "--dtype", "float32", "--out", tmp_path]
@@ -241,7 +241,7 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     named, plain = saved(tmp_path)["rows"]
     expected = probe.preference(model, probe.count_predictions(model, 4, 20))
     assert plain == {"model": str(folders[1]), "seed": None, "sequence_length": 4, **expected}
-    texts = data.token_text(tokens.tokenizer_file)
+    texts = tokens.load_tokenizer().text
     assert named == plain | {
         "model": str(folders[0]),
         "top1_text": texts(expected["top1_token"]),

@@ -210,7 +210,7 @@ def test_text_loss_is_the_cross_entropy(tmp_path):
         data.Settings(source=(str(text),), tokenizer="bpe:290", held_out=0.5, out=str(tmp_path / "data"))
     )
     config = replace(PRESETS["tiny_llama"], vocab_size=290, context_length=32, num_layers=1)
-    checkpoint.save(tmp_path / "a", newborn(config, 1), tokenizer=folder / "tokenizer.model")
+    checkpoint.save(tmp_path / "a", newborn(config, 1), tokenizer=data.TokenData(folder).load_tokenizer())
     spec = checkpoint.parse_spec(str(tmp_path / "a"))
     model = spec.load()
     settings = siblings.CalibrationSettings(text=str(text), out=str(tmp_path / "out"), **CPU)

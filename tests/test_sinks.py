@@ -429,7 +429,7 @@ def text(tmp_path_factory):
     out = folder / "data"
     data.prepare(data.Settings(source=(str(source),), tokenizer="bpe:500", held_out=0.3, out=str(out)))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48), 0)
-    checkpoint.save(folder / "model", model, tokenizer=out / "tokenizer.model")
+    checkpoint.save(folder / "model", model, tokenizer=data.TokenData(out).load_tokenizer())
     return SimpleNamespace(
         file=str(folder / "text.txt"),
         source=str(source),
