@@ -252,8 +252,8 @@ def engage(settings: Settings):
             }
             rows.append(row | pairwise_cosine(block.mlp(inputs)))
             density = torch.histc(preactivation, 81, -2.025, 2.025)  # bins about the z
-            name = f"{spec.name}, {'with the norm' if normed else 'without it'}"
-            densities.setdefault(name, (density / density.max()).tolist())  # of several seeds the first
+            name = "with the norm" if normed else "without it"
+            densities.setdefault(name, (density / density.max()).tolist())  # of the first model
     rows = finished(rows, specs, averaged=("mean_cosine", "std_cosine", "preactivation_std"))
     question = "Does the norm spread pre-activations to where the activation is asymmetric?"
     figure, ((above,), (below,)) = new_figure(question, rows=2, sharex=True)
@@ -264,7 +264,7 @@ def engage(settings: Settings):
         below.plot(z, density, color=colour, label=name)
     below.set(xlabel="pre-activation", ylabel="density (largest = 1)")
     above.legend(frameon=False)
-    below.legend(frameon=False)
+    below.legend(frameon=False, loc="upper right")
     save_figure(figure, experiment.folder / "engage.png")
     return experiment.save(rows)
 

@@ -11,30 +11,25 @@ basis, and coordinates are compared by an exact test (`measure/lineage.py`). Mod
 time: two of 7B parameters fit into a laptop's memory.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
-import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 import tyro
 from scipy.spatial.distance import squareform
 
 from init import SCHEMES
 from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
-from lib.figures import clipped, curves, evidence, family_tree
+from lib.figures import curves, evidence, family_tree
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
-from measure.comparison import compare_pair, on_one_table, read_model, state_fingerprint
-from measure.layers import merger
-from measure.verdict import SAME_BIRTH
+from measure.comparison import compare_pair, read_model, state_fingerprint
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -76,14 +71,6 @@ class CompareSettings(StateSettings):
     """layers whose hidden units are looked for, evenly spaced (default: all; 8 of large models)"""
     units: at_least(2) = 1024
     """how many of them in each MLP of the base"""
-
-
-@dataclass
-class BasesSettings(CompareSettings):
-    """What `compare` can be told."""
-
-    base: tuple[str, ...] | None = None
-    """further bases, as a merged model has"""
 
 
 @dataclass
@@ -170,45 +157,22 @@ def last_outputs(source, vocab_size, settings: PaperSettings):
 # ---- the verdict -------------------------------------------------------------------------------------------
 
 
-def compare(settings: BasesSettings):
-    """Is each suspect of one birth with the base? Writes compare.json and compare.png.
-
-    With further bases, a row for each of them and each suspect; their layers are seen through the token table
-    of that base whose table is closest to the suspect's.
-    """
-    if len(settings.models) < 2:
-        raise UserError("expected at least 2 models, BASE and SUSPECT: checkpoint folders, or PRESET@SEED")
-    more_bases = settings.base or ()
-    names = (settings.models[0], *more_bases, *settings.models[1:])
-    experiment, models = begin("compare", "BB 6.1", settings, names)
-    bases = models[: 1 + len(more_bases)]
-    rows, details, merged = [], [], []
-    for suspect in progress(models[len(bases) :], desc="suspects"):
-        censuses = {}
-        for base in on_one_table(bases, suspect):
-            row, detail = compare_pair(base, suspect, settings)
-            rows.append({"base": base.name, "suspect": suspect.name} | row)
-            details.append(detail)
-            censuses[base.name] = detail["layers"]
-        merged.append(merger(censuses))
+def compare(settings: CompareSettings):
+    """Is each suspect of one birth with the base? Writes compare.json and compare.png."""
+    experiment, (base, *suspects) = begin("compare", "BB 6.1", settings)
+    rows, details = [], []
+    for suspect in progress(suspects, desc="suspects"):
+        row, detail = compare_pair(base, suspect, settings)
+        rows.append({"base": base.name, "suspect": suspect.name} | row)
+        details.append(detail)
     more = {key: [detail[key] for detail in details] for key in details[0]}
-    result = experiment.save(rows, VERDICT_COLUMNS, draw_compare, merged=merged, **more)
+    draw_compare(rows, more, experiment.folder / "compare.png")
+    result = experiment.save(rows, VERDICT_COLUMNS, **more)
     if rank() == 0:
-        say(rows, [model.name for model in models[len(bases) :]], merged)
+        for row in rows:
+            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
+        say_closest(rows, "base", "suspect")
     return result
-
-
-def say(rows, suspects, merged):
-    """Print a sentence for each row, how each suspect was merged, and which model is the closest relative."""
-    has_many_bases = len({row["base"] for row in rows}) > 1
-    for row in rows:
-        pair = f"{row['suspect']} and {row['base']}" if has_many_bases else row["suspect"]
-        print(f"{pair}: {row['verdict']}: {row['sentence']}")
-    for suspect, sentence in zip(suspects, merged):
-        if sentence:
-            print(f"{suspect}: merged from {sentence}")
-    say_closest(rows, "base", "suspect")
-    say_closest(rows, "suspect", "base")
 
 
 def say_closest(rows, key, other):
@@ -220,9 +184,9 @@ def say_closest(rows, key, other):
             print(f"closest to {name}: {closest[other]}, at a distance of {closest['distance']:.2g}")
 
 
-def begin(name, paper, settings: CompareSettings, names):
-    """Begin `compare` or `matrix`: the experiment, and the models of these names."""
-    specs = comparable_models(names, settings.init, any_architecture=True)
+def begin(name, paper, settings: CompareSettings):
+    """Begin `compare` or `matrix`: the experiment, and its models."""
+    specs = comparable_models(settings.models, settings.init, any_architecture=True)
     sources = [spec.open(any_architecture=True) for spec in specs]
     readable = [source for source in sources if source.config is not None]
     vocab_size = 0
@@ -235,42 +199,37 @@ def begin(name, paper, settings: CompareSettings, names):
     return experiment, models
 
 
-def draw_compare(result, folder) -> None:
-    """compare.png, a row for each suspect: units found by layer, the map of layers, and coordinates."""
-    titles = []
-    for row in result["rows"]:
-        base = f" ({clipped(row['base'])})" if result["settings"]["base"] else ""
-        titles.append(f"{clipped(row['suspect'])}: {row['verdict']}{base}")
-    details = zip(titles, result["layers"], result["points"], result["layer_map"])
-    count = sum(row["verdict"] == SAME_BIRTH for row in result["rows"])
-    bases = dict.fromkeys(clipped(row["base"]) for row in result["rows"])
-    title = f"{count} of {len(titles)} pairs are of one birth; base: {', '.join(bases)}"
-    evidence(folder / "compare.png", list(details), title)
+def draw_compare(rows, details, path) -> None:
+    """A row for each suspect: units found by layer, the map of layers, and coordinates."""
+    names = [f"{row['suspect']}: {row['verdict']}" for row in rows]
+    panels = zip(names, details["layers"], details["points"], details["layer_map"])
+    evidence(path, list(panels), "Which of the base's hidden units and coordinates has each suspect?")
 
 
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    experiment, models = begin("matrix", "BB Table 4", settings, settings.models)
+    experiment, models = begin("matrix", "BB Table 4", settings)
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, settings)[0])
-    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS), draw_matrix)
+    draw_matrix(rows, settings.models, experiment.folder / "matrix.png")
+    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
     if rank() == 0:
         reversed_rows = [row | {"a": row["b"], "b": row["a"]} for row in rows]
         say_closest(rows + reversed_rows, "a", "b")
     return result
 
 
-def draw_matrix(result, folder) -> None:
-    """matrix.png: how close every two models are, and a tree of them."""
-    columns = ["distance", "units_share", "body_matched"]
-    rows = pd.DataFrame(result["rows"])[columns].astype(float)
-    found = (1 - rows["distance"]).fillna(rows["units_share"]).fillna(rows["body_matched"]).fillna(0)
-    names = result["settings"]["models"]
+def draw_matrix(rows, names, path) -> None:
+    """How close every two models are, and a tree of them."""
+    found = []
+    for row in rows:
+        closeness = row["units_share"] or row["body_matched"] or 0
+        if row["distance"] is not None:
+            closeness = 1 - row["distance"]
+        found.append(closeness)
     closeness = squareform(found) + np.eye(len(names))
-    count = sum(row["verdict"] == SAME_BIRTH for row in result["rows"])
-    title = f"{count} of {len(rows)} pairs are of one birth"
-    family_tree(folder / "matrix.png", names, closeness, "closeness: 1 - distance of hidden units", title)
+    family_tree(path, names, closeness, "closeness: 1 - distance of hidden units", "Which models are kin?")
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
@@ -395,72 +354,39 @@ def persistence(settings: PersistenceSettings):
         row |= {"stranger_mean_tau": stranger_taus.mean(), "stranger_std_tau": stranger_taus.std()}
         row |= {"relabel_z": test["z"], "relabel_log10_p": test["log10_p"], "permutation_p": test["p"]}
         rows.append(row | paper_test(birth_outputs, outputs, settings))
+    draw_persistence(rows, experiment.folder / "persistence.png")
     columns = ("step", "mean_tau", "std_tau", "stranger_mean_tau", "stranger_std_tau", "relabel_z")
-    return experiment.save(rows, (*columns, "paper_t_p", "paper_u_p"), draw_persistence)
+    return experiment.save(rows, (*columns, "paper_t_p", "paper_u_p"))
 
 
-def draw_persistence(result, folder) -> None:
-    """persistence.png: tau with birth by step; persistence_p.png: what each test says of it."""
-    taus, tests = [], []
-    for row in result["rows"]:
-        if row["step"] == 0:  # the axes are logarithmic
-            continue
+def draw_persistence(rows, path) -> None:
+    """Kendall's tau with birth by step, beside a stranger's."""
+    taus = []
+    for row in rows[1:]:  # a logarithmic axis has no step 0
         for model, who in (("its own birth", ""), ("another birth", "stranger_")):
             tau = {"step": row["step"], "model": model, "zero": 0.0}
             taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
-        log10_p = {"relabelling": row["relabel_log10_p"]}
-        for test, key in (("t-test", "paper_t_p"), ("U-test", "paper_u_p")):
-            log10_p[test] = math.log10(max(row[key], 1e-300))
-        for test, value in log10_p.items():
-            tests.append({"step": row["step"], "test": test, "minus_log10_p": -value, "level": 2.0})
-    last = result["rows"][-1]
-    step = last["step"]
-    title = f"Kendall's tau with its birth is {last['mean_tau']:z.3f} after {step:,} steps, "
-    title += f"with another birth {last['stranger_mean_tau']:z.3f}"
     curves(
         taus,
-        folder / "persistence.png",
+        path,
+        "How long does a model rank inputs as at its birth? (shaded: std of dimensions)",
         x="step",
         y="tau",
         series="model",
-        title=title,
         theories={"zero": "no relation"},
         band="std",
-        band_label="std of dimensions",
         log="x",
-        ticks=powers_and_last(step),
         ylabel="Kendall's tau with birth",
     )
-    t_test = math.log10(max(last["paper_t_p"], 1e-300))
-    title = f"After {step:,} steps p against its birth is 1e{last['relabel_log10_p']:z.0f} by relabelling, "
-    title += f"1e{t_test:z.0f} by the paper's t-test"
-    curves(
-        tests,
-        folder / "persistence_p.png",
-        x="step",
-        y="minus_log10_p",
-        series="test",
-        title=title,
-        theories={"level": "p = 0.01"},
-        log="xy",
-        ticks=powers_and_last(step),
-        ylabel="-log10 p against its birth",
-    )
-
-
-def powers_and_last(step):
-    """Ticks for training steps on a logarithmic axis."""
-    return (*(power for power in (1, 10, 100, 1000, 10_000, 100_000) if power < 0.7 * step), step)
 
 
 COMMANDS = {
-    "compare": Command(compare, BasesSettings()),
+    "compare": Command(compare, CompareSettings()),
     "paper": Command(paper, PaperSettings()),
     "matrix": Command(matrix, CompareSettings()),
     "identify": Command(identify, IdentifySettings()),
     "persistence": Command(persistence, PersistenceSettings()),
 }
-FIGURES = {"compare": draw_compare, "matrix": draw_matrix, "persistence": draw_persistence}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

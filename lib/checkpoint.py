@@ -143,6 +143,11 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     return specs
 
 
+def default_model():
+    """The model that is measured where none is named."""
+    return "tiny_llama"
+
+
 def load(name, device="cpu", dtype=torch.float32):
     """The model that a text or a folder names, in eval mode, its blocks in `dtype`."""
     return parse_spec(str(name)).load(device, dtype)

@@ -9,9 +9,9 @@
     python -m lib.data --verify data/python-bpe_4096        # compares its files with their SHA-256
         data/python-bpe_4096: every file is as it was made
 
-A source is `python` (the standard library, about 30 MB, no download), `python+site` (with the installed
-packages), `docstrings` (the English in them), `backcopy` (letters on which attention sinks grow),
-a .txt, .jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A
+A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
+`python+site`, `docstrings+site` (with the installed packages), `backcopy` (letters on which attention sinks
+grow), a .txt, .jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A
 tokenizer is bpe:N (trained here on the source), a SentencePiece .model file, tiktoken:gpt2, or bytes.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model where
@@ -88,10 +88,9 @@ def texts_of(name, field):
     """The texts of one name in a source."""
     if name in TASKS:
         return TASKS[name]()
-    if name == "docstrings":
-        return map(docstrings, read(python_files(with_installed=True), field))
-    if name in ("python", "python+site"):
-        return read(python_files(with_installed=name == "python+site"), field)
+    if name in ("python", "python+site", "docstrings", "docstrings+site"):
+        texts = read(python_files(with_installed=name.endswith("+site")), field)
+        return map(docstrings, texts) if name.startswith("docstrings") else texts
     if name.startswith("hf:"):
         return (text_of(row, field, name) for row in hub_rows(name))
     return read(text_files(name), field)

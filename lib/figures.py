@@ -28,6 +28,7 @@ LABELS = {  # of axes that several figures have; of any other the key of its val
     "sequence_length": "tokens in a sequence",
     "step": "training step",
     "position": "position i",
+    "d_model": "width d",
 }
 
 
@@ -100,6 +101,7 @@ def unique(points, key):
 
 
 def label_of(key):
+    """What an axis says of the values of a key."""
     return LABELS.get(key, key.replace("_", " "))
 
 

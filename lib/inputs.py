@@ -6,6 +6,8 @@ torch.Size([2, 5])
 """
 
 import functools
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +15,12 @@ import numpy as np
 import torch
 
 from init import STD, keyed_generator
-from lib.data import TokenData, load_tokenizer
+from lib.data import TokenData, documents, load_tokenizer
 from lib.files import check_sum, read_bytes
 from lib.settings import RunSettings, UserError, at_least
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
+SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
 
 # ---- random inputs -----------------------------------------------------------------------------------------
 
@@ -51,33 +54,19 @@ def random_vectors(input_seed, indices, T, d):
 
 @dataclass
 class TextSettings(RunSettings):
-    """What a script that measures on text can be told of it; random tokens are read where none is named."""
+    """What a script that measures on text can be told of it."""
 
-    data: str | None = None
-    """folder of a prepared data set, whose held-out text is read"""
     text: str | None = None
-    """text file to read"""
+    """a text file, a source of lib.data, or the folder of a data set, whose held-out text is read (default:
+    docstrings where a model has a tokenizer, else random tokens)"""
     tokenizer: str | None = None
-    """tokenizer of --text: bytes or a .model file (default: the checkpoint's own)"""
-    bos: bool = False
-    """put the tokenizer's BOS at the first position"""
-    first_token: at_least(0) | None = None
-    """put this token there, whatever was there: does it matter which it is?"""
+    """tokenizer of --text (default: the model's own)"""
+    first_token: str | None = None
+    """put this token at position 1: its number, or bos"""
     input_seed: int = 0
-    """seed of random tokens, or of the places in --text"""
+    """seed of random tokens, and of the places in a text"""
     num_sequences: at_least(2) = 100
     """sequences (Gu et al.: 100)"""
-
-
-def check_text_settings(settings: TextSettings) -> None:
-    """UserError for settings that do not fit each other."""
-    if settings.data and settings.text:
-        raise UserError("give --data or --text, not both")
-    needs_tokenizer = settings.text or settings.bos
-    if settings.tokenizer and (settings.data or not needs_tokenizer):
-        raise UserError("--data has a tokenizer of its own; --tokenizer is for --text, and for --bos")
-    if settings.bos and settings.first_token is not None:
-        raise UserError("give --bos or --first-token, not both")
 
 
 def read_tokens(settings: TextSettings, spec, T):
@@ -86,45 +75,60 @@ def read_tokens(settings: TextSettings, spec, T):
     UserError for text that is not there, is too short, or was cut by another tokenizer than the model's.
     """
     count = settings.num_sequences
-    vocab_size = spec.config.vocab_size
     tokenizer = settings.tokenizer or spec.tokenizer_file
-    if settings.data:
-        data = open_data(settings.data)
+    text = settings.text
+    if text is None and tokenizer is not None:
+        text = "docstrings"
+    if text is None:
+        tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
+    elif os.path.isdir(text):
+        data = open_data(text)
         check_tokenizer(spec, data)
         tokenizer = data.tokenizer_file or data.tokenizer
         tokens, _ = data.held_out(count, T)
-    elif tokenizer is None and (settings.text or settings.bos):
-        raise UserError(f"{spec.label} has no tokenizer.model beside it: name one by --tokenizer, or bytes")
-    elif settings.text:
-        tokens = random_windows(encode_file(settings.text, str(tokenizer)), count, T, settings.input_seed)
+    elif tokenizer is None:
+        raise UserError(f"{spec.label} has no tokenizer: name one by --tokenizer")
     else:
-        tokens = random_tokens(settings.input_seed, range(count), T, vocab_size)
+        tokens = random_windows(encode(text, str(tokenizer)), count, T, settings.input_seed)
     if len(tokens) < count:
-        place = settings.data or settings.text
-        raise UserError(f"{place} has {len(tokens)} sequences of {T} tokens: lower --num-sequences {count}")
-    first = settings.first_token
-    if settings.bos:
-        first = load_tokenizer(str(tokenizer)).bos
-    if first is not None:
+        raise UserError(f"{text} has {len(tokens)} sequences of {T} tokens: lower --num-sequences {count}")
+    if settings.first_token is not None:
         tokens = tokens.clone()
-        tokens[:, 0] = first
+        tokens[:, 0] = first_token(settings.first_token, tokenizer, spec)
     largest = int(tokens.max())
-    if largest >= vocab_size:
-        raise UserError(
-            f"the text has token {largest}, but {spec.label} knows {vocab_size}: which tokenizer?"
-        )
+    if largest >= spec.config.vocab_size:
+        known = spec.config.vocab_size
+        raise UserError(f"the text has token {largest}, but {spec.label} knows {known}: which tokenizer?")
     return tokens.to(settings.device)
+
+
+def first_token(word, tokenizer, spec):
+    """The number that --first-token means; UserError for a word that is none, or a tokenizer without BOS."""
+    if word == "bos" and tokenizer is not None:
+        bos = load_tokenizer(str(tokenizer)).bos
+        if bos is not None:
+            return bos
+    if not re.fullmatch(r"\d{1,9}", word):
+        raise UserError(f"--first-token {word}: expected a token's number, or bos where a tokenizer has it")
+    return int(word)
 
 
 open_data = functools.lru_cache(TokenData)
 
 
 @functools.lru_cache
-def encode_file(path, tokenizer):
-    """A text file's tokens, (n,) int64; UserError if it cannot be read."""
-    text = read_bytes(Path(path), LARGEST_TEXT).decode(errors="replace")
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    (tokens,) = load_tokenizer(tokenizer).encode([text])
+def encode(text, tokenizer):
+    """The tokens of a text file, or of the first million characters of a source of lib.data: (n,) int64."""
+    if os.path.isfile(text):
+        content = read_bytes(Path(text), LARGEST_TEXT).decode(errors="replace")
+        content = content.replace("\r\n", "\n").replace("\r", "\n")
+    else:
+        content = ""
+        for document in documents((text,), "text"):
+            content += document + "\n\n"
+            if len(content) >= SOURCE_CHARACTERS:
+                break
+    (tokens,) = load_tokenizer(tokenizer).encode([content])
     return torch.tensor(tokens, dtype=torch.int64)
 
 

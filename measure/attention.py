@@ -1,4 +1,4 @@
-"""How much does a head attend to a position? Attention weights without T x T matrices.
+"""Where does a model attend, and what singles a position out? (BB 6.2, SO)
 
     >>> from lib import checkpoint, inputs
     >>> from measure import attention
@@ -10,7 +10,11 @@
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1.
 """
 
+import contextlib
+from functools import partial
+
 import torch
+from scipy.stats import kendalltau
 from torch import Tensor
 
 from lib.runtime import BATCH_TOKENS
@@ -18,6 +22,9 @@ from model import Transformer, causal_attention
 
 BY_POSITION = (0, 1, 3)  # the axes of heads (B, H, T, Dh) that `Spread` pools: (T,) are left
 BY_DIMENSION = (0, 2)  # (H, Dh) are left
+
+
+# ---- attention without T x T matrices ----------------------------------------------------------------------
 
 
 def weights_on(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
@@ -60,35 +67,37 @@ def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=No
     return torch.stack(layers, dim=1)
 
 
+def uniform_alpha(T, position=1):
+    """alpha_k of uniform attention: the mean of 1/i over the queries i = k..T."""
+    return (1 / torch.arange(position, T + 1).double()).mean().item()
+
+
+# ---- sinks -------------------------------------------------------------------------------------------------
+
+
 @torch.inference_mode()
 def sink_signs(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
     """What tells a sink at position 1 of sequences (n, T), or foretells it; on the CPU.
 
-    `alpha1` (n, L, H); `is_largest` (n, L, H), whether it is the largest of its head's alphas, as in uniform
-    attention; `norm_ratio` (n, L), the length of the stream after each layer at position 1 over the median
-    length of the others; `value_ratio` (n, L), the same of the values that heads average.
+    `alpha1` (n, L, H); `norm_ratio` (n, L), the length of the stream after each layer at position 1 over the
+    median length of the others; `value_ratio` (n, L), the same of the values that heads average.
     """
-    parts = [signs_of_batch(model, part) for part in batches(tokens)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    parts = {"alpha1": [], "norm_ratio": [], "value_ratio": []}
+    for part in batches(tokens):
+        layers = {name: [] for name in parts}
 
+        def on_heads(layer, heads, q, k, v, layers=layers):
+            layers["alpha1"].append(mean_attention(q, k, (1,))[..., 0])
+            layers["value_ratio"].append(ratio_of_first(v).mean(1))
 
-def signs_of_batch(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
-    """`sink_signs` of sequences that fit in memory."""
-    positions = range(1, tokens.shape[1] + 1)
-    layers = {"alpha1": [], "is_largest": [], "norm_ratio": [], "value_ratio": []}
+        def on_state(layer, x, layers=layers):
+            if layer > 0:
+                layers["norm_ratio"].append(ratio_of_first(x))
 
-    def on_heads(layer, heads, q, k, v):
-        alpha = mean_attention(q, k, positions)
-        layers["alpha1"].append(alpha[..., 0])
-        layers["is_largest"].append(alpha.argmax(2) == 0)
-        layers["value_ratio"].append(ratio_of_first(v).mean(1))
-
-    def on_state(layer, x):
-        if layer > 0:
-            layers["norm_ratio"].append(ratio_of_first(x))
-
-    model.hidden(tokens, on_state=on_state, on_heads=on_heads)
-    return {name: torch.stack(values, dim=1).cpu() for name, values in layers.items()}
+        model.hidden(part, on_state=on_state, on_heads=on_heads)
+        for name, values in layers.items():
+            parts[name].append(torch.stack(values, dim=1).cpu())
+    return {name: torch.cat(values) for name, values in parts.items()}
 
 
 def summary(signs: dict[str, Tensor], epsilon=0.3):
@@ -96,13 +105,12 @@ def summary(signs: dict[str, Tensor], epsilon=0.3):
 
     A head is a sink head of a sequence if its alpha_1 there is above epsilon (Gu et al.), and `sink_rate` is
     their mean share: so it is 0 exactly where `max_alpha1`, the largest of any head in any sequence, is not
-    above epsilon. `first_share` is the share of heads that attend to no position more than to the first.
+    above epsilon.
     """
     return {
         "sink_rate": sink_share(signs["alpha1"], epsilon).mean().item(),
         "mean_alpha1": signs["alpha1"].mean().item(),
         "max_alpha1": signs["alpha1"].max().item(),
-        "first_share": signs["is_largest"].float().mean().item(),
         "norm_ratio": signs["norm_ratio"].mean().item(),
         "value_ratio": signs["value_ratio"].mean().item(),
     }
@@ -110,7 +118,7 @@ def summary(signs: dict[str, Tensor], epsilon=0.3):
 
 def ratio_of_first(vectors: Tensor) -> Tensor:
     """The length at position 1 over the median length at the others, of vectors (..., T, D); T > 1."""
-    lengths = vectors.float().norm(dim=-1)
+    lengths = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
     return lengths[..., 0] / lengths[..., 1:].median(dim=-1).values
 
 
@@ -124,9 +132,118 @@ def sink_share(alpha: Tensor, epsilon) -> Tensor:
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
 
-def uniform_alpha(T, position=1):
-    """alpha_k of uniform attention: the mean of 1/i over the queries i = k..T."""
-    return (1 / torch.arange(position, T + 1).double()).mean().item()
+# ---- hidden units (SO's super neurons) ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hidden_units(model: Transformer, on_units):
+    """While this lasts, `on_units(layer, units)` sees the hidden units (B, T, d_ff) of each MLP.
+
+    A returned tensor takes the units' place before the down projection.
+    """
+
+    def hook(layer, module, inputs):
+        replaced = on_units(layer, inputs[0])
+        return None if replaced is None else (replaced,)
+
+    handles = []
+    for layer, block in enumerate(model.model.layers, start=1):
+        if block.mlp is not None:
+            handles.append(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class UnitActivity:
+    """Mean |activation| of all hidden units, (L, d_ff): `first` at position 1, `others` at the others."""
+
+    def __init__(self, model: Transformer, num_sequences):
+        self.num_sequences = num_sequences
+        self.first = torch.zeros(model.config.num_layers, model.config.d_ff)
+        self.others = torch.zeros_like(self.first)
+
+    def on_units(self, layer, units) -> None:
+        """Add the hidden units (B, T, d_ff) of a layer."""
+        size = units.float().abs()
+        self.first[layer - 1] += size[:, 0].sum(0).cpu() / self.num_sequences
+        self.others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / self.num_sequences
+
+
+def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
+    """The hidden units that write most at position 1 (SO; the ranking is ours), most first.
+
+    A unit writes its mean |activation| there times its down column's norm; `first` and `others` are a
+    UnitActivity's. `down_share` is the share of the squared column that its largest, at `dimension`, holds.
+    """
+    if model.config.sublayers == "attention":
+        return []
+    columns = torch.stack([block.mlp.down_proj.weight.float().cpu() for block in model.model.layers])
+    writes = first * columns.norm(dim=1)  # (L, d_ff) of columns (L, d, d_ff)
+    neurons = []
+    for place in writes.flatten().topk(count).indices.tolist():
+        layer, neuron = divmod(place, model.config.d_ff)
+        squares = columns[layer, :, neuron].square()
+        row = {
+            "layer": layer + 1,
+            "neuron": neuron,
+            "first": first[layer, neuron].item(),
+            "others": others[layer, neuron].item(),
+            "writes": writes[layer, neuron].item(),
+            "down_share": (squares.max() / squares.sum().clamp(min=1e-30)).item(),
+            "dimension": squares.argmax().item(),
+        }
+        neurons.append(row)
+    return neurons
+
+
+# ---- the stream and the values -----------------------------------------------------------------------------
+
+
+def dominance_ratio(states: Tensor) -> Tensor:
+    """max |h| / mean |h| over dimensions, of states (..., d): SO's dimension disparity."""
+    states = states.float().abs()
+    return states.amax(-1) / states.mean(-1)
+
+
+def output_tau(weight: Tensor, std: Tensor):
+    """Kendall's tau of the lengths of W_O's columns (d, H Dh) with the standard deviation of their input.
+
+    It says how much the output projection keeps of what varies in the aggregated values, std (H Dh,): above
+    0, what varies more is written more strongly (SO: 0.32 in the mean). None where nothing varies.
+    """
+    strengths = weight.float().norm(dim=0).cpu()
+    tau = kendalltau(strengths.numpy(), std.numpy()).statistic
+    return None if tau != tau else float(tau)
+
+
+class EffectiveRank:
+    """How many directions states spread over, of batches that stream by (ours; SO gives no formula).
+
+    It is exp of the entropy of the singular values of the centred states (n T, d), which are scaled to sum 1.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.total = 0.0
+        self.products = 0.0
+
+    def update(self, states: Tensor) -> None:
+        """Add states (..., d)."""
+        states = states.flatten(0, -2).double()
+        self.count += len(states)
+        self.total = self.total + states.sum(0)
+        self.products = self.products + states.T @ states
+
+    def value(self):
+        """The effective rank, from 1 to d; 0 of states that are all equal."""
+        centred = self.products - torch.outer(self.total, self.total) / self.count
+        values = torch.linalg.eigvalsh(centred).clamp(min=0).sqrt()
+        noise = 1e-7 * values.max()  # what is left of a difference of equal numbers
+        shares = values[values > noise] / values.sum()
+        return torch.special.entr(shares).sum().exp().item() if len(shares) else 0.0
 
 
 class Spread:

@@ -211,26 +211,6 @@ def root_of(table: Tensor) -> Tensor:
     return torch.linalg.cholesky(gram).T.float()
 
 
-class Grafted:
-    """A source with one model's layers on another's token tables, as merged models have them."""
-
-    def __init__(self, layers, tables):
-        self.layers = layers
-        self.tables = tables
-        self.width = layers.width
-        self.family = layers.family
-        self.place = tables.place
-        self.shapes = {}
-        for source, is_wanted in ((tables, False), (layers, True)):
-            for name, shape in source.shapes.items():
-                if parts.is_in_a_layer(name) == is_wanted:
-                    self.shapes[name] = shape
-
-    def read(self, name) -> Tensor:
-        """One tensor."""
-        return (self.layers if parts.is_in_a_layer(name) else self.tables).read(name)
-
-
 def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
     """A'B of some rows of token tables, by their ids (n,), centred over these: (d, e) float64."""
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
@@ -308,12 +288,6 @@ def distance(rows_a, rows_b):
         cosines.append((rows @ rows.T).fill_diagonal_(0).flatten())
     agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
     return 1 - agreement**0.5
-
-
-def nearness_of_tables(base: Units, suspect: Units, tokens):
-    """How much two models' token tables span the same: 1 if one is the other turned, near 0 for strangers."""
-    bridge = bridges_between(base, suspect, tokens)["up"]
-    return (bridge.square().sum() / min(bridge.shape)).item()
 
 
 def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0):

@@ -1,4 +1,4 @@
-"""What do all tests say of two models, or of a suspect and several bases?
+"""What do all tests say of two models?
 
     >>> from lib import checkpoint
     >>> from measure.comparison import compare_pair, read_model
@@ -11,7 +11,7 @@
 `settings` are those of `seedprint.py compare`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lib.folders import shared_tokens
 from lib.inputs import random_tokens
 from lib.settings import UserError
 from measure import lineage
-from measure.census import Grafted, Units, nearness_of_tables, unit_census
+from measure.census import Units, unit_census
 from measure.verdict import SAME_BIRTH, verdict
 
 WIDE = 2048  # wider models are large: a census takes half a minute a layer, or more,
@@ -63,9 +63,6 @@ def state_fingerprint(source, vocab_size, settings):
     return lineage.fingerprint(states.flatten(0, 1))
 
 
-# ---- a pair -----------------------------------------------------------------------------------------------
-
-
 def compare_pair(base: Model, suspect: Model, settings):
     """A pair's row, and what is behind it: the census, its map of layers, correlations, matrices left out.
 
@@ -100,29 +97,6 @@ def compare_pair(base: Model, suspect: Model, settings):
     row["permutation_p"] = row["relabel_p"]
     points = lineage.histogram(correlations["body"]) if "body" in correlations else []
     return row, {"layers": layers, "layer_map": layer_map, "points": points, "skipped": skipped}
-
-
-# ---- several bases ----------------------------------------------------------------------------------------
-
-
-def on_one_table(bases, suspect):
-    """The bases, their layers on the token table of that one whose table is closest to the suspect's.
-
-    Bases of another width or family than that one keep their own.
-    """
-    if len(bases) < 2 or any(model.units.missing for model in (*bases, suspect)):
-        return bases
-    nearness = [
-        nearness_of_tables(base.units, suspect.units, tokens_of(base.units, suspect.units)) for base in bases
-    ]
-    tables = bases[int(np.argmax(nearness))]
-    seen = []
-    for base in bases:
-        is_alike = (base.source.width, base.source.family) == (tables.source.width, tables.source.family)
-        if base is not tables and is_alike:
-            base = replace(base, units=Units(Grafted(base.source, tables.source), base.name))
-        seen.append(base)
-    return seen
 
 
 def tokens_of(base: Units, suspect: Units):

@@ -14,13 +14,13 @@ import math
 
 from scipy import stats
 
-from measure.layers import KIN_SHARE, makeup
 from measure.lineage import SAME_LOG10_P
 
 UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
+KIN_SHARE = 0.2  # of a layer's hidden units found again: from here on it is the base's
 STRANGERS_SHARE = 0.1  # of a layer's units: strangers that learn one text reach 0.062
 
 
@@ -38,9 +38,7 @@ def verdict_of_units(tests, rows, layer_map):
     """The verdict where hidden units were looked for."""
     judged = judge_units(rows)
     if judged == SAME_BIRTH:
-        sentence = f"{found_again(rows)} found again"
-        made_of = makeup(rows, layer_map["base_layers"], layer_map["suspect_layers"])
-        return SAME_BIRTH, f"{sentence}; made of {made_of}" if made_of else sentence
+        return SAME_BIRTH, f"{found_again(rows)} found again{where(rows, layer_map)}"
     most = max(rows, key=lambda row: row["share"])
     count = f"at most {most['found']:,} of {most['units']:,} hidden units of a layer found again"
     if judged == INCONCLUSIVE:
@@ -117,5 +115,21 @@ def found_again(rows):
     least = min(found, key=lambda row: row["share"])
     is_least = all(row["share"] == least["share"] for row in found)
     count = f"{'' if is_least else 'at least '}{least['found']:,} of {least['units']:,} hidden units"
-    where = "every layer" if len(found) == len(rows) else f"{len(found)} of {len(rows)} layers"
-    return f"{count} of {where}"
+    layers = "every layer" if len(found) == len(rows) else f"{len(found)} of {len(rows)} layers"
+    return f"{count} of {layers}"
+
+
+def where(rows, layer_map):
+    """Which layers of the base the units of the suspect's layers are from; "" if each is in its own place."""
+    origins = {row["number"]: row["base_number"] for row in rows if row["share"] >= KIN_SHARE}
+    has_same_depth = len(layer_map["base_layers"]) == len(layer_map["suspect_layers"])
+    if has_same_depth and origins == {row["number"]: row["number"] for row in rows}:
+        return ""
+    runs = []  # of consecutive layers
+    for number in origins.values():
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f", in layers {', '.join(spans)} of the base"

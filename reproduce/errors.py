@@ -1,75 +1,44 @@
 """How often does each test call strangers kin? (BB B.3.1, Figure 13; mostly ours)
 
-    python -m reproduce.errors                    # all pairs of 45 newborns: half an hour
-    python -m reproduce.errors trained RUN RUN    # which hidden units do trained strangers share?
+    python -m reproduce.errors                      # all pairs of 45 newborns: 50 minutes
+    python -m reproduce.errors --num-births 5       # all pairs of 5
 
 Newborns of different seeds are strangers by construction, so every rejection is an error. A test is sound if
 its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the models read (tokens through a
 token table of their own, through one that all share, or Gaussian vectors), and on how they are drawn.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import functools
 import itertools
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 from scipy.stats import kstest, norm
 
 from init import SCHEMES, keyed_generator
-from lib.checkpoint import Newborn, check_lengths, chosen_models, final_states, shortest_context
-from lib.figures import between, curves, error_bars
+from lib.checkpoint import Newborn, check_lengths, final_states
+from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
+from measure import lineage
 from measure.census import Units, unit_census
 from measure.comparison import tokens_of
 from measure.cosines import wilson
-from measure.lineage import (
-    diagonal_test,
-    fingerprint,
-    identity_taus,
-    judge_taus,
-    kendall_std,
-    relation,
-    weight_correlations,
-)
 from measure.verdict import NO_EVIDENCE, judge_units
 from model import PRESETS
-from reproduce.thief import hidden
-from seedprint import PairSettings, PaperSettings, comparable_models, last_outputs
+from seedprint import PaperSettings, last_outputs
 
 LEVEL = 0.01  # from here on down, a test calls two models kin
 PAPER_TESTS = ("t-test", "U-test", "closed form")
-OWN_TABLE = "own embedding"
-SHARED_TABLE = "shared embedding"
-VECTORS = "gaussian"
-STATE_INPUTS = (OWN_TABLE, SHARED_TABLE, VECTORS)
-WEIGHTS = "weights"  # as if an input: what the tests of weights read
-GIVEN = {  # what strangers share, in a figure
-    OWN_TABLE: "nothing shared",
-    WEIGHTS: "nothing shared",
-    SHARED_TABLE: "one token table",
-    VECTORS: "Gaussian vectors",
-}
-NAMES = {  # of the tests, in a figure
-    "units": "hidden units",
-    "weights": "weights",
-    "token tables": "token tables",
-    "relabelling": "states",
-    "t-test": "paper's t-test",
-    "U-test": "paper's U-test",
-    "closed form": "its closed form",
-}
-COLUMNS = ("test", "inputs", "scheme", "model", "num_pairs", "rejections", "rate", "low", "high", "ks_p")
+STATE_INPUTS = ("own embedding", "shared embedding", "gaussian")
 
 
 @dataclass
-class RateSettings(RunSettings):
-    """What `rates` can be told."""
+class Settings(RunSettings):
+    """What it can be told."""
 
     model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")
     """presets to be born"""
@@ -99,110 +68,86 @@ class RateSettings(RunSettings):
     """seed of the random sequences and of the permutations"""
 
 
-@dataclass
-class TrainedSettings(PairSettings):
-    """What `trained` can be told."""
-
-    layers: at_least(1) = 99
-    """layers whose hidden units are looked for, evenly spaced"""
-    units: at_least(2) = 1024
-    """how many of them in each MLP"""
-
-
-# ---- newborns ----------------------------------------------------------------------------------------------
-
-
-def rates(settings: RateSettings):
+def errors(settings: Settings):
     """How often does each test call newborn strangers kin? Writes errors.json, errors.png, errors_tau.png."""
-    specs = chosen_models(settings.model, (settings.first_seed,))
-    check_lengths((settings.sequence_length,), shortest_context(specs))
-    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
+    context = min(PRESETS[model].context_length for model in settings.model)
+    check_lengths((settings.sequence_length,), context)
+    check_lengths((settings.paper_length,), context, "--paper-length")
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
     settings = experiment.settings
     choices = list(itertools.product(settings.model, settings.schemes, STATE_INPUTS))
     for model in settings.model:  # once scaled, weights know no scheme
-        choices.append((model, settings.schemes[0], WEIGHTS))
+        choices.append((model, settings.schemes[0], "weights"))
     rows, taus = [], []
     for model, scheme, inputs in progress(choices, desc="errors", unit=" settings"):
         key = {"inputs": inputs, "scheme": scheme, "model": model}
         newborns = strangers(model, scheme, inputs, settings)
-        if inputs == WEIGHTS:
+        if inputs == "weights":
             p_values = weights_p(newborns, settings)
-            rows.append({"test": "units"} | key | units_rate(newborns, settings))
+            rejected, largest_share = units_found(newborns, settings)
+            rate = error_rate("units", rejected, len(newborns))
+            rows.append({"test": "units"} | key | rate | {"largest_share": largest_share})
         else:
-            paper_values, pooled = paper_p(newborns, inputs, settings)
-            p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | paper_values
+            p_values, pooled = paper_p(newborns, inputs, settings)
+            p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | p_values
             if scheme == settings.schemes[0]:  # the one that is drawn
-                panel = key | {"panel": f"{model}, {inputs}"}
-                taus += tau_histogram(pooled, settings.paper_sequences, panel)
+                taus += tau_histogram(pooled, settings.paper_sequences, key)
         for test, p in p_values.items():
-            rows.append({"test": test} | key | error_rate(test, p, len(newborns)))
-    return experiment.save(rows, COLUMNS, draw_errors, taus=taus)
+            rate = error_rate(test, p <= LEVEL, len(newborns))
+            rows.append({"test": test} | key | rate | {"ks_p": kstest(p, "uniform").pvalue})
+    draw_rates(rows, experiment.folder / "errors.png")
+    draw_taus(taus, experiment.folder / "errors_tau.png")
+    return experiment.save(rows, taus=taus)
 
 
-def strangers(model, scheme, inputs, settings: RateSettings):
-    """Newborns of different seeds, with token tables of their own or one for all."""
-    is_trap = inputs in (SHARED_TABLE, VECTORS)
-    embedding_seed = 0 if inputs == SHARED_TABLE else None
+def strangers(model, scheme, inputs, settings: Settings):
+    """Newborns of different seeds, with token tables of their own or one for all; drawn once and kept."""
+    is_trap = inputs in ("shared embedding", "gaussian")
+    embedding_seed = 0 if inputs == "shared embedding" else None
     newborns = []
     for birth in range(settings.trap_births if is_trap else settings.num_births):
-        newborns.append(Newborn(PRESETS[model], settings.first_seed + birth, embedding_seed, scheme))
+        newborn = Newborn(PRESETS[model], settings.first_seed + birth, embedding_seed, scheme)
+        newborn.read = functools.cache(newborn.read)
+        newborns.append(newborn)
     return newborns
 
 
-def relabelling_p(newborns, inputs, settings: RateSettings):
+def relabelling_p(newborns, inputs, settings: Settings):
     """The p of the exact test of states, for all pairs of newborns."""
     config = newborns[0].config
     drawn = (settings.input_seed, range(settings.num_sequences), settings.sequence_length)
-    if inputs == VECTORS:
+    if inputs == "gaussian":
         given = random_vectors(*drawn, config.d_model)
     else:
         given = random_tokens(*drawn, config.vocab_size)
     prints = []
     for newborn in newborns:
         states = final_states(newborn, given, settings.device, settings.torch_dtype)
-        prints.append(fingerprint(states.flatten(0, 1)))
+        prints.append(lineage.fingerprint(states.flatten(0, 1)))
     p = []
     for i, j in itertools.combinations(range(len(newborns)), 2):
-        C = relation(prints[i], prints[j])
-        p.append(diagonal_test(C, (settings.input_seed, i, j), settings.permutations)["p"])
+        p.append(coordinates_p(lineage.relation(prints[i], prints[j]), i, j, settings))
     return np.array(p)
 
 
-class Kept:
-    """A newborn whose tensors are drawn once and kept, for many comparisons."""
-
-    def __init__(self, newborn):
-        self.newborn = newborn
-        self.config = newborn.config
-        self.place = None
-        self.width = newborn.width
-        self.family = newborn.family
-        self.shapes = newborn.shapes
-        self.tensors = {}
-
-    def read(self, name):
-        """One tensor."""
-        if name not in self.tensors:
-            self.tensors[name] = self.newborn.read(name)
-        return self.tensors[name]
+def coordinates_p(C, i, j, settings: Settings):
+    """The p of the exact test of correlations C, (d, d), between newborns number i and j."""
+    return lineage.diagonal_test(C, (settings.input_seed, i, j), settings.permutations)["p"]
 
 
-def weights_p(newborns, settings: RateSettings):
+def weights_p(newborns, settings: Settings):
     """The p of the exact tests of the blocks' weights and of token tables, for all pairs of newborns."""
-    p = {"weights": [], "token tables": []}
-    kept = [Kept(newborn) for newborn in newborns]
-    for i, j in itertools.combinations(range(len(kept)), 2):
-        correlations, _ = weight_correlations(kept[i], kept[j])
-        for test, part in (("weights", "body"), ("token tables", "embedding")):
-            C = correlations[part]
-            p[test].append(diagonal_test(C, (settings.input_seed, i, j), settings.permutations)["p"])
-    return {test: np.array(values) for test, values in p.items()}
+    blocks, tables = [], []
+    for i, j in itertools.combinations(range(len(newborns)), 2):
+        correlations, _ = lineage.weight_correlations(newborns[i], newborns[j])
+        blocks.append(coordinates_p(correlations["body"], i, j, settings))
+        tables.append(coordinates_p(correlations["embedding"], i, j, settings))
+    return {"weights": np.array(blocks), "token tables": np.array(tables)}
 
 
-def units_rate(newborns, settings: RateSettings):
-    """How often a census finds evidence between newborns, and the largest share of units found."""
-    models = [Units(Kept(newborn)) for newborn in newborns]
+def units_found(newborns, settings: Settings):
+    """For which pairs of newborns a census finds evidence, and the largest share of a layer's units found."""
+    models = [Units(newborn) for newborn in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
     rejected, shares = [], []
@@ -211,17 +156,15 @@ def units_rate(newborns, settings: RateSettings):
         layers, _ = unit_census(models[i], models[j], tokens, settings.units, settings.layers, (i, j))
         rejected.append(judge_units(layers) != NO_EVIDENCE)
         shares += [layer["share"] for layer in layers]
-    low, high = wilson(sum(rejected), len(rejected), 0.99)
-    row = {"num_pairs": len(rejected), "rejections": sum(rejected), "low": low, "high": high}
-    return row | {"rate": sum(rejected) / len(rejected), "largest_share": max(shares)}
+    return np.array(rejected), max(shares)
 
 
-def paper_p(newborns, inputs, settings: RateSettings):
+def paper_p(newborns, inputs, settings: Settings):
     """The p of the paper's tests, for all pairs of newborns; and the taus of all pairs."""
     config = newborns[0].config
     n = settings.paper_sequences
     reading = PaperSettings(
-        inputs="gaussian" if inputs == VECTORS else "tokens",
+        inputs="gaussian" if inputs == "gaussian" else "tokens",
         paper_sequences=n,
         paper_length=settings.paper_length,
         input_seed=settings.input_seed,
@@ -232,33 +175,26 @@ def paper_p(newborns, inputs, settings: RateSettings):
     top_k = config.d_model // 2
     p, pooled = [], []
     for a, b in itertools.combinations(outputs, 2):
-        taus = identity_taus(a, b, "top", top_k)
-        test = judge_taus(taus, n, config.d_model, "top", top_k, temperature=None)
+        taus = lineage.identity_taus(a, b, "top", top_k)
+        test = lineage.judge_taus(taus, n, config.d_model, "top", top_k, temperature=None)
         p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
         pooled.append(taus)
     return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)
 
 
-def error_rate(test, p, births):
-    """How often p of all pairs of births rejects, the rate's 99 % interval, and the p of a uniform p.
+def error_rate(test, rejected, births):
+    """How often a test rejects, of all pairs of births, and the rate's 99 % interval.
 
     Renumbered coordinates make the p of pairs that share a birth independent, so Wilson's interval holds for
     the exact tests; for the paper's, births are resampled.
     """
-    rejected = p <= LEVEL
     rejections = int(rejected.sum())
     if test in PAPER_TESTS:
         low, high = interval_over_births(rejected, births)
     else:
-        low, high = wilson(rejections, len(p), 0.99)
-    return {
-        "num_pairs": len(p),
-        "rejections": rejections,
-        "low": low,
-        "high": high,
-        "rate": rejections / len(p),
-        "ks_p": kstest(p, "uniform").pvalue,
-    }
+        low, high = wilson(rejections, len(rejected), 0.99)
+    count = {"num_pairs": len(rejected), "rejections": rejections, "rate": rejections / len(rejected)}
+    return count | {"low": low, "high": high}
 
 
 def interval_over_births(rejected, births, resamples=2000):
@@ -282,90 +218,45 @@ def interval_over_births(rejected, births, resamples=2000):
 def tau_histogram(taus, n, key):
     """Shares of strangers' taus over n inputs, in %, beside the Gaussian of independent rows (Figure 13)."""
     edges = np.linspace(-0.3, 0.3, 61)
-    share = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
-    law = 100 * np.diff(norm.cdf(edges, scale=kendall_std(n)))
-    bins = pd.DataFrame({"tau": (edges[1:] + edges[:-1]) / 2, "share": share, "gaussian": law})
-    return bins.assign(**key).to_dict("records")
+    shares = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
+    law = 100 * np.diff(norm.cdf(edges, scale=lineage.kendall_std(n)))
+    bins = zip((edges[1:] + edges[:-1]) / 2, shares, law)
+    return [key | {"tau": tau, "share": share, "gaussian": gaussian} for tau, share, gaussian in bins]
 
 
-def draw_errors(result, folder) -> None:
-    """errors.png: how often strangers are called kin; errors_tau.png: Kendall's tau of strangers (Figure 13).
-
-    Of the schemes, the first is drawn.
-    """
-    scheme = result["settings"]["schemes"][0]
-    bars = []
-    for row in result["rows"]:
-        if row["scheme"] == scheme:
-            bar = {"label": NAMES[row["test"]], "panel": GIVEN[row["inputs"]], "series": row["model"]}
-            bars.append(bar | {key: 100 * row[key] for key in ("rate", "low", "high")})
-    rates_of = pd.DataFrame(bars).groupby("panel", sort=False)["rate"]
-    texts = [f"{between(rate, '.3g')} % ({given})" for given, rate in rates_of]
-    error_bars(
-        folder / "errors.png",
-        bars,
-        title=f"How many strangers are called kin? {'; '.join(texts)}",
-        xlabel="% of pairs of strangers called kin, with 99 % intervals",
-        level=100 * LEVEL,
-        level_label=f"what p = {LEVEL} promises",
-    )
-    taus = pd.DataFrame(result["taus"])
-    taus["part"] = taus["tau"] * taus["share"] / 100
-    taus["mean"] = taus.groupby("panel")["part"].transform("sum")
-    given = taus["inputs"].map(GIVEN)
-    taus["panel"] = taus["model"] + ", " + given + taus["mean"].map(": mean {:z.2f}".format)
-    texts = [
-        f"{between(mean, 'z.2f')} ({shared})" for shared, mean in taus.groupby(given, sort=False)["mean"]
-    ]
-    curves(
-        taus,
-        folder / "errors_tau.png",
-        x="tau",
-        y="share",
-        series="scheme",
-        names={scheme: "strangers"},
-        title=f"Do strangers rank inputs alike? Mean of Kendall's tau: {'; '.join(texts)}",
-        panel="panel",
-        theories={"gaussian": "Gaussian of independent rows"},
-        style="-",
-        xlabel="Kendall's tau between two strangers",
-        ylabel="% of dimensions",
-    )
+def draw_rates(rows, path) -> None:
+    """How often strangers are called kin: a line for each test and what it reads, a colour for each birth."""
+    question = "How often does a test call unrelated newborns kin? (99 % intervals)"
+    figure, grid = new_figure(question, width=7, height=5.6)
+    axes = grid[0, 0]
+    lines = list(dict.fromkeys((row["inputs"], row["test"]) for row in rows))
+    births = list(dict.fromkeys((row["model"], row["scheme"]) for row in rows))
+    for number, (birth, colour) in enumerate(zip(births, COLOURS)):
+        for row in rows:
+            if (row["model"], row["scheme"]) == birth:
+                height = lines.index((row["inputs"], row["test"])) + 0.18 * number
+                axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=colour)
+                axes.plot(100 * row["rate"], height, "o", color=colour)
+        axes.plot([], [], "o-", color=colour, label="{}, scheme {}".format(*birth))
+    axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
+    axes.set_yticks(range(len(lines)), [f"{inputs}: {test}" for inputs, test in lines])
+    axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called kin")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.invert_yaxis()
+    legend_below(figure, axes)
+    save_figure(figure, path)
 
 
-# ---- trained strangers -------------------------------------------------------------------------------------
+def draw_taus(taus, path) -> None:
+    """Kendall's tau of strangers (Figure 13)."""
+    question = "Do two unrelated newborns rank inputs alike?"
+    theories = {"gaussian": "Gaussian of independent rows"}
+    labels = {"xlabel": "Kendall's tau of a dimension", "ylabel": "% of dimensions"}
+    keys = {"x": "tau", "y": "share", "series": "model", "panel": "inputs"}
+    curves(taus, path, question, **keys, theories=theories, style="-", **labels)
 
 
-def trained(settings: TrainedSettings):
-    """How many hidden units do trained strangers share, plain and hidden, all pairs? Writes trained.json.
-
-    The models must be strangers: nothing here can know.
-    """
-    specs = comparable_models(settings.models, settings.init)
-    experiment = Experiment("trained", "", settings)
-    models = [Units(spec.open(), spec.name) for spec in specs]
-    stolen = [Units(hidden(model.source), spec.name) for model, spec in zip(models, specs)]
-    rows = []
-    for i, j in progress(list(itertools.combinations(range(len(models)), 2)), desc="trained", unit=" pairs"):
-        for is_hidden, suspect in ((False, models[j]), (True, stolen[j])):
-            tokens = tokens_of(models[i], suspect)
-            layers, _ = unit_census(models[i], suspect, tokens, settings.units, settings.layers)
-            pair = {
-                "a": specs[i].name,
-                "b": specs[j].name,
-                "hidden": is_hidden,
-                "verdict": judge_units(layers),
-            }
-            for layer in layers:
-                counts = {key: layer[key] for key in ("number", "found", "units", "share", "by_chance")}
-                rows.append(pair | counts)
-    largest = sorted(rows, key=lambda row: -row["share"])[:5]
-    return experiment.save(rows, shown=largest)
-
-
-COMMANDS = {"rates": Command(rates, RateSettings()), "trained": Command(trained, TrainedSettings())}
-COMMANDS[""] = COMMANDS["rates"]
-FIGURES = {"errors": draw_errors}
+COMMANDS = {"": Command(errors, Settings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

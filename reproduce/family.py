@@ -102,7 +102,6 @@ def compare_all(pairs, data, experiment):
         row, _ = compare_pair(a, b, ours)
         row |= paper_test(outputs_a, outputs_b, theirs)
         row |= similarities(a.source, b.source, text, experiment.device, experiment.dtype)
-        del row["reef_matrix"]  # of all pairs of layers
         rows.append({"table": table, "base": base, "suspect": suspect, "kin": kin} | row)
     return rows
 

@@ -3,16 +3,16 @@
     python -m reproduce.rivals nano_llama@42 nano_llama@42:7 nano_llama@43
 
 Kin are models of one birth; the second one here has another token table. Each similarity is a number, and
-says kin from 0.8 on. None says what strangers would give, so name a stranger as well.
+says kin from 0.8 on. None says what strangers would give, so name a stranger as well. REEF reads random
+tokens here, and held-out text in `reproduce/family.py`.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 from dataclasses import dataclass
 
 import numpy as np
 
 from lib.checkpoint import check_lengths, final_states, shortest_context
-from lib.inputs import TextSettings, random_tokens, read_tokens
+from lib.inputs import random_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
@@ -27,10 +27,8 @@ TABLES = ("model.embed_tokens", "lm_head")
 class Settings(PairSettings):
     """What `python -m reproduce.rivals` can be told."""
 
-    data: str | None = None
-    """folder of a prepared data set, whose held-out text REEF reads (default: random tokens)"""
     num_sequences: at_least(2) = 200
-    """sequences that REEF reads"""
+    """random sequences that REEF reads"""
     sequence_length: int = 64
     """tokens in a sequence"""
 
@@ -38,53 +36,36 @@ class Settings(PairSettings):
 def rivals(settings: Settings):
     """What does each rival say of each suspect? Writes rivals.json."""
     specs = comparable_models(settings.models, settings.init)
-    check_lengths((settings.sequence_length,), shortest_context(specs))
-    tokens = read_texts(settings, specs)
+    T = settings.sequence_length
+    check_lengths((T,), shortest_context(specs))
     experiment = Experiment("rivals", "BB B.3.2", settings)
+    tokens = random_tokens(settings.input_seed, range(settings.num_sequences), T, common_vocabulary(specs))
     base = specs[0].open()
-    rows, details = [], []
+    rows = []
     for spec in progress(specs[1:], desc="rivals", unit=" suspects"):
-        values = similarities(base, spec.open(), tokens, experiment.device, experiment.dtype)
-        details.append({"reef_matrix": values.pop("reef_matrix")})
-        row = {"base": specs[0].name, "suspect": spec.name} | values
+        row = {"base": specs[0].name, "suspect": spec.name}
+        row |= similarities(base, spec.open(), tokens, experiment.device, experiment.dtype)
         for name in RIVALS:
             row[f"{name}_verdict"] = "kin" if row[name] >= THRESHOLD else "stranger"
         rows.append(row)
-    return experiment.save(rows, details=details)
-
-
-def read_texts(settings: Settings, specs):
-    """The tokens that REEF reads, (n, T); UserError for a data set that does not fit the models."""
-    count = settings.num_sequences
-    T = settings.sequence_length
-    if settings.data is None:
-        return random_tokens(settings.input_seed, range(count), T, common_vocabulary(specs))
-    text = TextSettings(data=settings.data, num_sequences=count, device="cpu")
-    for spec in specs:  # each is asked whether the text is one for it
-        tokens = read_tokens(text, spec, T)
-    return tokens
+    return experiment.save(rows)
 
 
 def similarities(a, b, tokens, device, dtype):
-    """All four of two sources, by name, and REEF's matrix; UserError for models without attention or MLP."""
+    """All four of two sources, by name; UserError for models without attention or MLP."""
     if a.config.sublayers != "full" or b.config.sublayers != "full":
         raise UserError("the rivals need models with attention and MLP")
-    matched, matrix = reef(a, b, tokens, device, dtype)
     return {
         "intrinsic": intrinsic(a, b),
-        "reef": matched,
+        "reef": reef(a, b, tokens, device, dtype),
         "pcs": pcs(a, b),
         "ics": ics(a, b),
-        "reef_matrix": matrix,
     }
 
 
 def layer_weight(source, layer, kind):
     """A projection of a layer, (out, in) float32; `kind` is "self_attn.q", "mlp.up" and so on."""
     return source.read(f"model.layers.{layer}.{kind}_proj.weight").float()
-
-
-# ---- Intrinsic ---------------------------------------------------------------------------------------------
 
 
 def intrinsic(a, b):
@@ -109,15 +90,11 @@ def std_profile(source, kind, depth):
     return np.interp(np.linspace(0, 1, depth), np.linspace(0, 1, len(stds)), stds)
 
 
-# ---- REEF --------------------------------------------------------------------------------------------------
-
-
 def reef(a, b, tokens, device, dtype):
-    """CKA of the blocks' outputs at the last of tokens (n, T): mean over matched layers, and all pairs."""
+    """CKA of the blocks' outputs at the last of tokens (n, T): the mean over matched layers."""
     outputs_a = block_outputs(a, tokens, device, dtype)
     outputs_b = block_outputs(b, tokens, device, dtype)
-    matrix = [[cka(x, y) for y in outputs_b] for x in outputs_a]
-    return np.mean(np.diagonal(matrix)), matrix
+    return np.mean([cka(x, y) for x, y in zip(outputs_a, outputs_b)])
 
 
 def block_outputs(source, tokens, device, dtype):
@@ -147,9 +124,6 @@ def centred_kernel(x):
     return x @ x.T
 
 
-# ---- PCS ---------------------------------------------------------------------------------------------------
-
-
 def pcs(a, b):
     """Cosine of all parameters that two sources have alike in name and shape, but for token table and head.
 
@@ -165,9 +139,6 @@ def pcs(a, b):
             sums[i] += product.double().sum().item()
     dot, square_a, square_b = sums
     return dot / max((square_a * square_b) ** 0.5, 1e-300)
-
-
-# ---- ICS ---------------------------------------------------------------------------------------------------
 
 
 def ics(a, b):
@@ -191,13 +162,11 @@ def centred_product(X, M, Y, N):
     """
     G = X.T @ Y
     total = (M * (G @ N @ G.T)).double().sum().item()
-    return total - table_sum(X, M) * table_sum(Y, N)
-
-
-def table_sum(X, M):
-    """Sum of the entries of X M X', divided by n."""
     x = X.sum(0)
-    return (x @ M @ x).item() / len(X)
+    y = Y.sum(0)
+    mean_x = (x @ M @ x).item() / len(X)
+    mean_y = (y @ N @ y).item() / len(Y)
+    return total - mean_x * mean_y  # centring takes the means away
 
 
 def invariant_terms(source):

@@ -6,14 +6,13 @@
 `rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices that
 read it; `permute` relabels its coordinates; `neurons` shuffles each layer's hidden units and heads; `signs`
 flips the sign of half of the units of gated MLPs and rescales them a little. The logits stay as they were, to
-rounding. What follows them here changes the function, too: noise, pruning, rounding, fewer coordinates, other
-layers, copies as experts.
+rounding. The other changes are felt: noise, pruning, rounding, less width, fewer layers.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -22,16 +21,25 @@ import torch
 
 from init import keyed_generator
 from lib import checkpoint
-from lib.checkpoint import Newborn, parse_spec
+from lib.checkpoint import parse_spec
+from lib.folders import parameter_shapes
 from lib.settings import Command, RunSettings, UserError, run_script
-from model import ModelConfig, Transformer
+from model import Transformer
 from seedprint import Models
 
-READERS = {  # which matrices read a norm's output
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
+    "embed_tokens": ("tokens", "stream"),
+    "q_proj": ("queries", "stream"),
+    "k_proj": ("keys", "stream"),
+    "v_proj": ("keys", "stream"),
+    "o_proj": ("stream", "queries"),
+    "gate_proj": ("units", "stream"),
+    "up_proj": ("units", "stream"),
+    "down_proj": ("stream", "units"),
+    "lm_head": ("tokens", "stream"),
+    "q_norm": ("head",),
+    "k_norm": ("head",),
 }
-WRITERS = ("o_proj.weight", "down_proj.weight")
 TABLE = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -58,22 +66,31 @@ def shuffled(generator, n):
     order = generator.permutation(n)
     while n > 1 and (order == np.arange(n)).any():
         order = generator.permutation(n)
-    return order
+    return torch.from_numpy(order)
 
 
-def permute(weights, config: ModelConfig, generator):
-    """Put the residual coordinates in a random order."""
-    order = torch.from_numpy(shuffled(generator, config.d_model))
+def axes_of(name):
+    """What a parameter has along its axes; a norm of the residual stream has its coordinates."""
+    return AXES.get(name.split(".")[-2], ("stream",))
+
+
+def select(weights, orders, prefix="") -> None:
+    """Keep of each axis in `orders` what they list, in this order, in the parameters of this prefix."""
     for name, weight in weights.items():
-        is_gain = name.endswith(("norm.weight", "norm.bias")) and "self_attn" not in name
-        if name.endswith(WRITERS):
-            weights[name] = weight[order]
-        elif is_gain or weight.ndim == 2:
-            weights[name] = weight[..., order]
+        if name.startswith(prefix):
+            for axis, what in enumerate(axes_of(name)[: weight.ndim]):
+                if what in orders:
+                    weight = weight.index_select(axis, orders[what])
+            weights[name] = weight
+
+
+def permute(weights, config, generator):
+    """Put the residual coordinates in a random order."""
+    select(weights, {"stream": shuffled(generator, config.d_model)})
     return config
 
 
-def rotation(config: ModelConfig, generator):
+def rotation(config, generator):
     """A random orthogonal matrix; one that leaves a LayerNorm's mean where it is."""
     d = config.d_model
     fixed = 1 if config.norm == "layernorm" else 0
@@ -85,63 +102,60 @@ def rotation(config: ModelConfig, generator):
     return torch.from_numpy(Q)
 
 
-def rotate(weights, config: ModelConfig, generator):
+def rotate(weights, config, generator):
     """Turn the residual stream by a random orthogonal matrix; a tied head is untied, its gain went in."""
     weights.setdefault(HEAD, weights[TABLE])
-    readers = {"model.norm": [HEAD]}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        for norm, names in READERS.items():
-            there = [f"{prefix}{name}.weight" for name in names]
-            readers[prefix + norm] = [name for name in there if name in weights]
     Q = rotation(config, generator)
-    for norm, names in readers.items():
-        gain = weights[f"{norm}.weight"]
-        for name in names:
-            weights[name] = weights[name] * gain
-        weights[f"{norm}.weight"] = torch.ones_like(gain)
-        if f"{norm}.bias" in weights:
-            weights[f"{norm}.bias"] = weights[f"{norm}.bias"] / gain @ Q
     for name, weight in weights.items():
-        if name.endswith(WRITERS):
+        if weight.ndim == 2 and axes_of(name)[0] == "stream":
             weights[name] = Q.T @ weight
         elif weight.ndim == 2:
-            weights[name] = weight @ Q
+            weights[name] = weight * gain_before(weights, name) @ Q
+    for name, weight in weights.items():
+        if name.endswith("norm.weight") and axes_of(name) == ("stream",):
+            bias = name.replace("weight", "bias")
+            if bias in weights:
+                weights[bias] = weights[bias] / weight @ Q
+            weights[name] = torch.ones_like(weight)
     return replace(config, tie_embeddings=False)
 
 
-def neurons(weights, config: ModelConfig, generator):
+def gain_before(weights, name):
+    """The gain of the norm whose output a matrix reads; 1 for the token table, which reads none."""
+    if name == TABLE:
+        return 1
+    if name == HEAD:
+        return weights["model.norm.weight"]
+    layer = ".".join(name.split(".")[:3])
+    norm = "input_layernorm" if "self_attn" in name else "post_attention_layernorm"
+    return weights[f"{layer}.{norm}.weight"]
+
+
+def neurons(weights, config, generator):
     """Shuffle each layer's hidden units, its key-value heads, and the queries of each of them."""
-    G = config.kv_heads
-    Dh = config.head_size
-    queries = config.num_heads // G  # of one key-value head
+    queries = config.num_heads // config.kv_heads  # of one key-value head
+    within = torch.arange(config.head_size)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        order = torch.from_numpy(shuffled(generator, config.d_ff))
-        for kind, axis in (("gate", 0), ("up", 0), ("down", 1)):
-            name = f"{prefix}mlp.{kind}_proj.weight"
-            if name in weights:
-                weights[name] = weights[name].index_select(axis, order)
-        groups = shuffled(generator, G)
-        heads = np.concatenate([group * queries + shuffled(generator, queries) for group in groups])
-        for kind, chosen in (("q", heads), ("k", groups), ("v", groups), ("o", heads)):
-            rows = torch.from_numpy((chosen[:, None] * Dh + np.arange(Dh)).flatten())
-            for name in (f"{prefix}self_attn.{kind}_proj.weight", f"{prefix}self_attn.{kind}_proj.bias"):
-                if name in weights:
-                    weights[name] = weights[name].index_select(int(kind == "o"), rows)
+        units = shuffled(generator, config.d_ff)
+        groups = shuffled(generator, config.kv_heads)
+        heads = torch.cat([group * queries + shuffled(generator, queries) for group in groups])
+        orders = {"units": units}
+        for what, chosen in (("queries", heads), ("keys", groups)):
+            orders[what] = (chosen[:, None] * config.head_size + within).flatten()
+        select(weights, orders, f"model.layers.{layer}.")
     return config
 
 
-def signs(weights, config: ModelConfig, generator):
+def signs(weights, config, generator):
     """Flip the sign of half of the units, up and down alike, and rescale them all."""
     if config.mlp != "swiglu":
         raise UserError("signs: only where an MLP has a gate can its other units' signs be flipped")
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}.mlp."
+        mlp = f"model.layers.{layer}.mlp."
         scale = generator.uniform(0.8, 1.25, config.d_ff) * generator.choice((-1, 1), config.d_ff)
         scale = torch.from_numpy(scale)
-        weights[f"{prefix}up_proj.weight"] = weights[f"{prefix}up_proj.weight"] * scale[:, None]
-        weights[f"{prefix}down_proj.weight"] = weights[f"{prefix}down_proj.weight"] / scale
+        weights[f"{mlp}up_proj.weight"] = weights[f"{mlp}up_proj.weight"] * scale[:, None]
+        weights[f"{mlp}down_proj.weight"] = weights[f"{mlp}down_proj.weight"] / scale
     return config
 
 
@@ -158,44 +172,39 @@ def hidden(source, ways=None, seed=0):
 
     In float64; its tensors are float32. None: in all ways that go together. UserError where one does not fit.
     """
-    weights = {name: source.read(name).double() for name in source.shapes}
+    weights = {name: weight.double() for name, weight in weights_of(source).items()}
     config = source.config
     for way in ways or fitting_ways(config):
         config = WAYS[way](weights, config, keyed_generator("thief", way, seed))
-    return Altered(source, lambda name, _: weights[name].float(), config)
+    return as_source({name: weight.float() for name, weight in weights.items()}, config)
+
+
+def weights_of(source):
+    """All tensors of a source, by name."""
+    return {name: source.read(name) for name in source.shapes}
+
+
+def as_source(weights, config):
+    """Weights by name as a source of ours."""
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    source = {"config": config, "width": config.d_model, "family": "bornbiased", "place": None}
+    return SimpleNamespace(shapes=shapes, read=weights.__getitem__, **source)
 
 
 # ---- another function --------------------------------------------------------------------------------------
 
 
-class Altered:
-    """A source whose tensors are changed as they are read, by `change(name, weight)`.
-
-    With another `config`, or other `shapes`, the weight is None where the source has none of this name.
-    """
-
-    def __init__(self, source, change, config=None, shapes=None):
-        self.source = source
-        self.change = change
-        self.config = config or source.config
-        self.place = None
-        self.width = config.d_model if config else source.width
-        self.family = source.family
-        self.shapes = shapes or (Newborn(config, 0).shapes if config else source.shapes)
-
-    def read(self, name):
-        """One tensor, changed."""
-        weight = self.source.read(name) if name in self.source.shapes else None
-        return self.change(name, weight)
-
-
 def of_matrices(source, change):
     """A source whose matrices are changed by `change(name, weight)`."""
-    return Altered(source, lambda name, weight: change(name, weight) if weight.ndim == 2 else weight)
+    weights = weights_of(source)
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            weights[name] = change(name, weight)
+    return as_source(weights, source.config)
 
 
 def noised(source, size):
-    """Every matrix with Gaussian noise of `size` times its standard deviation, the same at each reading."""
+    """Every matrix with Gaussian noise of `size` times its standard deviation."""
 
     def change(name, weight):
         noise = keyed_generator("noise", name).standard_normal(weight.shape, np.float32)
@@ -228,72 +237,32 @@ def rounded(source, bits):
 def narrowed(source, share, seed=0):
     """A share of a source's residual coordinates and of its hidden units, chosen at random; all heads."""
     old = source.config
-    new = replace(
-        old, d_model=round(share * old.d_model), d_ff=round(share * old.d_ff), head_dim=old.head_size
-    )
+    width = round(share * old.d_model)
+    units = round(share * old.d_ff)
     generator = keyed_generator("narrowed", seed)
-    kept = {}
-    for size, number in ((old.d_model, new.d_model), (old.d_ff, new.d_ff)):
-        kept[size] = torch.from_numpy(generator.permutation(size)[:number])
-
-    def change(name, weight):
-        for axis, size in enumerate(weight.shape):
-            is_heads = "self_attn" in name and axis == int("o_proj" in name)
-            if size in kept and not is_heads:
-                weight = weight.index_select(axis, kept[size])
-        return weight
-
-    return Altered(source, change, new)
+    orders = {"stream": torch.from_numpy(generator.permutation(old.d_model)[:width])}
+    orders["units"] = torch.from_numpy(generator.permutation(old.d_ff)[:units])
+    weights = weights_of(source)
+    select(weights, orders)
+    return as_source(weights, replace(old, d_model=width, d_ff=units, head_dim=old.head_size))
 
 
-def assembled(layers):
-    """A source of layers of others, (source, number from 0) each; its tables are the first one's.
-
-    So layers are removed or repeated, or models merged.
-    """
-    first = layers[0][0]
-
-    def change(name, _):
+def cut(source, layers):
+    """The layers of a source with these numbers, from 0, in this order; one may come twice."""
+    config = replace(source.config, num_layers=len(layers))
+    weights = {}
+    for name in parameter_shapes(config):
         words = name.split(".")
-        if "layers" not in words:
-            return first.read(name)
-        source, number = layers[int(words[2])]
-        words[2] = str(number)
-        return source.read(".".join(words))
-
-    return Altered(first, change, replace(first.config, num_layers=len(layers)))
-
-
-def upcycled(source, experts):
-    """A gated model with several copies of each MLP in place of it, their units shuffled; and some noise."""
-    names = {}  # of our tensor, by the name of the expert's
-    for name in source.shapes:
-        expert_names = [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(experts)]
-        names |= dict.fromkeys(expert_names if "mlp." in name else [name], name)
-
-    def change(name, _):
-        weight = source.read(names[name])
-        if "experts" not in name:
-            return weight
-        key = name.rsplit(".", 2)[0]  # of the layer and the expert: all of its matrices are shuffled alike
-        axis = int("down_proj" in name)
-        order = keyed_generator("units", key).permutation(weight.shape[axis])
-        weight = weight.index_select(axis, torch.from_numpy(order))
-        noise = keyed_generator("noise", name).standard_normal(weight.shape, np.float32)
-        return weight + 0.1 * weight.std() * torch.from_numpy(noise)
-
-    mixture = Altered(source, change, shapes={name: source.shapes[ours] for name, ours in names.items()})
-    mixture.config = None  # none of ours: it has no states to compare
-    return mixture
-
-
-# ---- folders -----------------------------------------------------------------------------------------------
+        if "layers" in words:
+            words[2] = str(layers[int(words[2])])
+        weights[name] = source.read(".".join(words))
+    return as_source(weights, config)
 
 
 def save(folder, source, tokenizer="") -> None:
     """Write a source of ours as a checkpoint folder."""
     model = Transformer(source.config)
-    model.load_state_dict({name: source.read(name) for name in source.shapes})
+    model.load_state_dict(weights_of(source))
     checkpoint.save(Path(folder), model, tokenizer=tokenizer)
 
 

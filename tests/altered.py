@@ -1,4 +1,4 @@
-"""Models with gains and biases of all kinds, as folders; `reproduce/thief.py` changes them."""
+"""Models with gains and biases of all kinds, as folders, and sources that are changed as they are read."""
 
 from pathlib import Path
 
@@ -24,3 +24,20 @@ def save_perturbed(folder: Path, config: ModelConfig, seed: int = 1) -> folders.
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     checkpoint.save(folder, model)
     return open_folder(folder)
+
+
+class Altered:
+    """A source whose tensors are changed as they are read, by `change(name, weight)`."""
+
+    def __init__(self, source, change):
+        self.source = source
+        self.change = change
+        self.config = source.config
+        self.place = None
+        self.width = source.width
+        self.family = source.family
+        self.shapes = source.shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, changed."""
+        return self.change(name, self.source.read(name))

@@ -153,7 +153,7 @@ def test_batches_do_not_matter(monkeypatch):
     whole = attention.sink_signs(model, tokens)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 24)
     assert [len(batch) for batch in attention.batches(tokens)] == [2, 2, 1]
-    # float32 sums in another order; the same argmax unless two alphas are equal to their rounding
+    # float32 sums in another order
     torch.testing.assert_close(attention.sink_signs(model, tokens), whole, atol=1e-6, rtol=1e-5)
 
 
@@ -172,7 +172,6 @@ def test_signs_against_a_plain_recomputation(name):
     alphas = torch.stack([mean_of_queries(matrices, position) for position in range(1, 10)], dim=-1)
     signs = attention.sink_signs(model, tokens)
     torch.testing.assert_close(signs["alpha1"].double(), alphas[..., 0], atol=1e-6, rtol=0)
-    assert torch.equal(signs["is_largest"], alphas.argmax(-1) == 0)
     for sequence in range(3):
         for layer in range(3):
             lengths = np.linalg.norm(states[layer + 1][sequence], axis=1)  # states[0] is the input
@@ -182,7 +181,6 @@ def test_signs_against_a_plain_recomputation(name):
             ratios = [head[0] / np.sort(head[1:])[3] for head in of_heads]
             assert signs["value_ratio"][sequence, layer].item() == pytest.approx(np.mean(ratios), rel=1e-5)
     summary = attention.summary(signs, 0.2)
-    assert summary["first_share"] == pytest.approx((alphas.argmax(-1) == 0).double().mean().item())
     assert summary["sink_rate"] == pytest.approx((alphas[..., 0] > 0.2).double().mean().item())
 
 

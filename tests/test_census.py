@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from altered import open_folder, save_perturbed
+from altered import Altered, open_folder, save_perturbed
 from conftest import KINDS, ROOT, assert_refused, run_here
 
 import init
@@ -26,7 +26,7 @@ from measure.census import Units, unit_census
 from measure.verdict import NO_EVIDENCE, verdict
 from model import PRESETS, ModelConfig
 from reproduce import thief
-from reproduce.thief import Altered, assembled, hidden, narrowed, noised, of_matrices, pruned, rounded
+from reproduce.thief import cut, hidden, narrowed, noised, of_matrices, pruned, rounded
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 TINY = PRESETS["tiny_llama"]
@@ -282,7 +282,7 @@ def test_children_of_which_a_part_was_kept(share):
 def test_layers_removed_and_repeated(order):
     """Each layer of the suspect is found, wherever it stood in the base."""
     base = Newborn(replace(TINY, num_layers=4), 1)
-    rows = found(base, assembled([(base, layer) for layer in order]))
+    rows = found(base, cut(base, order))
     assert [row["base_layer"] for row in rows] == [f"layer {1 + layer}" for layer in order]
     assert all(row["share"] == 1 for row in rows)
 

@@ -1,11 +1,11 @@
-"""measure/dimensions.py: effective rank, dimension disparity, and what the output projection keeps."""
+"""measure/attention.py: effective rank, dimension disparity, and what the output projection keeps."""
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
-from measure.dimensions import EffectiveRank, dominance_ratio, output_tau
+from measure.attention import EffectiveRank, dominance_ratio, output_tau
 
 
 def test_effective_rank_is_the_entropy_of_singular_values():

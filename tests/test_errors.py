@@ -15,8 +15,8 @@ from measure import lineage
 from measure.census import Units, unit_census
 from measure.cosines import wilson
 from model import PRESETS, ModelConfig
-from reproduce import errors, thief
-from reproduce.errors import RateSettings, interval_over_births
+from reproduce import errors
+from reproduce.errors import Settings, interval_over_births
 from seedprint import PaperSettings, last_outputs
 
 SMALL = ModelConfig(97, 64, 2, 2, 32, 48)
@@ -64,7 +64,7 @@ def test_rows_and_figures(tmp_path):
 
 @pytest.mark.parametrize("inputs", ["shared embedding", "gaussian"])
 def test_relabelling_p_by_hand(inputs):
-    settings = RateSettings(
+    settings = Settings(
         trap_births=5, num_sequences=3, sequence_length=9, permutations=49, first_seed=5, input_seed=2, **CPU
     )
     newborns = errors.strangers("tiny_llama", "normal", inputs, settings)
@@ -83,7 +83,7 @@ def test_relabelling_p_by_hand(inputs):
 
 @pytest.mark.parametrize("inputs, kind", [("own embedding", "tokens"), ("gaussian", "gaussian")])
 def test_paper_p_by_hand(inputs, kind):
-    settings = RateSettings(
+    settings = Settings(
         num_births=3, trap_births=3, paper_sequences=30, paper_length=9, first_seed=5, input_seed=2, **CPU
     )
     newborns = errors.strangers("tiny_llama", "gpt2", inputs, settings)
@@ -105,7 +105,7 @@ def test_strangers_are_rejected_as_often_as_they_should():
 
     What is added to a residual stream stays in its coordinate: shared vectors name the coordinates.
     """
-    settings = RateSettings(
+    settings = Settings(
         num_births=22, trap_births=5, num_sequences=4, sequence_length=16, permutations=199, **CPU
     )
     for inputs in errors.STATE_INPUTS:
@@ -119,7 +119,7 @@ def test_strangers_are_rejected_as_often_as_they_should():
 
 
 def test_weights_p_by_hand():
-    settings = RateSettings(num_births=4, permutations=49, first_seed=5, input_seed=2)
+    settings = Settings(num_births=4, permutations=49, first_seed=5, input_seed=2)
     newborns = errors.strangers("tiny_llama", "normal", "weights", settings)
     p = errors.weights_p(newborns, settings)
     rows = [scaled_rows(Newborn(SMALL, seed, None, "normal")) for seed in range(5, 9)]
@@ -132,15 +132,16 @@ def test_weights_p_by_hand():
 
 
 def test_units_rate_by_hand():
-    settings = RateSettings(num_births=4, units=20, layers=2, first_seed=5)
-    row = errors.units_rate(errors.strangers("tiny_llama", "gpt2", "weights", settings), settings)
+    settings = Settings(num_births=4, units=20, layers=2, first_seed=5)
+    newborns = errors.strangers("tiny_llama", "gpt2", "weights", settings)
+    rejected, largest_share = errors.units_found(newborns, settings)
     models = [Units(Newborn(SMALL, seed)) for seed in range(5, 9)]
     ids = torch.arange(97)
     shares = []
     for a, b in itertools.combinations(models, 2):
         shares += [layer["share"] for layer in unit_census(a, b, (ids, ids), 20, 2)[0]]
-    assert row["largest_share"] == max(shares)
-    assert row["num_pairs"] == 6 and row["rejections"] == 0
+    assert largest_share == max(shares)
+    assert rejected.tolist() == [False] * 6
 
 
 def scaled_rows(source) -> list[np.ndarray]:
@@ -156,23 +157,6 @@ def scaled_rows(source) -> list[np.ndarray]:
         is_table = not name.startswith("model.layers.")
         parts[is_table].append(centred / (centred**2).mean() ** 0.5)
     return [np.concatenate(part) for part in parts]
-
-
-# ---- trained strangers -------------------------------------------------------------------------------------
-
-
-def test_trained(tmp_path):
-    """Strangers share nothing; kin, which nobody should name here, share all, hidden or not."""
-    thief.save(tmp_path / "child", thief.noised(Newborn(SMALL, 1), 0.3))
-    models = ["tiny_llama@1", "tiny_llama@2", tmp_path / "child"]
-    done = run_here("reproduce.errors", "trained", *models, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = read_json(tmp_path / "trained.json")["rows"]
-    assert len(rows) == 3 * 2 * 2  # pairs, plain and hidden, layers
-    for row in rows:
-        is_kin = (row["a"], row["b"]) == ("tiny_llama@1", str(tmp_path / "child"))
-        assert (row["share"] > 0.9) == (row["verdict"] == "same birth") == is_kin
-        assert row["found"] == round(row["share"] * row["units"])
 
 
 # ---- over births -------------------------------------------------------------------------------------------
@@ -226,7 +210,7 @@ def test_where_all_pairs_agree(births, value):
 
 def test_tau_histogram():
     taus = np.array([-0.9, 0.0, 0.001, 0.05, 0.9])
-    bins = errors.tau_histogram(taus, 100, {"panel": "m, i"})
+    bins = errors.tau_histogram(taus, 100, {"inputs": "own embedding"})
     assert sum(point["share"] for point in bins) == pytest.approx(100)
     assert bins[0]["share"] == bins[-1]["share"] == pytest.approx(20)
     std = (2 * 205 / (9 * 100 * 99)) ** 0.5
@@ -249,12 +233,11 @@ def test_tau_histogram():
         ["--schemes", "gpt3"],
         ["--inputs", "gaussian"],
         ["calibrate"],
-        ["trained", "tiny_llama@1"],
     ],
     ids=str,
 )
 def test_mistakes(words, tmp_path):
-    expected = {"trained": "at least 2 models", "--model": "model"}.get(words[0], words[0])
-    model = [] if {"trained", "calibrate", "--model"} & set(words) else ["--model", "tiny_llama"]
+    expected = "model" if words[0] == "--model" else words[0]
+    model = [] if words[0] in ("calibrate", "--model") else ["--model", "tiny_llama"]
     assert_refused(run_here("reproduce.errors", *words, *model, "--out", tmp_path / "new"), expected)
     assert not (tmp_path / "new" / "errors.json").exists()

@@ -65,14 +65,13 @@ def test_every_method_answers_for_every_pair(tmp_path, monkeypatch):
     base, suspect = rows[2]["base"], rows[2]["suspect"]
     expected = {}
     flags = {"models": (base, suspect), "out": "out", **CPU}
-    asked = seedprint.BasesSettings(**flags, sequence_length=8, permutations=199, layers=2, units=64)
+    asked = seedprint.CompareSettings(**flags, sequence_length=8, permutations=199, layers=2, units=64)
     expected |= seedprint.compare(asked)["rows"][0]
     asked = seedprint.PaperSettings(**flags, paper_sequences=20, paper_length=8)
     expected |= seedprint.paper(asked)["rows"][0]
     text, _ = TokenData("data/backcopy-bytes").held_out(200, 8)
     sources = [parse_spec(name).open() for name in (base, suspect)]
     expected |= rivals.similarities(*sources, text, torch.device("cpu"), torch.float32)
-    del expected["reef_matrix"]
     assert rows[2] == {"table": "4b, 8", "kin": True} | expected
     monkeypatch.setattr(train, "train", None)  # runs are made once
     siblings.train_all(family.lineage_runs(settings))

@@ -28,7 +28,6 @@ FLOORS = [  # a file imports from floors below its own alone
     ["measure.theory"],
     ["measure.attention"],
     ["measure.neurons", "measure.dimensions"],
-    ["measure.layers"],
     ["measure.lineage"],
     ["measure.census", "measure.verdict"],
     ["measure.comparison"],

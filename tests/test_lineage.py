@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from altered import Altered
 from conftest import KINDS
 
 from lib.checkpoint import Newborn, final_states
@@ -15,7 +16,7 @@ from lib.settings import UserError
 from measure import lineage
 from measure.lineage import Correlation, diagonal_test
 from model import ModelConfig
-from reproduce.thief import Altered, noised
+from reproduce.thief import noised
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 SMALLEST = ModelConfig(97, 64, 2, 2, 32, 32)  # where many pairs are compared

@@ -23,7 +23,7 @@ from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.settings import UserError
 from measure import attention, theory
 from model import CHOICES, PRESETS, ModelConfig, Transformer
-from sinks import COMMANDS, FirstSettings, InterveneSettings, LengthSettings, RateSettings
+from sinks import COMMANDS, InterveneSettings, RateSettings, SilenceSettings
 
 CALIBRATIONS = CHOICES["attn_calibration"]
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
@@ -64,27 +64,12 @@ def saved(model: Transformer, folder) -> Spec:
     return parse_spec(str(folder / "model"))
 
 
-def given(kind=LengthSettings, **values):
+def given(kind=sinks.Settings, **values):
     """Settings of seven sequences, on the CPU in float32."""
     return kind(**{"device": "cpu", "dtype": "float32", "num_sequences": 7, **values})
 
 
 # ---- how much? ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length, is_warned", [(17, True), (16, False)])
-def test_longer_sequences_than_in_training_are_mentioned(tmp_path, length, is_warned):
-    """Where the run says how long they were; a folder without a run does not, and a newborn had none."""
-    run = tmp_path / "run"
-    checkpoint.save(run / "step_0000003", init.newborn("backcopy", 1))
-    (run / "settings.json").write_text('{"sequence_length": 16}')
-    checkpoint.save(tmp_path / "alone" / "model", init.newborn("backcopy", 1))
-    (tmp_path / "alone" / "settings.json").write_text('{"sequence_length": "two"}')  # a stranger's
-    words = ["--model", run, tmp_path / "alone" / "model", "backcopy@1", "--num-sequences", 2]
-    done = run_here("sinks", "rate", *words, "--sequence-length", length, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert ("was trained on sequences of 16 tokens" in done.stderr) == is_warned
-    assert done.stderr.count("was trained on") == is_warned
 
 
 def test_sink_rate_is_gu_et_als(tmp_path):
@@ -111,35 +96,27 @@ def test_sink_rate_is_gu_et_als(tmp_path):
         np.testing.assert_allclose(by_head["alpha1"], alpha.mean(0), atol=NEAR)
 
 
-def test_every_first_token_in_turn(tmp_path):
+@pytest.mark.parametrize("limit", [97, 3])
+def test_every_first_token_in_turn(limit, tmp_path, monkeypatch):
     """alpha_1 with each of all tokens, and with three of them, at the first position of seven sequences."""
+    monkeypatch.setattr(sinks, "FIRST_TOKENS", limit)
     model = random_model(KINDS["llama"])
     tokens = random_tokens(0, range(7), 20, 97)
     tried = sorted(set(tokens[:, 1:].flatten().tolist()))
+    some = tried if limit == 97 else [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
     expected = {}
-    for token in tried:
-        sequences = tokens.clone()
-        sequences[:, 0] = token
-        expected[token] = alpha_of(explicit(model, sequences), 1).mean(0)  # (L, H)
-    for limit, some in ((97, tried), (3, [tried[0], tried[(len(tried) - 1) // 2], tried[-1]])):
-        settings = given(FirstSettings, sequence_length=20, num_tokens=limit)
-        lists = sinks.by_first_token(settings, saved(model, tmp_path / str(limit)), model)
-        assert len(lists["rows"]) == 12 and len(lists["points"]) == 12 * len(some)
-        for row in lists["rows"]:
-            alphas = {token: expected[token][row["layer"] - 1, row["head"] - 1].item() for token in some}
-            assert row["alpha1"] == pytest.approx(np.mean([*alphas.values()]), abs=NEAR)
-            assert row["least"] == pytest.approx(min(alphas.values()), abs=NEAR)
-            assert row["largest"] == pytest.approx(max(alphas.values()), abs=NEAR)
-            assert row["sink_share"] == pytest.approx(np.mean([alpha > 0.3 for alpha in alphas.values()]))
-            assert alphas[row["least_token"]] == pytest.approx(row["least"], abs=NEAR)
-
-
-def test_first_draws_and_refuses(tmp_path):
-    words = ["--model", "backcopy@1", "--num-sequences", 2, "--sequence-length", 8, "--out", tmp_path]
-    assert run_here("sinks", "first", *words).returncode == 0
-    assert (tmp_path / "first.png").exists() and len(read_json(tmp_path / "first.json")["rows"]) == 2
-    assert_refused(run_here("sinks", "first", *words, "--bos"), "leave out --bos")
-    assert_refused(run_here("sinks", "first", *words, "--first-token", 3), "leave out --bos")
+    for token in some:
+        tokens[:, 0] = token
+        expected[token] = alpha_of(explicit(model, tokens), 1).mean(0)  # (L, H)
+    rows = sinks.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        alphas = {token: expected[token][row["layer"] - 1, row["head"] - 1].item() for token in some}
+        assert row["alpha1"] == pytest.approx(np.mean([*alphas.values()]), abs=NEAR)
+        assert row["least"] == pytest.approx(min(alphas.values()), abs=NEAR)
+        assert row["largest"] == pytest.approx(max(alphas.values()), abs=NEAR)
+        assert row["sink_share"] == pytest.approx(np.mean([alpha > 0.3 for alpha in alphas.values()]))
+        assert alphas[row["least_token"]] == pytest.approx(row["least"], abs=NEAR)
 
 
 @pytest.mark.parametrize("context, expected", [(700, [32, 64, 128, 256, 512]), (100, [32, 64]), (20, [20])])
@@ -153,9 +130,8 @@ def test_bfloat16_is_close():
     spec = parse_spec("tiny_llama@1")
     tokens = random_tokens(0, range(4), 32, 4096)
     alphas = []
-    for dtype in ("float32", "bfloat16"):
-        settings = given(RateSettings, dtype=dtype)
-        alphas.append(attention.attention_to(sinks.load_model(settings, spec), tokens))
+    for dtype in (torch.float32, torch.bfloat16):
+        alphas.append(attention.attention_to(spec.load("cpu", dtype), tokens))
     # a bfloat16 weight is off by up to 2^-9 of itself
     assert 0 < (alphas[0] - alphas[1]).abs().max() < 0.01
 
@@ -189,23 +165,19 @@ def test_values_of_a_newborn_follow_the_theory(calibration):
     assert (ratio - 1).abs().max() < (1e-3 if calibration == "headnorm" else 0.03)
 
 
-@pytest.mark.parametrize("calibration", CALIBRATIONS)
-def test_variance_of_calibrated_newborns(calibration, tmp_path):
+def test_variance_of_every_layer(tmp_path):
     """Pooled over sequences, heads and dimensions, as numpy has it."""
-    settings = given(model=("tiny_gpt2@3",), sequence_length=10, attn_calibration=calibration)
-    result = sinks.variance(replace(settings, out=str(tmp_path)))
-    model = init.newborn(replace(PRESETS["tiny_gpt2"], attn_calibration=calibration), 3)
+    result = sinks.variance(given(model=("tiny_gpt2@3",), sequence_length=10, out=str(tmp_path)))
     layers = []
     with torch.inference_mode():
         tokens = random_tokens(0, range(7), 10, 4096)
+        model = init.newborn("tiny_gpt2", 3)
         model.hidden(tokens, on_heads=lambda layer, heads, q, k, v: layers.append(heads.double().numpy()))
-    law = theory.aggregated_std(model.config, 10, tokens=True)
     keys = [(row["layer"], row["position"]) for row in result["rows"]]
     assert keys == list(itertools.product(range(1, 7), range(1, 11)))
     for row in result["rows"]:
         std = layers[row["layer"] - 1][:, :, row["position"] - 1].std()
         assert row["std"] == pytest.approx(std, rel=1e-5)  # float32 heads
-        assert row["theory"] == (law[row["position"] - 1] if row["layer"] == 1 else None)
 
 
 # ---- anatomy -----------------------------------------------------------------------------------------------
@@ -242,8 +214,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert row["dominance_ratio"] == pytest.approx((h.amax(1) / h.mean(1)).mean().item(), rel=1e-4)
         alpha = alpha_of(matrices, position)[:, layer - 1].mean().item()
         assert row["alpha"] == pytest.approx(alpha, abs=NEAR)
-        uniform = np.mean([1 / i for i in range(position, 12)])
-        assert row["uniform_alpha"] == pytest.approx(uniform, rel=1e-9)
         aligned = keys[layer][:, :, position - 1].mean(0).norm(dim=1).mean().item()
         assert row["key_alignment"] == pytest.approx(aligned, rel=1e-4)
     for row in anatomy["layers"]:
@@ -254,24 +224,21 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert row["alpha1"] == of_layer[0]["alpha"]
         lengths = states[row["layer"]].norm(dim=2).mean(0)  # (T,)
         assert row["norm_ratio"] == pytest.approx((lengths[0] / np.median(lengths[1:])).item(), rel=1e-4)
-    ratios = {}
+    written = {}
     for layer, activation in units.items():
-        for neuron, ratio in enumerate(activation[0] / activation[1:].mean(0)):
-            ratios[layer, neuron] = ratio.item()
-    ranked = sorted(ratios, key=ratios.get, reverse=True)
+        columns = model.model.layers[layer - 1].mlp.down_proj.weight.detach().norm(dim=0)
+        for neuron, value in enumerate((activation[0] * columns).tolist()):
+            written[layer, neuron] = value
+    ranked = sorted(written, key=written.get, reverse=True)
     assert [(unit["layer"], unit["neuron"]) for unit in strongest] == ranked[:10]
     for unit in strongest:
         layer, neuron = unit["layer"], unit["neuron"]
-        mlp = model.model.layers[layer - 1].mlp
-        column = mlp.down_proj.weight[:, neuron].square()
-        assert unit["ratio"] == pytest.approx(ratios[layer, neuron], rel=1e-4)
+        column = model.model.layers[layer - 1].mlp.down_proj.weight[:, neuron].square()
+        assert unit["writes"] == pytest.approx(written[layer, neuron], rel=1e-4)
         assert unit["first"] == pytest.approx(units[layer][0, neuron].item(), rel=1e-4)
+        assert unit["others"] == pytest.approx(units[layer][1:, neuron].mean().item(), rel=1e-4)
         assert unit["down_share"] == pytest.approx((column.max() / column.sum()).item(), rel=1e-5)
-        assert unit["down_norm"] == pytest.approx(column.sum().sqrt().item(), rel=1e-5)
         assert unit["dimension"] == column.argmax()
-        gate = mlp.gate_proj or mlp.up_proj
-        for name, matrix in (("up_norm", mlp.up_proj), ("gate_norm", gate)):
-            assert unit[name] == pytest.approx(matrix.weight[neuron].norm().item(), rel=1e-5)
 
 
 def test_a_planted_super_neuron_is_named(monkeypatch):
@@ -283,7 +250,7 @@ def test_a_planted_super_neuron_is_named(monkeypatch):
         model.model.layers[1].mlp.gate_proj.weight[99] = 0
         model.model.layers[1].mlp.gate_proj.weight[99, 11] = 1.0
         model.model.layers[1].mlp.down_proj.weight[:, 99] = 0
-        model.model.layers[1].mlp.down_proj.weight[200, 99] = 1.0
+        model.model.layers[1].mlp.down_proj.weight[200, 99] = 10.0
     tokens = random_tokens(0, range(3), 16, 4096)
     tokens[tokens == 7] = 8
     tokens[:, 0] = 7
@@ -320,7 +287,7 @@ def test_the_mask_makes_a_token_see_only_itself(kind, calibration, position):
             scores[:, :, position - 1, : position - 1] = -math.inf  # the mask itself
         expected = scores.softmax(-1) @ v.double().repeat_interleave(groups, 1)
         expected = model.model.layers[layer - 1].self_attn.calibrate(expected.float(), 9)
-        changed = sinks.replace_values("self_mask", None, model, position, (2,), layer, heads, q, k, v)
+        changed = sinks.replace_values(model, position, (2,), "self_mask", None, layer, heads, q, k, v)
         differences.append((heads if changed is None else changed) - expected)
         return changed
 
@@ -334,7 +301,7 @@ def test_amplification_leaves_the_mean_and_scales_the_rest(factor):
     heads = torch.randn(50, 4, 9, 8, dtype=torch.float64) + 3
 
     def replaced(kind, layers=(1,)):
-        return sinks.replace_values(kind, factor, None, 5, layers, 1, heads, None, None, None)
+        return sinks.replace_values(None, 5, layers, kind, factor, 1, heads, None, None, None)
 
     amplified = replaced("amplify")
     scaled = replaced("scale")
@@ -347,58 +314,102 @@ def test_amplification_leaves_the_mean_and_scales_the_rest(factor):
     assert replaced("amplify", layers=(2,)) is None
 
 
+def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> dict[int, torch.Tensor]:
+    """The hidden units (B, T, d_ff) of each layer's MLP, from what it reads."""
+    units = {}
+    handles = []
+    for layer, block in enumerate(model.model.layers, start=1):
+
+        def keep(module, inputs, output, layer=layer, mlp=block.mlp):
+            (x,) = inputs
+            units[layer] = mlp.activation(mlp.gate_proj(x)) * mlp.up_proj(x)
+
+        handles.append(block.mlp.register_forward_hook(keep))
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=on_heads)
+    for handle in handles:
+        handle.remove()
+    return units
+
+
 def test_intervene_reports_what_explicit_attention_says(tmp_path):
     model = random_model(KINDS["llama_gqa"])
+    with torch.no_grad():  # the unit that writes most is one of layer 1, whatever is done there
+        model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
     settings = given(InterveneSettings, sequence_length=12, position=3, layers=(2,), factor=(0.1, 1.0, 5.0))
     lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
-    rows, summary = lists["rows"], lists["summary"]
-    assert {row["changed"] for row in rows + summary} == {"2"}
+    (neuron,) = lists["super_neurons"]
+    assert (neuron["layer"], neuron["neuron"]) == (1, 7)
     tokens = random_tokens(0, range(7), 12, 97)
+    first = units_of(model, tokens)[1][:, 0, 7].abs().mean().item()
+    assert neuron["first"] == pytest.approx(first, rel=1e-5)
     alphas = {}
+    for row in lists["rows"]:
+        place, kind, factor = row["changed"], row["intervention"], row["factor"]
+        layers = (1, 2, 3) if place == "all" else (place,)
+
+        def on_heads(*state, kind=kind, factor=factor, layers=layers):
+            return None if kind == "none" else sinks.replace_values(model, 3, layers, kind, factor, *state)
+
+        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
+        activation = units_of(model, tokens, on_heads)[1][:, 2, 7].abs()
+        awake = activation >= 0.1 * first
+        assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
+        assert (row["low"], row["high"]) == pytest.approx(t_interval(alpha), abs=NEAR)
+        assert row["woke"] == pytest.approx(awake.double().mean().item())
+        for key, chosen in (("alpha_k_woke", alpha[awake]), ("alpha_k_asleep", alpha[~awake])):
+            expected = pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None
+            assert row[key] == expected
+        points = [
+            point
+            for point in lists["points"]
+            if (point["changed"], point["intervention"], point["factor"]) == (place, kind, factor)
+        ]
+        assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
+        # float32 states that two interventions have made large
+        assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
+        alphas[place, kind, factor] = row["alpha_k"]
+    assert len(alphas) == 2 * 8
+    assert alphas[2, "amplify", 1.0] == pytest.approx(alphas[2, "none", None], abs=NEAR)
+    assert alphas[2, "self_mask", None] != alphas[2, "none", None]
+
+
+# ---- silence -----------------------------------------------------------------------------------------------
+
+
+def test_silence_is_a_model_without_these_units(tmp_path):
+    """Sink rate and loss are those of a model whose down columns are zero, by its logits."""
+    model = random_model(KINDS["llama_gqa"])
+    settings = given(SilenceSettings, sequence_length=9, units=3)
+    rows = sinks.every_silence(settings, saved(model, tmp_path), model)["rows"]
+    kinds = ["none"] + 3 * ["first"] + 3 * ["alone"] + 3 * ["pair"] + ["elsewhere", "random"]
+    assert [row["kind"] for row in rows] == kinds
+    tokens = random_tokens(0, range(7), 9, 97)
+    units = {layer: values.abs().mean(0) for layer, values in units_of(model, tokens).items()}
+    written = {}
+    for layer, activation in units.items():
+        columns = model.model.layers[layer - 1].mlp.down_proj.weight.detach().norm(dim=0)
+        for unit, value in enumerate((activation[0] * columns).tolist()):
+            written[f"{layer}/{unit}"] = value
+    ranked = sorted(written, key=written.get, reverse=True)
+    assert [row["units"] for row in rows[1:4]] == [" ".join(ranked[:count]) for count in (1, 2, 3)]
+    assert [row["units"] for row in rows[4:7]] == ranked[:3]
     for row in rows:
-        kind, factor, layer = row["intervention"], row["factor"], row["layer"]
-
-        def on_heads(*state, kind=kind, factor=factor):
-            return None if kind == "none" else sinks.replace_values(kind, factor, model, 3, (2,), *state)
-
-        values = alpha_of(explicit(model, tokens, on_heads), 3)[:, layer - 1].mean(1)  # (n,)
-        alphas[kind, factor, layer] = values
-        assert row["alpha_k"] == pytest.approx(values.mean().item(), abs=NEAR)
-        assert (row["low"], row["high"]) == pytest.approx(t_interval(values), abs=NEAR)
-    by_case = {(row["intervention"], row["factor"], row["layer"]): row["alpha_k"] for row in rows}
-    assert len(by_case) == len(rows) == 3 * 8
-    none = [by_case["none", None, layer] for layer in (1, 2, 3)]
-    for kind in ("amplify", "scale"):
-        assert [by_case[kind, 1.0, layer] for layer in (1, 2, 3)] == pytest.approx(none, abs=NEAR)
-    for kind, factor in (("self_mask", None), ("amplify", 5.0), ("scale", 0.1)):
-        changed = [by_case[kind, factor, layer] != none[layer - 1] for layer in (1, 2, 3)]
-        assert changed == [False, False, True]  # layer 3 alone comes after
-    for row in summary:
-        kind, factor = row["intervention"], row["factor"]
-        values = alphas[kind, factor, 3]
-        assert row["alpha_k"] == pytest.approx(values.mean().item(), abs=NEAR)
-        shift = values - alphas["none", None, 3]
-        assert row["shift"] == pytest.approx(shift.mean().item(), abs=NEAR)
-        if (shift != 0).any():
-            assert (row["shift_low"], row["shift_high"]) == pytest.approx(t_interval(shift), abs=NEAR)
-        if kind == "scale":
-            more = alphas["amplify", factor, 3] - values
-            assert row["amplify_more"] == pytest.approx(more.mean().item(), abs=NEAR)
-
-
-def test_all_layers_but_the_last_by_default(tmp_path):
-    """What is done in the last one, no weight can tell."""
-    model = random_model(KINDS["llama"])
-    spec = saved(model, tmp_path)
-    settings = given(InterveneSettings, sequence_length=8, position=3, factor=(3.0,))
-    default = sinks.every_intervention(settings, spec, model)
-    assert default == sinks.every_intervention(replace(settings, layers=(1, 2)), spec, model)
-    assert list(dict.fromkeys(row["changed"] for row in default["rows"])) == ["all", "1", "2"]
-    for layer in (1, 2):  # one at a time, then alone
-        alone = sinks.every_intervention(replace(settings, layers=(layer,)), spec, model)
-        for name in ("rows", "summary"):
-            of_layer = [row for row in default[name] if row["changed"] == str(layer)]
-            assert of_layer == [row | {"changed": str(layer)} for row in alone[name]]
+        poorer = random_model(KINDS["llama_gqa"])
+        for word in row["units"].split():
+            layer, unit = map(int, word.split("/"))
+            poorer.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
+        alpha = alpha_of(explicit(poorer, tokens), 1)  # (n, L, H)
+        assert row["num_silenced"] == len(row["units"].split())
+        assert row["sink_rate"] == pytest.approx((alpha > 0.3).double().mean().item(), abs=NEAR)
+        assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
+        with torch.inference_mode():
+            logits = poorer(tokens)[:, :-1]
+        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+    named = replace(settings, unit=("2/5", "1/0"))
+    rows = sinks.every_silence(named, saved(model, tmp_path / "again"), model)["rows"]
+    assert rows[2]["units"] == "2/5 1/0"
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -437,81 +448,78 @@ def test_what_a_model_reads(text):
     assert all(tokenizer.decode(row.tolist()) in whole for row in tokens)
     assert torch.equal(tokens, read_tokens(settings, spec, 16))
     assert not torch.equal(tokens, read_tokens(replace(settings, input_seed=1), spec, 16))
-    begun = read_tokens(replace(settings, bos=True), spec, 16)
+    begun = read_tokens(replace(settings, first_token="bos"), spec, 16)
     assert (begun[:, 0] == tokenizer.bos).all()
     assert torch.equal(begun[:, 1:], tokens[:, 1:])
-    lettered = read_tokens(replace(settings, first_token=97), spec, 16)
+    lettered = read_tokens(replace(settings, first_token="97"), spec, 16)
     assert (lettered[:, 0] == 97).all() and torch.equal(lettered[:, 1:], tokens[:, 1:])
-    held_out = read_tokens(given(TextSettings, data=text.data, num_sequences=7), spec, 16)
+    held_out = read_tokens(given(TextSettings, text=text.data, num_sequences=7), spec, 16)
     assert torch.equal(held_out, data.TokenData(text.data).held_out(7, 16)[0])
-    random = read_tokens(given(TextSettings, num_sequences=7), spec, 16)
-    assert torch.equal(random, random_tokens(0, range(7), 16, 500))
+    english = read_tokens(given(TextSettings, num_sequences=7), spec, 16)
+    assert torch.equal(english, read_tokens(given(TextSettings, text="docstrings"), spec, 16)[:7])
+    newborn = parse_spec("tiny_llama@1")
+    assert torch.equal(read_tokens(given(TextSettings), newborn, 16), random_tokens(0, range(7), 16, 4096))
 
 
 # ---- the command line --------------------------------------------------------------------------------------
 
 CONTRACT = {
-    "rate": (
-        "rate",
-        "checkpoint sequence_length sink_rate mean_alpha1 max_alpha1 uniform_alpha1 "
-        "norm_ratio value_ratio first_share",
-    ),
-    "variance": ("sink_variance", "checkpoint layer position std theory"),
-    "anatomy": ("anatomy", "checkpoint layer position std dominance_ratio alpha"),
-    "intervene": ("intervene", "checkpoint layer position changed intervention factor alpha_k low high"),
+    "rate": "checkpoint sequence_length epsilon sink_rate mean_alpha1 max_alpha1 uniform_alpha1 norm_ratio"
+    " value_ratio",
+    "first": "checkpoint layer head alpha1 least least_token largest sink_share uniform_alpha1",
+    "variance": "checkpoint layer position std",
+    "anatomy": "checkpoint layer position std dominance_ratio key_alignment alpha",
+    "intervene": "checkpoint position changed intervention factor alpha_k low high woke alpha_k_woke"
+    " alpha_k_asleep",
+    "silence": "checkpoint kind num_silenced units sink_rate low high mean_alpha1 loss",
 }
+PARTS = {"rate": {"heads"}, "anatomy": {"layers", "super_neurons"}, "intervene": {"points", "super_neurons"}}
 
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_contract(name, text, tmp_path):
-    file, keys = CONTRACT[name]
-    reads = ["--data", text.data, "--bos"]
+    file = "sink_variance" if name == "variance" else name
+    words = ["--model", text.model, "tiny_llama@5", "--sequence-length", 20, "--num-sequences", 4]
+    words += ["--text", text.data]
     if name in ("variance", "intervene"):
-        reads = ["--text", text.file, "--bos", "--tokenizer", text.tokenizer]
-    words = ["--model", text.model, "tiny_llama@5", *reads, "--sequence-length", 20, "--num-sequences", 4]
+        words += ["--text", text.file, "--tokenizer", text.tokenizer, "--first-token", "bos"]
     if name == "rate":  # which is what the script does alone
         done = run_script("sinks.py", *words, "--out", tmp_path)
     else:
         done = run_here("sinks", name, *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / f"{file}.json")
-    assert {"experiment", "paper", "settings", "environment", "rows"} <= result.keys()
-    assert result["experiment"] == file
+    parts = {"experiment", "paper", "settings", "environment", "rows"} | PARTS.get(name, set())
+    assert result.keys() == parts and result["experiment"] == file
     assert {row["checkpoint"] for row in result["rows"]} == {text.model, "tiny_llama@5"}
     for row in result["rows"]:
-        assert set(keys.split()) <= row.keys()
+        assert set(CONTRACT[name].split()) <= row.keys()
         assert not any(isinstance(value, list | dict) for value in row.values())
-    assert ("heads" in result) == (name == "rate")
-    assert ("super_neurons" in result) == ("layers" in result) == (name == "anatomy")
-    assert ("summary" in result) == (name == "intervene")
-    pictures = {path.name for path in tmp_path.glob("*.png")}
-    if name == "rate":
-        assert pictures == {"rate.png"}
-    elif name == "anatomy":
-        assert pictures == {f"anatomy_{link.name}.png" for link in sinks.LINKS.values()}
-    else:
-        assert len(pictures) == 2 and f"{file}_tiny_llama_5.png" in pictures
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"{file}.png"}
 
 
 @pytest.mark.parametrize(
     "words, expected",
     [
         (["rate", "--epsilon", 1.5], ["--epsilon 1.5"]),
-        (["rate", "--attn-calibration", "attenuated"], ["attenuate"]),
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
-        (["rate", "--data", "a", "--text", "b"], ["--data", "--text"]),
-        (["rate", "--tokenizer", "bytes"], ["--tokenizer", "--text"]),
         (["rate", "--text", "pyproject.toml", "--tokenizer", "bytes", "--sequence-length", 256], ["lower"]),
         (["rate", "--text", "missing.txt", "--tokenizer", "bytes"], ["missing.txt"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
+        (["rate", "--first-token", "bos"], ["--first-token bos", "number"]),
+        (["first", "--first-token", "3"], ["leave out --first-token"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["intervene", "--layers", 6], ["--layers", "1 to 5"]),
+        (["silence", "--unit", "7/1"], ["--unit", "LAYER/UNIT"]),
+        (["silence", "--unit", "x"], ["--unit", "LAYER/UNIT"]),
         (["variance", "--epsilon", 0.2], ["--epsilon"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_mistakes(words, expected, tmp_path):
-    assert_refused(run_here("sinks", *words, "--out", tmp_path), *expected)
+    name, *flags = words
+    done = run_here("sinks", name, "--model", "tiny_llama", *flags, "--out", tmp_path)
+    assert_refused(done, *expected)
     assert not list(tmp_path.iterdir())
 
 
@@ -526,7 +534,6 @@ def test_models_and_texts_that_do_not_fit_are_refused(text, tmp_path):
     model = random_model(KINDS["llama"])
     small = saved(model, tmp_path).name
     refused("knows 97", model=(small,), out=out, text=text.file, tokenizer=text.tokenizer)
-    refused("has its own", model=(small,), out=out, attn_calibration="amplify")
     model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = math.nan
     saved(model, tmp_path)
     refused("k_proj.weight is not finite", model=(small,), out=out)
@@ -534,7 +541,7 @@ def test_models_and_texts_that_do_not_fit_are_refused(text, tmp_path):
     refused("no attention", model=(small,), out=out)
     byte_data = data.Settings(source=(text.source,), tokenizer="bytes", held_out=0.3, out=str(tmp_path / "b"))
     data.prepare(byte_data)
-    refused("another tokenizer", model=(text.model,), data=str(tmp_path / "b"), out=out)
+    refused("another tokenizer", model=(text.model,), text=str(tmp_path / "b"), out=out)
 
 
 def test_help_and_an_unknown_subcommand():
@@ -609,4 +616,3 @@ def test_committed_variance_of_the_first_positions(tmp_path, monkeypatch):
         assert (ours["layer"], ours["position"]) == (1, row["position"])
         # bfloat16 rounds every weight and state by up to 2^-9 of itself, their std by less; measured: 1e-4
         assert ours["std"] == pytest.approx(row["std"], rel=1e-3)
-        assert ours["theory"] == pytest.approx(row["theory"], rel=1e-9)
