@@ -169,28 +169,23 @@ def measure_sinks(experiment, config, run: train.Settings):
 
     The links are those of the trained model and of its birth.
     """
-    settings = experiment.settings
     spec = checkpoint.parse_spec(run.out)
     model = spec.load(experiment.device)
-    reading = {
-        "data": str(default_folder(run.source, run.tokenizer)),
-        "bos": config == "backcopy",
-        "num_sequences": 4 if settings.scale == "smoke" else 100,
-        "device": settings.device,
-    }
-    rate_settings = sinks.RateSettings(sequence_length=(64,), **reading)
-    row = {"text_loss": text_loss(experiment, spec, model)}
-    (at_64,) = sinks.sink_rates(rate_settings, spec, model)["rows"]
-    for name in ("uniform_alpha1", "sink_rate", "mean_alpha1", "max_alpha1", "norm_ratio", "value_ratio"):
-        row[name] = at_64[name]
+    reading = sinks.Settings(
+        text=str(default_folder(run.source, run.tokenizer)),
+        first_token="bos" if config == "backcopy" else None,
+        num_sequences=4 if experiment.settings.scale == "smoke" else 100,
+        device=experiment.settings.device,
+    )
+    row = {"text_loss": text_loss(experiment, spec, model), "uniform_alpha1": attention.uniform_alpha(64)}
+    row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
     birth = newborn(spec.config, run.seed, run.embedding_seed, run.init, experiment.device)
     for prefix, measured in (("birth_", birth), ("", model)):
-        chain = sinks.dissect(sinks.LengthSettings(**reading), spec, measured)
-        layers = pd.DataFrame(chain["layers"])
+        layers = pd.DataFrame(sinks.dissect(reading, spec, measured)["layers"])
         for name in ("disparity", "others_disparity", "effective_rank", "output_tau"):
             row[prefix + name] = layers[name].astype(float).mean()
     if config == "backcopy":
-        row |= asleep_and_awake(model, read_tokens(rate_settings, spec, 128))
+        row |= asleep_and_awake(model, read_tokens(reading, spec, 128))
     return row
 
 
