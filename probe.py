@@ -22,7 +22,7 @@ import torch
 
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.data import token_text
+from lib.data import load_tokenizer
 from lib.figures import BLUE, VERMILION, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
@@ -77,9 +77,9 @@ def probe(settings: Settings):
             speed = num_sequences / (time.perf_counter() - start)
             row = key | preference(model, counts)
             if spec.tokenizer_file:
-                text_of = token_text(spec.tokenizer_file)
-                row["top1_text"] = text_of(row["top1_token"])
-                row["direction_text"] = text_of(row["direction_token"])
+                tokenizer = load_tokenizer(str(spec.tokenizer_file))
+                row["top1_text"] = tokenizer.text(row["top1_token"])
+                row["direction_text"] = tokenizer.text(row["direction_token"])
             rows.append(row)
             detail = {"batch_size": batch_size, "sequences_per_second": speed}
             details.append(key | detail | figure_detail(model, counts))

@@ -91,7 +91,7 @@ class InterveneSettings(Settings):
 class SilenceSettings(Settings):
     """What `silence` can be told."""
 
-    units: at_least(1) = 4
+    units: at_least(1) = 3
     """how many of the hidden units that write most at position 1"""
     unit: tuple[str, ...] | None = None
     """hidden units to silence instead, LAYER/UNIT"""
@@ -101,10 +101,9 @@ class SilenceSettings(Settings):
 
 
 def measure_models(name, paper, settings: Settings, measure):
-    """Begin an experiment and measure every model: `measure(settings, spec, model)` returns lists by name.
+    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns.
 
-    Returns the experiment, and the lists of dictionaries for all models, the model's name in each. UserError
-    for models without attention, or whose context is too short.
+    UserError for models without attention, or whose context is too short.
     """
     specs = chosen_models(settings.model or (default_model(),), settings.seed, scheme=settings.init)
     lengths = settings.sequence_length or ()
@@ -139,22 +138,20 @@ def rate(settings: RateSettings):
     if not 0 < settings.epsilon < 1:
         raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    checkpoints = by_checkpoint(lists["heads"])
-    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(checkpoints) + 1)
-    for axes, (label, heads) in zip(grid, checkpoints.items()):
+    maps = by_checkpoint(lists["heads"])
+    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
+    for axes, (label, heads) in zip(grid, maps.items()):
         alpha = np.array(heads[0]["alpha1"]).T  # (H, L)
-        extent = (0.5, alpha.shape[1] + 0.5, 0.5, alpha.shape[0] + 0.5)
-        image = axes.imshow(
-            alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower", extent=extent
-        )
+        extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
+        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
         axes.set(xlabel="layer", ylabel="head", title=f"{label}, {heads[0]['sequence_length']} tokens")
-    figure.colorbar(image, ax=grid[-2], label="attention to position 1")
-    for (label, rows), colour in zip(by_checkpoint(lists["rows"]).items(), COLOURS):
-        lengths = [row["sequence_length"] for row in rows]
-        grid[-1].plot(lengths, [100 * row["sink_rate"] for row in rows], "o-", color=colour, label=label)
-    grid[-1].set(ylim=(0, 100), xlabel="tokens in a sequence", ylabel="% of heads that sink on position 1")
-    grid[-1].legend(frameon=False)
+    figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
+    question = "How many heads sink, by the length of the sequence?"
+    path = experiment.folder / "rate_by_length.png"
+    curves(
+        lists["rows"], path, question, x="sequence_length", y="sink_rate", series="checkpoint", ylim=(0, 1)
+    )
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
 
@@ -193,10 +190,8 @@ def first(settings: Settings):
         drawn += [row | {"rank": rank} for rank, row in enumerate(ranked, start=1)]
     bounds = {"least": "least of the tokens", "largest": "largest of the tokens"}
     labels = {"xlabel": "rank of the head", "ylabel": "attention to position 1, mean of tokens"}
-    path = experiment.folder / "first.png"
-    curves(
-        drawn, path, question, x="rank", y="alpha1", series="checkpoint", theories=bounds, style="-", **labels
-    )
+    keys = {"x": "rank", "y": "alpha1", "series": "checkpoint"}
+    curves(drawn, experiment.folder / "first.png", question, **keys, theories=bounds, style="-", **labels)
     return experiment.save(**lists)
 
 
@@ -238,32 +233,17 @@ def by_first_token(settings: Settings, spec, model):
 @torch.inference_mode()
 def variance(settings: Settings):
     """How much do aggregated values vary at each position of each layer? (BB Figure 9 on any checkpoint)"""
-    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
+    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, dissect)
+    rows = [{key: row[key] for key in ("checkpoint", "layer", "position", "std")} for row in lists["rows"]]
     drawn = []
-    for row in lists["rows"]:
+    for row in rows:
         if row["layer"] in (1, 2, 4, 8, 16, 32):
             drawn.append(row | {"series": f"{row['checkpoint']}, layer {row['layer']}"})
     path = experiment.folder / "sink_variance.png"
     question = "How much do aggregated values vary, position by position?"
     label = "std of aggregated values"
     curves(drawn, path, question, x="position", y="std", series="series", style="-", log="xy", ylabel=label)
-    return experiment.save(**lists)
-
-
-def value_spread(settings: Settings, spec, model):
-    """Std of aggregated values just before the output projection: a row for each layer and position."""
-    spreads = defaultdict(partial(attention.Spread, attention.BY_POSITION))
-
-    def on_heads(layer, heads, q, k, v):
-        spreads[layer].update(heads)
-
-    for part in attention.batches(read_tokens(settings, spec, settings.sequence_length)):
-        model.hidden(part, on_heads=on_heads)
-    rows = []
-    for layer, spread in spreads.items():
-        for position, std in enumerate(spread.std().tolist(), start=1):
-            rows.append({"layer": layer, "position": position, "std": std})
-    return {"rows": rows}
+    return experiment.save(rows)
 
 
 def anatomy(settings: Settings):
@@ -283,6 +263,7 @@ def anatomy(settings: Settings):
         axes.set_title(name, fontsize=10)
     for axes in grid[0, 1:]:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     for axes in grid[1]:
         axes.set_xlabel("layer")
     legend_below(figure, grid[0, 0])
@@ -363,22 +344,11 @@ def intervene(settings: InterveneSettings):
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     (label, points), *_ = by_checkpoint(lists["points"]).items()  # the first model is drawn
     drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
+    drawn = [point | {"activation": max(point["activation"], 1e-2)} for point in drawn]  # of a log axis
     question = f"Where the super neuron wakes at position {k}, does it become a sink? ({label})"
-    curves(
-        [
-            point | {"activation": max(point["activation"], 1e-2)} for point in drawn
-        ],  # the axis is logarithmic
-        experiment.folder / "intervene.png",
-        question,
-        x="activation",
-        y="alpha_k",
-        series="intervention",
-        panel="changed",
-        style="o",
-        log="x",
-        xlabel=f"|activation| of the super neuron at position {k}",
-        ylabel=f"attention to position {k} in later layers",
-    )
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
+    labels = {"xlabel": f"|activation| of the super neuron at {k}", "ylabel": f"attention to position {k}"}
+    curves(drawn, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
 
@@ -394,36 +364,28 @@ def every_intervention(settings: InterveneSettings, spec, model):
     k = settings.position
     L = model.config.num_layers
     if L < 2 or model.config.sublayers == "attention" or not set(settings.layers) <= set(range(1, L)):
-        raise UserError(
-            f"--layers: {spec.label} has MLPs to watch, and layers after, in 1 to {L - 1} at most"
-        )
+        raise UserError(f"--layers: {spec.label} has MLPs, and layers after, in 1 to {L - 1} at most")
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = attention.UnitActivity(model, len(tokens))
-    units_at_k = {}  # |activation| (n, d_ff) by layer
 
-    def watch(layer, units):
-        units_at_k[layer] = units[:, k - 1].float().abs().cpu()
+    def attended(on_heads=None):
+        activity = attention.UnitActivity(model, len(tokens), k)
+        with attention.hidden_units(model, activity.on_units):
+            alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
+        return alpha, activity
 
-    def watch_and_add(layer, units):
-        watch(layer, units)
-        activity.on_units(layer, units)
-
-    with attention.hidden_units(model, watch_and_add):
-        unchanged = attention.attention_to(model, tokens, (k,))[..., 0].mean(2).cpu()  # (n, L)
-    (neuron,) = attention.super_neurons(model, activity.first, activity.others, count=1)
-    unchanged_activation = units_at_k[neuron["layer"]][:, neuron["neuron"]]
+    unchanged = attended()
+    (neuron,) = attention.super_neurons(model, unchanged[1].first, unchanged[1].others, count=1)
     places = {"all": range(1, L + 1)} | {layer: (layer,) for layer in settings.layers}
     kinds = [("none", None), ("self_mask", None)]
     kinds += itertools.product(("amplify", "scale"), settings.factor)
     cases = list(itertools.product(places, kinds))
     rows, points = [], []
     for place, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        alpha, activation = unchanged, unchanged_activation
+        alpha, activity = unchanged  # (n, L)
         if kind != "none":
-            on_heads = partial(replace_values, model, k, places[place], kind, factor)
-            with attention.hidden_units(model, watch):
-                alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
-            activation = units_at_k[neuron["layer"]][:, neuron["neuron"]]
+            on_heads = partial(attention.replace_values, model, k, places[place], kind, factor)
+            alpha, activity = attended(on_heads)
+        activation = activity.at_position[neuron["layer"]][:, neuron["neuron"]]  # (n,)
         if not alpha.isfinite().all():
             raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
         seen_from = neuron["layer"] if neuron["layer"] < L else min(places[place])
@@ -439,26 +401,6 @@ def every_intervention(settings: InterveneSettings, spec, model):
     return {"rows": rows, "points": points, "super_neurons": [neuron]}
 
 
-def replace_values(model, k, layers, kind, factor, layer, heads, q, key, v):
-    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in some layers.
-
-    `self_mask`: token k attends to itself alone, so that o_k is its own value; `amplify`: mu + factor
-    (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension; `scale`: factor o_k.
-    """
-    if layer not in layers:
-        return None
-    values = heads[:, :, k - 1 : k]
-    if kind == "self_mask":
-        own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-        values = model.model.layers[layer - 1].self_attn.calibrate(own, k)
-    elif kind == "amplify":
-        mean = values.mean(0, keepdim=True)
-        values = mean + factor * (values - mean)
-    else:
-        values = factor * values
-    return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
-
-
 # ---- ended (ours) ------------------------------------------------------------------------------------------
 
 
@@ -468,9 +410,7 @@ def silence(settings: SilenceSettings):
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     (label, rows), *_ = by_checkpoint(lists["rows"]).items()  # the first model is drawn
     question = f"Which hidden units hold the sink up? ({label}; dashed: none silenced)"
-    figure, ((sinks, losses),) = new_figure(
-        question, 1, 2, width=5, height=1.2 + 0.24 * len(rows), sharey=True
-    )
+    figure, ((sinks, losses),) = new_figure(question, 1, 2, 5, 1.2 + 0.24 * len(rows), sharey=True)
     names = [f"{row['kind']} {row['units']}"[:44] for row in rows]
     sinks.barh(names, [100 * row["sink_rate"] for row in rows], color=BLUE)
     sinks.axvline(100 * rows[0]["sink_rate"], color="black", ls="--", lw=1.1)
@@ -494,7 +434,7 @@ def every_silence(settings: SilenceSettings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = attention.UnitActivity(model, len(tokens))
     with attention.hidden_units(model, activity.on_units):
-        measured = {(): alpha_and_loss(model, tokens)}  # by the units that are silent
+        measured = {(): attention.alpha_and_loss(model, tokens)}  # by the units that are silent
     units = chosen_units(settings, spec, model, activity)
     others = attention.super_neurons(model, activity.others, activity.first, 2 * len(units))
     elsewhere = [(row["layer"], row["neuron"]) for row in others]
@@ -508,8 +448,8 @@ def every_silence(settings: SilenceSettings, spec, model):
     rows = []
     for kind, silent in progress(cases, desc="silence", unit=" sets", leave=False):
         if silent not in measured:
-            with attention.hidden_units(model, partial(silenced, silent)):
-                measured[silent] = alpha_and_loss(model, tokens)
+            with attention.hidden_units(model, partial(attention.silenced, silent)):
+                measured[silent] = attention.alpha_and_loss(model, tokens)
         alpha, loss = measured[silent]
         row = {"kind": kind, "num_silenced": len(silent)}
         row["units"] = " ".join(f"{layer}/{unit}" for layer, unit in silent)
@@ -528,28 +468,6 @@ def chosen_units(settings: SilenceSettings, spec, model, activity):
     if not units or not there.issuperset(units):
         raise UserError(f"--unit: expected LAYER/UNIT, as in 12/1229, of the hidden units of {spec.label}")
     return tuple(units)
-
-
-def silenced(silent, layer, units):
-    """The hidden units (B, T, d_ff) of a layer, those that are `silent`, as (layer, unit), at zero."""
-    numbers = [unit for place, unit in silent if place == layer]
-    return units.index_fill(2, torch.tensor(numbers, device=units.device), 0) if numbers else None
-
-
-def alpha_and_loss(model, tokens):
-    """alpha_1 (n, L, H) on the CPU, and the mean loss in nats a token, of tokens (n, T)."""
-    alphas, total = [], 0.0
-    for part in attention.batches(tokens):
-        layers = []
-
-        def on_heads(layer, heads, q, k, v, layers=layers):
-            layers.append(attention.mean_attention(q, k, (1,))[..., 0])
-
-        states = model.hidden(part, on_heads=on_heads)
-        logits = model.unembed(states[:, :-1])  # (B, T - 1, V)
-        total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
-        alphas.append(torch.stack(layers, dim=1).cpu())
-    return torch.cat(alphas), total / tokens[:, 1:].numel()
 
 
 COMMANDS = {

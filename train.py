@@ -161,8 +161,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     def save(step) -> None:
         """Write the checkpoint of a step, and remove those that need not be kept."""
         state = checkpoint.TrainingState(step, tokens.fingerprint)
-        made_by = tokens.tokenizer_file or tokens.tokenizer
-        checkpoint.save(run / f"step_{step:07}", raw_model, optimizer, state, made_by)
+        checkpoint.save(run / f"step_{step:07}", raw_model, optimizer, state, tokenizer)
         runs.prune(run, settings.keep, step)
 
     durations = []
@@ -285,8 +284,11 @@ def sinks_of(model, tokens):
 
 @torch.no_grad()
 def generate(model, tokenizer, length, step):
-    """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`."""
-    ids = [tokenizer.bos]
+    """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`.
+
+    Where there is no BOS it is from the first token, whatever that is.
+    """
+    ids = [tokenizer.bos or 0]
     vocab_size = tokenizer.vocab_size
     device = model.model.norm.weight.device
     generator = keyed_generator("sample", step)

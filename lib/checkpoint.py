@@ -3,7 +3,8 @@
     >>> from lib import checkpoint
     >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
     >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
-    >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3
+    >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
+    >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 
 A step of a run is a folder with model.safetensors, config.json and checksums.json; to resume from it, it has
 optimizer.safetensors and state.json. config.json of a LLaMA or Qwen is Hugging Face's, so `transformers`
@@ -13,7 +14,6 @@ opens it; of all else it is our ModelConfig as it stands.
 import json
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,9 +25,19 @@ import torch.nn.functional as F
 from init import birth_value, newborn
 from lib import runtime
 from lib.files import atomic_folder, check_sum, read_json, sha256
-from lib.folders import KEYS, SCALING_KEYS, Weights, open_weights, parameter_shapes, read_config
+from lib.folders import (
+    KEYS,
+    LARGEST_TOKENIZER,
+    SCALING_KEYS,
+    TOKENIZER_FILES,
+    Weights,
+    open_weights,
+    parameter_shapes,
+    read_config,
+    smollm2,
+)
 from lib.settings import UserError, closest, from_values
-from lib.tensors import TensorFiles
+from lib.tensors import TensorFiles, open_file
 from model import NORMS, PRESETS, Block, Transformer, rope_table
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, as AdamW calls them
@@ -40,7 +50,7 @@ class Spec:
     """A model as a command line names it: a checkpoint folder, or the newborn of a preset and its seeds."""
 
     name: str  # as the user wrote it
-    folder: Path | None = None  # or a single file of weights
+    folder: Path | None = None  # or a single file: of weights, or .gguf
     preset: str | None = None
     seed: int | None = None
     embedding_seed: int | None = None
@@ -63,14 +73,17 @@ class Spec:
 
     @property
     def tokenizer_file(self):
-        """The SentencePiece file beside a checkpoint, if there is one; UserError if it is damaged."""
+        """The file of the model's own tokenizer, if it can be read here; UserError if it is damaged."""
         if self.is_newborn:
             return None
-        path = self.folder / "tokenizer.model"
-        if not path.is_file():
-            return None
-        check_sum(path)
-        return path
+        if self.folder.suffix == ".gguf":
+            return self.folder if open_file(self.folder).has_known_tokenizer else None
+        for name in TOKENIZER_FILES:
+            path = self.folder / name
+            if path.is_file():
+                check_sum(path, LARGEST_TOKENIZER)
+                return path
+        return None
 
     def open(self, any_architecture=False):
         """A source of the parameters, one at a time: `config`, `width`, `shapes` by name, `read(name)`.
@@ -98,14 +111,17 @@ class Spec:
 
 
 def parse_spec(text, scheme="gpt2"):
-    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED or a folder names; UserError for anything else.
+    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder or a file names.
 
-    A run folder means its newest step.
+    A run folder means its newest step. UserError for anything else.
     """
+    if text == "smollm2":
+        return Spec(text, smollm2())
     folder = Path(text)
     if os.path.isdir(text):
-        if not os.path.exists(folder / "config.json") and steps(folder):
-            folder = steps(folder)[-1]
+        if not os.path.exists(folder / "config.json"):
+            inside = steps(folder)[-1:] or list(folder.glob("*.gguf"))
+            folder = inside[0] if len(inside) == 1 else folder
         return Spec(text, folder)
     if os.path.isfile(text):
         return Spec(text, folder)
@@ -122,7 +138,8 @@ def parse_spec(text, scheme="gpt2"):
             f"hf download {text} --local-dir {folder.name}"
         )
     presets = ", ".join(PRESETS)
-    raise UserError(f"no model '{text}': expected a checkpoint folder, or PRESET@SEED with one of {presets}")
+    expected = f"a checkpoint folder, a .gguf file, smollm2, or PRESET@SEED with one of {presets}"
+    raise UserError(f"no model '{text}': expected {expected}")
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
@@ -237,21 +254,16 @@ class TrainingState:
     data: str  # fingerprint of the data set
 
 
-def save(folder, model, optimizer=None, state=None, tokenizer="") -> None:
-    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only.
-
-    `tokenizer` is a SentencePiece file, or the name of a tokenizer that has none.
-    """
+def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
+    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
         save_tensors(dict(model.named_parameters()), new / "model.safetensors")
         (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
         if state is not None:
             save_tensors(moments(model, optimizer), new / "optimizer.safetensors")
             (new / "state.json").write_text(json.dumps(asdict(state)) + "\n")
-        if isinstance(tokenizer, Path):
-            shutil.copyfile(tokenizer, new / "tokenizer.model")
-        elif tokenizer:
-            (new / "tokenizer.txt").write_text(tokenizer)
+        if tokenizer is not None:
+            tokenizer.save(new)
         sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
         (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
 

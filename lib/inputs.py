@@ -60,7 +60,7 @@ class TextSettings(RunSettings):
     """a text file, a source of lib.data, or the folder of a data set, whose held-out text is read (default:
     docstrings where a model has a tokenizer, else random tokens)"""
     tokenizer: str | None = None
-    """tokenizer of --text (default: the model's own)"""
+    """tokenizer of --text, as in python -m lib.data (default: the model's own)"""
     first_token: str | None = None
     """put this token at position 1: its number, or bos"""
     input_seed: int = 0
@@ -87,7 +87,9 @@ def read_tokens(settings: TextSettings, spec, T):
         tokenizer = data.tokenizer_file or data.tokenizer
         tokens, _ = data.held_out(count, T)
     elif tokenizer is None:
-        raise UserError(f"{spec.label} has no tokenizer: name one by --tokenizer")
+        raise UserError(f"{spec.label} has no tokenizer that is known here: name one by --tokenizer")
+    elif tokenizer == "bytes" and spec.config.vocab_size != load_tokenizer("bytes").vocab_size:
+        raise UserError(f"{spec.label} knows {spec.config.vocab_size} tokens, and they are not bytes")
     else:
         tokens = random_windows(encode(text, str(tokenizer)), count, T, settings.input_seed)
     if len(tokens) < count:
@@ -140,17 +142,13 @@ def random_windows(text, count, T, seed):
 
 
 def check_tokenizer(spec, data) -> None:
-    """UserError where a checkpoint has a tokenizer beside it, and the data set was made by another one."""
-    if spec.is_newborn:
-        return
-    made_by = data.tokenizer.encode()
-    if data.tokenizer_file:
-        made_by = read_bytes(data.tokenizer_file)
-    for name in ("tokenizer.model", "tokenizer.txt", "tokenizer.json"):  # no data set is made by the last
-        path = spec.folder / name
-        if not path.is_file():
-            continue
+    """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
+    path = spec.tokenizer_file
+    if path is None and not spec.is_newborn and (spec.folder / "tokenizer.txt").is_file():
+        path = spec.folder / "tokenizer.txt"
         check_sum(path)
-        if read_bytes(path) != made_by:
-            raise UserError(f"{data.folder} was made by another tokenizer than {path}")
+    if path is None:
         return
+    own = load_tokenizer(str(path)).content if path.suffix == ".gguf" else path.read_bytes()
+    if own != (data.load_tokenizer().content or data.tokenizer.encode()):
+        raise UserError(f"{data.folder} was made by another tokenizer than {path}")

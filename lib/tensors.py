@@ -5,8 +5,8 @@
     >>> files.shapes["model.embed_tokens.weight"]
     (32000, 4096)
 
-A .safetensors file is a table of names before the numbers. A .bin file of torch.save is a zip file with a
-pickle in it: torch reads its tensors alone (`weights_only`), and refuses whatever else it would do.
+A .safetensors file is a table of names before the numbers, and so is a .gguf file. A .bin file of torch.save
+is a zip file with a pickle in it: torch reads its tensors alone (`weights_only`), and refuses all else.
 """
 
 import math
@@ -16,6 +16,7 @@ import safetensors
 import torch
 
 from lib.files import LARGEST, check_regular, check_sum
+from lib.gguf import GGUF
 from lib.settings import UserError
 
 FLOATS = ("F32", "BF16", "F16", "F64")  # numbers that are weights, as safetensors calls them
@@ -96,6 +97,8 @@ def open_file(path):
     """The tensors of one file; UserError for what is no file of tensors."""
     check_regular(path)
     try:
+        if path.suffix == ".gguf":
+            return GGUF(path)
         return TorchFile(path) if path.suffix in (".bin", ".pt", ".pth") else SafetensorsFile(path)
     except UserError:
         raise

@@ -14,6 +14,7 @@ import contextlib
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from scipy.stats import kendalltau
 from torch import Tensor
 
@@ -158,18 +159,24 @@ def hidden_units(model: Transformer, on_units):
 
 
 class UnitActivity:
-    """Mean |activation| of all hidden units, (L, d_ff): `first` at position 1, `others` at the others."""
+    """Mean |activation| of all hidden units, (L, d_ff): `first` at position 1, `others` at the others.
 
-    def __init__(self, model: Transformer, num_sequences):
+    `at_position` has their |activation| at one position in the sequences last seen, (B, d_ff) by layer.
+    """
+
+    def __init__(self, model: Transformer, num_sequences, position=1):
         self.num_sequences = num_sequences
+        self.position = position
         self.first = torch.zeros(model.config.num_layers, model.config.d_ff)
         self.others = torch.zeros_like(self.first)
+        self.at_position = {}
 
     def on_units(self, layer, units) -> None:
         """Add the hidden units (B, T, d_ff) of a layer."""
         size = units.float().abs()
         self.first[layer - 1] += size[:, 0].sum(0).cpu() / self.num_sequences
         self.others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / self.num_sequences
+        self.at_position[layer] = size[:, self.position - 1].cpu()
 
 
 def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
@@ -197,6 +204,51 @@ def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
         }
         neurons.append(row)
     return neurons
+
+
+# ---- what is changed, and what comes of it -----------------------------------------------------------------
+
+
+def replace_values(model, k, layers, kind, factor, layer, heads, q, key, v):
+    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in some layers.
+
+    `self_mask`: token k attends to itself alone, so that o_k is its own value; `amplify`: mu + factor
+    (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension; `scale`: factor o_k.
+    """
+    if layer not in layers:
+        return None
+    values = heads[:, :, k - 1 : k]
+    if kind == "self_mask":
+        own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
+        values = model.model.layers[layer - 1].self_attn.calibrate(own, k)
+    elif kind == "amplify":
+        mean = values.mean(0, keepdim=True)
+        values = mean + factor * (values - mean)
+    else:
+        values = factor * values
+    return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
+
+
+def silenced(silent, layer, units):
+    """The hidden units (B, T, d_ff) of a layer, those that are `silent`, as (layer, unit), at zero."""
+    numbers = [unit for place, unit in silent if place == layer]
+    return units.index_fill(2, torch.tensor(numbers, device=units.device), 0) if numbers else None
+
+
+def alpha_and_loss(model, tokens):
+    """alpha_1 (n, L, H) on the CPU, and the mean loss in nats a token, of tokens (n, T)."""
+    alphas, total = [], 0.0
+    for part in batches(tokens):
+        layers = []
+
+        def on_heads(layer, heads, q, k, v, layers=layers):
+            layers.append(mean_attention(q, k, (1,))[..., 0])
+
+        states = model.hidden(part, on_heads=on_heads)
+        logits = model.unembed(states[:, :-1])  # (B, T - 1, V)
+        total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
+        alphas.append(torch.stack(layers, dim=1).cpu())
+    return torch.cat(alphas), total / tokens[:, 1:].numel()
 
 
 # ---- the stream and the values -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
+from lib.data import load_tokenizer
 from lib.folders import parameter_shapes
 from lib.settings import Command, RunSettings, UserError, run_script
 from model import Transformer
@@ -259,7 +260,7 @@ def cut(source, layers):
     return as_source(weights, config)
 
 
-def save(folder, source, tokenizer="") -> None:
+def save(folder, source, tokenizer=None) -> None:
     """Write a source of ours as a checkpoint folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
@@ -275,7 +276,8 @@ def hide(settings: Settings) -> None:
     if os.path.lexists(settings.out):
         raise UserError(f"'{settings.out}' is there already: give another --out")
     ways = settings.ways or fitting_ways(source.config)
-    save(settings.out, hidden(source, ways, settings.seed), spec.tokenizer_file or "")
+    tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
+    save(settings.out, hidden(source, ways, settings.seed), tokenizer)
     print(f"{settings.out} computes what {spec.label} does, hidden by {', '.join(ways)}; compare them:")
     print(f"python seedprint.py compare {spec.label} {settings.out}")
 
