@@ -19,7 +19,6 @@ there is one. Every document begins with BOS, and its hash alone decides whether
 leaves a split empty, as with a single document, the last share of the tokens is held out.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import ast
 import functools
 import glob
