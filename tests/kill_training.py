@@ -97,7 +97,7 @@ def train_until(
         _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))  # the message may go into a file, too
         sys.stderr.write(f"{error}\n")
-        os._exit(FULL if "the disk is full" in str(error) else 1)
+        os._exit(FULL if "cannot write" in str(error) else 1)
     os._exit(0)
 
 
