@@ -21,7 +21,6 @@ whether it is held out. Where that leaves a split empty, as with a single docume
 tokens is held out.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import ast
 import functools
 import glob

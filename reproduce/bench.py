@@ -9,7 +9,6 @@ and batch and, in training, the same loop. Both take turns, in alternating order
 tokens a second, `ratio`, ours to theirs, and `lowest` and `highest`, those of single turns.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -21,9 +20,8 @@ from init import newborn
 from lib.checkpoint import config_json
 from lib.folders import KEYS
 from lib.results import Experiment
-from lib.runtime import progress
+from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from lib.speed import seconds_of
 from model import PRESETS, ModelConfig
 from train import loss_sum
 

@@ -7,7 +7,6 @@ Two models are kin if their weights go back to one birth, strangers if not. Here
 in the same order; kin are a newborn and its child, and a child after a second corpus. Each run is made once.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import functools
 
 from lib.checkpoint import parse_spec

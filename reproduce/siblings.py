@@ -6,7 +6,6 @@
 Each run is made once and reused, and taken up where it was stopped.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
