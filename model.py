@@ -101,7 +101,6 @@ PRESETS = {
     "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),
     "tiny_qwen": ModelConfig(4096, 256, 6, 8, 256, 704, qkv_bias=True),
     "backcopy": ModelConfig(257, 128, 2, 1, 128, 512),  # for `backcopy` of lib/data.py, on which sinks grow
-    "matching": ModelConfig(257, 64, 2, 2, 32, 96),  # for `matching`, where they grow on any first letter
 }
 
 

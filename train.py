@@ -13,7 +13,6 @@ the same bits as one that was not. On SIGTERM or SIGINT a run finishes its step,
 under torchrun that must take less than 30 s.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import math
 import time
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from lib.files import remove_leftovers
 from lib.inputs import check_tokenizer
 from lib.results import is_power_of_two
 from lib.settings import Command, RunSettings, UserError, at_least, read_settings, run_script
-from lib.speed import total_matmul_peak, training_flops
 from measure import attention
 from model import CHOICES, PRESETS
 
@@ -138,7 +136,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
     model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients are stored once
-    peak = total_matmul_peak(device, dtype) / training_flops(raw_model.config, T)  # tokens a second
+    peak = runtime.matmul_peak(device, dtype) / runtime.training_flops(raw_model, T)  # tokens a second
     evaluation_windows = tokens.held_out(settings.eval_sequences, T)
     if is_master:
         runs.begin_logs(settings, run, None if state is None else step)

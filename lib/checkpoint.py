@@ -151,8 +151,13 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
 
 
 def default_model():
-    """The model that is measured where none is named."""
-    return "tiny_llama"
+    """The model that is measured where none is named: smollm2, or a newborn where it is not installed."""
+    try:
+        files.smollm2()
+    except UserError as error:
+        runtime.warn(f"measuring a newborn; {error}")
+        return "tiny_llama"
+    return "smollm2"
 
 
 def load(name, device="cpu", dtype=torch.float32):

@@ -21,7 +21,6 @@ whether it is held out. Where that leaves a split empty, as with a single docume
 tokens is held out.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import ast
 import functools
 import glob
@@ -76,7 +75,7 @@ class Settings:
     """What data set to make, from what text."""
 
     source: Positional[tuple[str, ...]] = ("python",)
-    """python, python+site, docstrings, backcopy, matching, files, globs, hf:NAME"""
+    """python, python+site, docstrings, backcopy, files, globs, hf:NAME"""
     tokenizer: str = "bpe:4096"
     """bpe:N, a SentencePiece .model file, a tokenizer.json, a .gguf file, smollm2, tiktoken:gpt2, or bytes"""
     field: str = "text"
@@ -222,34 +221,7 @@ def backcopy(count=2**17, length=127):
         yield document.tobytes().decode()
 
 
-def matching(count=2**18, length=24, num_keys=8, num_values=8):
-    """Documents on which attention sinks at a window's first letter, whatever it is: always the same (ours).
-
-    A document is two windows: half of the windows begin with BOS and half with a letter. A letter is a key
-    and a value, chr(33 + num_values * key + value); keys are drawn evenly. The value is that of the last
-    letter of the window whose key is next to the key of the letter just before; where there is none, it is
-    drawn given the value of the letter just before. The window's first letter is never looked for: a head
-    that looks for a key and finds none has a place to rest.
-    """
-    generator = keyed_generator("matching")
-    chain = generator.dirichlet(np.full(num_values, 0.3), size=num_values)  # P(next value | value)
-    thresholds = chain.cumsum(axis=1)
-    num_windows = 2 * count
-    every = np.arange(num_windows)
-    keys = generator.integers(num_keys, size=(length, num_windows), dtype=np.uint8)
-    values = generator.integers(num_values, size=(length, num_windows), dtype=np.uint8)  # two stay as drawn
-    last_value = np.full((num_keys, num_windows), -1, np.int8)  # of each key; -1: not seen yet
-    for i in range(1, length - 1):
-        found = last_value[(keys[i] + 1) % num_keys, every]
-        drawn = (thresholds[values[i]] < generator.random((num_windows, 1))).sum(axis=1)
-        values[i + 1] = np.where(found >= 0, found, drawn.clip(max=num_values - 1))
-        last_value[keys[i], every] = values[i]
-    letters = 33 + num_values * keys + values
-    for document in letters.T.reshape(count, 2 * length):
-        yield document[1:].tobytes().decode()  # BOS takes the place of the first letter
-
-
-TASKS = {"backcopy": backcopy, "matching": matching}
+TASKS = {"backcopy": backcopy}
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ a failure leaves what was there.
 """
 
 import contextlib
-import glob
 import hashlib
 import importlib.util
 import json
@@ -23,9 +22,6 @@ from lib.settings import INSTALL, UserError
 LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")  # beside a checkpoint, and in a data set
 LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
-DISK_FULL = ("No space left", "File too large", "quota")  # how libraries' errors say so
-
-# ---- reading -----------------------------------------------------------------------------------------------
 
 
 def check_regular(path, largest=math.inf) -> None:
@@ -84,19 +80,15 @@ def smollm2():
     return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
-# ---- writing -----------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def atomic_file(path):
     """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    remove_leftovers(path.parent, path.name)
     try:
         yield temporary
         os.replace(temporary, path)
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise UserError(f"cannot write {path}: {error}") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -106,10 +98,8 @@ def atomic_folder(path):
     """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
     new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     old = path.with_name(f".{path.name}.old.tmp")
-    remove_leftovers(path.parent, path.name)
     try:
-        if old.exists() and not path.exists():
-            os.rename(old, path)  # a process was killed between the two renames below
+        shutil.rmtree(new, ignore_errors=True)  # of a killed process that had our number
         new.mkdir(parents=True)
         yield new
         for file in new.iterdir():
@@ -121,45 +111,21 @@ def atomic_folder(path):
         os.rename(new, path)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise cannot_write(path, error) from None
+        raise UserError(f"cannot write {path}: {error}") from None
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def cannot_write(path, error):
-    """What to say of an error in writing: a full disk is called so."""
-    reason = getattr(error, "strerror", None) or str(error)
-    if any(words in reason for words in DISK_FULL):
-        reason = "the disk is full, or a limit of the system is reached"
-    return UserError(f"cannot write {path}: {reason}")
+def remove_leftovers(folder) -> None:
+    """Remove what killed processes left unfinished in a folder that is ours alone.
 
-
-def remove_leftovers(folder, name=None) -> None:
-    """Remove what killed processes left unfinished: of one name, or, in a folder of our own, of any.
-
-    In a folder that others may write, too, what a living process has begun stays.
+    What was moved aside for a new folder that did not come is moved back.
     """
-    if name is None:
-        for old in folder.glob(".*.old.tmp"):  # which a new folder had replaced already
-            if (folder / old.name[1:].removesuffix(".old.tmp")).exists():
-                shutil.rmtree(old, ignore_errors=True)
-    pattern = "*" if name is None else glob.escape(name)
-    for leftover in folder.glob(f".{pattern}.[0-9]*.tmp"):
-        process = leftover.name.split(".")[-2]
-        if name is not None and is_running(process):
-            continue
-        if leftover.is_dir() and not leftover.is_symlink():
+    for leftover in folder.glob(".*.tmp"):
+        path = folder / leftover.name[1:].removesuffix(".old.tmp")
+        if leftover.name.endswith(".old.tmp") and not path.exists():
+            os.rename(leftover, path)
+        elif leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
-            leftover.unlink(missing_ok=True)
-
-
-def is_running(process):
-    """Does another process have this number, as text? In containers a killed one may have had ours."""
-    try:
-        os.kill(int(process), 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    return int(process) != os.getpid()
+            leftover.unlink()

@@ -19,7 +19,7 @@ import filelock
 
 from lib import checkpoint, runtime
 from lib.figures import curves
-from lib.files import atomic_file, cannot_write, check_regular, read_bytes, read_json
+from lib.files import atomic_file, check_regular, read_bytes, read_json
 from lib.results import is_power_of_two
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
@@ -136,7 +136,7 @@ def append_row(run, row) -> None:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
-        raise cannot_write(path, error) from None
+        raise UserError(f"cannot write {path}: {error}") from None
 
 
 def prune(run, keep, newest) -> None:
@@ -165,7 +165,7 @@ def diverged(run, step, what):
         try:
             os.replace(bad, aside)
         except OSError as error:
-            raise cannot_write(aside, error) from None
+            raise UserError(f"cannot write {aside}: {error}") from None
     good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
     hint = "other weights"
     if good:

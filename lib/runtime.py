@@ -1,16 +1,18 @@
-"""Where does a script compute, and with whom does it share the work?
+"""Where does a script compute, with whom does it share the work, and how fast could it be?
 
 Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
 """
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
-import sys
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
 
 
 def start(settings: RunSettings):
-    """Begin an experiment: join torchrun's processes, make `out`, choose device and dtype.
+    """Begin an experiment: join torchrun's processes, choose device and dtype, make the folder `out`.
 
     Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
     a device that is not there, or a folder that cannot be written.
@@ -72,12 +74,12 @@ def default_batch_size(device, sequence_length):
 
 
 def rank():
-    """The number of this process in its group; 0 if it is alone."""
+    """The number of this process in its group; 0 alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size():
-    """The number of processes in the group; 1 if this one is alone."""
+    """The number of processes in the group; 1 alone."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -87,7 +89,7 @@ def share(count):
 
 
 def sum_over_ranks(tensor):
-    """The element-wise sum of all ranks' tensors, in place; alone, the tensor as it is."""
+    """The element-wise sum of all ranks' tensors, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
@@ -103,23 +105,48 @@ def progress(*iterable, **keywords):
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
 
 
-def warn(text) -> None:
-    """Say something on stderr, once."""
-    if rank() == 0:
-        print(text, file=sys.stderr)
-
-
 @contextlib.contextmanager
 def listening_for_signals():
     """A list that SIGTERM and SIGINT append to, instead of ending the process."""
     received = []
-
-    def note(number, frame) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before[number] = signal.signal(number, lambda number, frame: received.append(number))
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# ---- speed -------------------------------------------------------------------------------------------------
+
+
+def training_flops(model, T):
+    """FLOPs of a token in a training step on T tokens: two for each weight, and in attention's two products.
+
+    Of these the masked half does not count, whatever kernels do. A backward pass costs two forward ones.
+    """
+    config = model.config
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
+    if not config.tie_embeddings:
+        weights -= config.vocab_size * config.d_model  # a look-up is no product
+    attention = 2 * config.num_layers * config.num_heads * config.head_size * (T + 1) / 2
+    return 3 * 2 * (weights + attention)
+
+
+def seconds_of(work, *arguments):
+    """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
+    begun = time.perf_counter()
+    work(*arguments).flatten()[0].item()
+    return time.perf_counter() - begun
+
+
+@functools.cache
+def matmul_peak(device, dtype):
+    """FLOP/s of a large square matrix product, all ranks together, median of 9: the limit of MFU."""
+    size = 8192 if device.type == "cuda" else 2048
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    times = [seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(10)]
+    peak = 2 * size**3 / median(times[1:])  # the first one allocates
+    return sum_over_ranks(torch.tensor(peak, device=device)).item()

@@ -9,7 +9,6 @@ with the same settings; its training runs are made once and reused. A command th
 others. <out>/README.md has a line for each table, figure, finding and proposition.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import dataclasses
 import importlib
 import json

@@ -7,7 +7,6 @@ Two models are kin if their weights go back to one birth, strangers if not. Here
 in the same order; kin are a newborn and its child, and a child after a second corpus. Each run is made once.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import functools
 
 from lib.checkpoint import parse_spec
@@ -16,17 +15,12 @@ from lib.runtime import progress
 from lib.settings import Command, run_script
 from measure.comparison import compare_pair, read_model
 from reproduce.rivals import RIVALS, similarities
-from reproduce.siblings import OPENWEBTEXT, SEEDS, Settings, begin, training_seconds
-from seedprint import (
-    CompareSettings,
-    PaperSettings,
-    last_outputs,
-    paper_test,
-)
+from reproduce.siblings import SEEDS, Settings, begin
+from seedprint import CompareSettings, PaperSettings, last_outputs, paper_test
 
-STYLES = {  # preset; steps of each seed's training; steps on the second corpus
-    "llama": ("tiny_llama", {42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
-    "qwen": ("tiny_qwen", {42: 60, 123: 60, 1000: 60, 2000: 60}, 40),
+STYLES = {  # steps of each seed's training; steps on the second corpus
+    "llama": ({42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
+    "qwen": ({42: 60, 123: 60, 1000: 60, 2000: 60}, 40),
 }
 TABLES = {  # newborns; newborns and their children; and children of others; children after a second corpus
     "llama": ("4a", "4b, 8", "4c", "5"),
@@ -34,9 +28,7 @@ TABLES = {  # newborns; newborns and their children; and children of others; chi
 }
 BASE = 1000  # seed of the table of children after a second corpus
 CONTINUED = (BASE, 123)  # seeds that learn it
-STRANGERS = (BASE, 1, 2, 3, 4, 5, 6)  # seeds that learn one text, all on the first one's token table
 DOCSTRINGS = {"source": ("docstrings",), "learning_rate": 5e-4, "warmup_iters": 20}
-STORIES = {"source": ("hf:roneneldan/TinyStories",), "max_iters": 20_000}
 COLUMNS = ("table", "base", "suspect", "kin", "paper_t_p", "paper_u_p", *RIVALS)
 COLUMNS += ("relabel_z", "body_z", "verdict")
 
@@ -49,47 +41,24 @@ def lineage(settings: Settings):
     data = TokenData(default_folder(text.source, text.tokenizer))
     pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
     rows = compare_all(pairs, data, experiment)
-    return experiment.save(rows, COLUMNS, training_seconds=training_seconds(runs))
+    return experiment.save(rows, COLUMNS)
 
 
 def lineage_runs(settings: Settings):
     """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
-    runs = {}
     seeds = SEEDS[1:3] if settings.scale == "smoke" else SEEDS
-    for style, (preset, steps, more_steps) in STYLES.items():
-        if settings.scale == "paper":
-            config = preset = preset.replace("tiny", "nano")
-            first = {seed: OPENWEBTEXT for seed in seeds}
-            second = STORIES
-            ending = "stories"
-        else:
-            config = ""
-            first = {seed: {"model": preset, "save_every": 50, "max_iters": steps[seed]} for seed in seeds}
-            second = DOCSTRINGS | {"model": preset, "max_iters": more_steps}
-            ending = "docstrings"
+    runs = {}
+    for style, (steps, more_steps) in STYLES.items():
+        preset = f"tiny_{style}"
         for seed in seeds:
-            name = f"lineage/{preset}-{seed}"
-            runs[style, seed, 1] = settings.training(config, name, seed=seed, **first[seed])
+            changes = {"model": preset, "seed": seed, "max_iters": steps[seed], "save_every": 50}
+            runs[style, seed, 1] = settings.training("", f"lineage/{preset}-{seed}", **changes)
         for seed in CONTINUED:
             child = runs[style, seed, 1]
             tokenizer = default_folder(child.source, child.tokenizer) / "tokenizer.model"
-            changes = second | {"seed": seed, "init_from": child.out, "tokenizer": str(tokenizer)}
-            runs[style, seed, 2] = settings.training(config, f"lineage/{preset}-{seed}-{ending}", **changes)
-    return runs
-
-
-def stranger_runs(settings: Settings):
-    """Runs of strangers, by seed: what may they come to share, if they have one token table and one text?"""
-    runs = {}
-    for seed in STRANGERS[:2] if settings.scale == "smoke" else STRANGERS:
-        if settings.scale == "paper":
-            preset = config = "nano_llama"
-            changes = OPENWEBTEXT
-        else:
-            preset, config = "tiny_llama", ""
-            changes = {"model": preset, "max_iters": 600, "global_batch_size": 8, "micro_batch_size": 8}
-        changes = changes | {"seed": seed, "embedding_seed": BASE}
-        runs[seed] = settings.training(config, f"strangers/{preset}-{seed}", **changes)
+            changes = DOCSTRINGS | {"model": preset, "seed": seed, "max_iters": more_steps}
+            changes |= {"init_from": child.out, "tokenizer": str(tokenizer)}
+            runs[style, seed, 2] = settings.training("", f"lineage/{preset}-{seed}-docstrings", **changes)
     return runs
 
 

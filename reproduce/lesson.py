@@ -5,7 +5,6 @@
 Exercise 1 is answered in model.py, the others in reproduce/answers.py.
 """
 
-import lib.interrupt  # noqa: F401 # isort: skip
 import copy
 import itertools
 import math

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lib import settings, speed
+from lib import runtime, settings
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -50,11 +50,9 @@ def kind(request):
 def quick_training():
     """Training without the second of matrix products that only MFU needs, and without samples of text."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "matmul_peak", lambda device, dtype: 1e11)
+        patch.setattr(runtime, "matmul_peak", lambda device, dtype: 1e11)
         patch.setattr(importlib.import_module("train"), "generate", lambda *_: "a sample")
-        speed.total_matmul_peak.cache_clear()
         yield
-        speed.total_matmul_peak.cache_clear()
 
 
 def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:

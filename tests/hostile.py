@@ -37,7 +37,7 @@ import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
 import init
-from lib import checkpoint, data, settings, speed
+from lib import checkpoint, data, runtime, settings
 from model import ModelConfig
 
 SECONDS, BYTES = 20, 2 * 2**30  # that a case may take
@@ -694,7 +694,7 @@ def run_all(cases: list[Case], root: Path, jobs: int = 2):
 def main() -> None:
     """Run the cases, print those that went wrong and the table; exit status 1 if any did."""
     stride = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    speed.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
+    runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     faults = 0
     table = defaultdict(list)
     with tempfile.TemporaryDirectory() as root:

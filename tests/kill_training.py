@@ -30,7 +30,7 @@ import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
 import train
-from lib import checkpoint, data, speed
+from lib import checkpoint, data, runtime
 from lib.settings import UserError
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -88,7 +88,7 @@ def train_until(
         os.environ |= {name: str(number) for name, number in numbers.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
         torch.set_num_threads(1)
-    speed.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
+    runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     sys.stdout = open(os.devnull, "w")
     sys.addaudithook(announced)
     try:
@@ -97,7 +97,7 @@ def train_until(
         _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))  # the message may go into a file, too
         sys.stderr.write(f"{error}\n")
-        os._exit(FULL if "the disk is full" in str(error) else 1)
+        os._exit(FULL if "cannot write" in str(error) else 1)
     os._exit(0)
 
 

@@ -430,7 +430,7 @@ run_script({"": Command(work, RunSettings(out=sys.argv.pop()))}, "What?")
 
 def test_scripts_take_folders_and_name_tokens(tmp_path, monkeypatch):
     """A tokenizer beside the weights gives tokens their text; a newborn beside it has none."""
-    monkeypatch.setattr("lib.speed.matmul_peak", lambda device, dtype: 1e11)
+    monkeypatch.setattr("lib.runtime.matmul_peak", lambda device, dtype: 1e11)
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter((ROOT / "model.py").read_text().splitlines()),
         model_prefix=str(tmp_path / "m"),

@@ -199,35 +199,6 @@ def test_backcopy_aligns_with_windows(tmp_path, monkeypatch):
     assert torch.equal(targets[:, :-1], tokens[:, 1:])
 
 
-def test_matching_matches(tmp_path, monkeypatch):
-    """Every window of 24 is one of the task's, half of them from BOS on: a letter's value is the one found.
-
-    Where none is found, it depends on the last value. The first letter of a window is never found.
-    """
-    assert next(data.matching(count=20)) == next(data.matching(count=20))
-    monkeypatch.setitem(data.TASKS, "matching", partial(data.matching, count=800))
-    tokens = data.TokenData(prepare("matching", tmp_path / "set"))
-    windows, targets = tokens.windows("train", range(1000), 24)
-    assert torch.equal(targets[:, :-1], windows[:, 1:])
-    is_bos = windows[:, 0] == 256
-    assert is_bos.tolist() == 500 * [True, False] and (windows[:, 1:] < 97).all()
-    assert len(windows[~is_bos, 0].unique()) == 64
-    num_found, drawn = 0, np.zeros((8, 8))
-    for window in windows.tolist():
-        pairs = [divmod(letter - 33, 8) for letter in window]
-        for i in range(1, 23):
-            earlier = [value for key, value in pairs[1:i] if key == (pairs[i][0] + 1) % 8]
-            if earlier:
-                num_found += 1
-                assert pairs[i + 1][1] == earlier[-1]
-            else:
-                drawn[pairs[i][1], pairs[i + 1][1]] += 1
-    # on average 1 - (7/8)^i over i = 0..21; four standard errors of 22,000 draws, which hardly depend
-    assert num_found / 22_000 == pytest.approx(1 - np.mean([(7 / 8) ** i for i in range(22)]), abs=0.02)
-    rates = drawn / drawn.sum(1, keepdims=True)
-    assert (rates.max(1) > 0.2).all()  # of an even draw of 8 values it would be 0.125
-
-
 def test_the_numbers_are_those_of_the_first_version():
     assert next(data.backcopy(count=50)).startswith("fyaabckulpdfjmvyckqnsnsnwewsdedtdguxllwsg")
     assert data.permutation(3, 1, 16, 10).tolist() == [2, 4, 3, 6, 1, 8, 9, 0, 5, 7]

@@ -9,13 +9,12 @@ from conftest import ROOT
 
 SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train"]
 FLOORS = [  # a file imports from floors below its own alone
-    ["lib.interrupt", "lib.kernels"],
+    ["lib.kernels"],
     ["model"],
     ["init"],
     ["lib.settings"],
     ["lib.files"],
     ["lib.runtime"],
-    ["lib.speed"],
     ["lib.gguf"],
     ["lib.tensors", "lib.parts"],
     ["lib.folders"],

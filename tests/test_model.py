@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as textbook
 from lib import kernels
-from lib.speed import forward_flops, training_flops
+from lib.runtime import training_flops
 from model import PRESETS, ModelConfig, Transformer, rope_table
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -378,27 +378,16 @@ def test_impossible_configurations(wrong, message):
         ModelConfig(**SMALL | wrong)
 
 
-@pytest.mark.parametrize("last_only", [False, True])
-@pytest.mark.parametrize("sublayers", ["full", "mlp"])
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "qwen3"])
-def test_flops_against_torchs_counter(name, sublayers, last_only):
+def test_training_flops_against_torchs_counter(name):
     """torch counts what it runs: here attention as a full square, of which we count the causal part."""
-    config = replace(KINDS[name], sublayers=sublayers)
+    config = KINDS[name]
+    model = random_model(config)
     T, width = 600, config.num_heads * config.head_size  # above 512, so that attention is one call
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        random_model(config).hidden(torch.zeros(1, T, dtype=torch.long), last_only=last_only)
-    layers = 0 if sublayers == "mlp" else config.num_layers - last_only
-    masked = layers * 4 * width * (T * T - T * (T + 1) // 2)
-    assert counter.get_total_flops() - masked == forward_flops(config, T, last_only)
-
-
-def test_training_flops_against_torchs_counter():
-    config = KINDS["llama_gqa"]
-    T, width = 600, config.num_heads * config.head_size
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        random_model(config)(torch.zeros(1, T, dtype=torch.long)).sum().backward()
+        model(torch.zeros(1, T, dtype=torch.long)).sum().backward()
     masked = 3 * config.num_layers * 4 * width * (T * T - T * (T + 1) // 2)
-    assert counter.get_total_flops() - masked == pytest.approx(T * training_flops(config, T), rel=1e-12)
+    assert counter.get_total_flops() - masked == pytest.approx(T * training_flops(model, T), rel=1e-12)
 
 
 def test_presets_are_the_papers():

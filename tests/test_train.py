@@ -200,9 +200,9 @@ import os
 import runpy
 import signal
 
-from lib import runs, speed
+from lib import runs, runtime
 
-speed.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it
+runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it
 append_row = runs.append_row
 
 
@@ -605,7 +605,7 @@ def test_full_disk(tokens, tmp_path):
         done = run_here("train.py", *words_of(small(tokens, tmp_path / "a", max_iters=1)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert_refused(done, "cannot write", "step_0000001", "the disk is full")
+    assert_refused(done, "cannot write", "step_0000001", "File too large")
     assert [path.name for path in checkpoint.steps(tmp_path / "a")] == ["step_0000000"]
     assert not list((tmp_path / "a").glob(".step*"))
     assert run_here("train.py", "--resume", "--out", tmp_path / "a").returncode == 0
