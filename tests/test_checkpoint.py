@@ -250,7 +250,7 @@ def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
-    tokenizer = data.load_tokenizer("bpe:300", [(ROOT / "model.py").read_text()])
+    tokenizer = data.load_tokenizer("bpe:400", [(ROOT / "model.py").read_text()])
     checkpoint.save(tmp_path / "a", model, tokenizer=tokenizer)
     spec = parse_spec(str(tmp_path / "a"))
     assert spec.tokenizer_file == tmp_path / "a" / "tokenizer.model"
