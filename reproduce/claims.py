@@ -282,12 +282,19 @@ def false_alarms(rows):
 
 
 def sink_heads(rows):
-    """Has a trained model sink heads at every length? A newborn (PRESET@SEED) is shown beside it."""
+    """Has a trained model sink heads at every length?"""
     ends = rows[["sink_rate", "low", "high"]].to_numpy()
     measured = ", ".join(bounded(*row) for row in ends)
-    if "@" in rows["checkpoint"].iloc[0]:
-        return measured, NONE
     return measured, all_hold(above(*row[1:]) for row in ends)
+
+
+def raises(rows, kind, other):
+    """Is alpha_k higher, by its interval, with one intervention than with another, at the largest factor?"""
+    (value, low, high), (base, base_low, base_high) = [
+        rows.loc[rows["intervention"] == name, ["alpha_k", "low", "high"]].iloc[-1] for name in (kind, other)
+    ]
+    measured = f"{kind} {bounded(value, low, high)}, {other} {bounded(base, base_low, base_high)}"
+    return measured, above(low - base_high, high - base_low)
 
 
 def no_sinks(rows):
@@ -307,7 +314,6 @@ def first_stands_out(rows, key):
 # ---- what the papers say -----------------------------------------------------------------------------------
 
 MODEL = "model seed sequence_length"  # one row of a probe
-INTERVENE = "python sinks.py intervene --model runs/llama_60m --data data/openwebtext"
 
 CLAIMS = [
     Claim("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x").read(
@@ -446,7 +452,7 @@ CLAIMS = [
         "torchrun train.py configs/nano_llama.py"
     ),
     Claim("Figure 12, baseline", "a pretrained language model has sinks at every length").read(
-        "laptop/rate", each("checkpoint", sink_heads)
+        "smollm2/rate", each("checkpoint", sink_heads)
     ),
     Claim("Figure 12, amplification", "it lowers the sink rate").read(
         "calibrations", each("", lower, "amplify", "none", "sink_rate", config="laptop")
@@ -476,17 +482,26 @@ CLAIMS = [
         "persistence", each("", right_answers)
     ),
     Claim("SO: variance", "the first layer's aggregated values vary most at position 1, then less").read(
-        "sink_variance", each("checkpoint", decay, layer=1)
+        "smollm2/anatomy", each("checkpoint", decay, layer=1)
     ),
     Claim("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions").read(
-        "backcopy/anatomy", each("layer", ranges, "ratio", "down_share", part="super_neurons")
+        "smollm2/anatomy", each("layer", ranges, "first", "others", "down_share", part="super_neurons")
     ),
     Claim("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200").read(
-        "backcopy/anatomy", each("checkpoint", first_stands_out, "dominance_ratio")
+        "smollm2/anatomy", each("checkpoint", first_stands_out, "dominance_ratio")
     ),
-    Claim("SO: self-mask", "alpha_k rises at once if token k attends to itself alone").made_by(INTERVENE),
-    Claim("SO: variance amplification", "alpha_k rises with its values' deviation").made_by(INTERVENE),
-    Claim("SO: control", "deviation counts, not norm: amplifying does more than scaling").made_by(INTERVENE),
+    Claim("SO: key lock", "one surging dimension makes the first key a row of W_K, for any token").read(
+        "smollm2/anatomy", each("checkpoint", first_stands_out, "key_alignment")
+    ),
+    Claim("SO: self-mask", "alpha_k rises at once if token k attends to itself alone").read(
+        "smollm2/intervene", each("", raises, "self_mask", "none", changed="all")
+    ),
+    Claim("SO: variance amplification", "alpha_k rises with its values' deviation").read(
+        "smollm2/intervene", each("", rises, "alpha_k", "factor", intervention="amplify", changed=1)
+    ),
+    Claim("SO: control", "deviation counts, not norm: amplifying does more than scaling").read(
+        "smollm2/intervene", each("", raises, "amplify", "scale", changed=1)
+    ),
     Claim("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats").read(
         "calibrations", each("", lower, "headnorm", "none", "val_loss", config="laptop")
     ),
@@ -504,9 +519,6 @@ CLAIMS = [
     ),
     Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32").read(
         "calibrations", each("", above_zero, "output_tau", config="laptop", calibration="none")
-    ),
-    Claim("SO: key lock", "one surging dimension makes the first key a row of W_K, for any token").made_by(
-        "python sinks.py anatomy --model runs/llama_60m --data data/openwebtext"
     ),
     Claim("SO: sinks by layer", "from layer 5 on in 152M parameters; none with head-wise RMSNorm").made_by(
         "torchrun train.py configs/nano_llama.py --attn-calibration headnorm --track-sinks"

@@ -28,7 +28,7 @@ TABLES = {  # newborns; newborns and their children; and children of others; chi
 }
 BASE = 1000  # seed of the table of children after a second corpus
 CONTINUED = (BASE, 123)  # seeds that learn it
-DOCSTRINGS = {"source": ("docstrings",), "learning_rate": 5e-4, "warmup_iters": 20}
+DOCSTRINGS = {"source": ("docstrings+site",), "learning_rate": 5e-4, "warmup_iters": 20}
 COLUMNS = ("table", "base", "suspect", "kin", "paper_t_p", "paper_u_p", *RIVALS)
 COLUMNS += ("relabel_z", "body_z", "verdict")
 

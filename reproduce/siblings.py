@@ -18,7 +18,7 @@ import sinks
 import train
 from init import newborn
 from lib import checkpoint, runtime
-from lib.data import TRIGGERS, default_folder
+from lib.data import default_folder
 from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
@@ -183,8 +183,6 @@ def measure_sinks(experiment, config, run: train.Settings):
         layers = pd.DataFrame(sinks.dissect(reading, spec, measured)["layers"])
         for name in ("disparity", "others_disparity", "effective_rank", "output_tau"):
             row[prefix + name] = layers[name].astype(float).mean()
-    if config == "backcopy":
-        row |= asleep_and_awake(model, read_tokens(reading, spec, 128))
     return row
 
 
@@ -199,27 +197,6 @@ def text_loss(experiment, spec, model):
     reading = TextSettings(text=settings.text, num_sequences=256, device=settings.device)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, experiment.device, experiment.dtype)
-
-
-@torch.inference_mode()
-def asleep_and_awake(model, tokens):
-    """What the head with the largest alpha_1 pays to position 1 at `backcopy`'s triggers, and elsewhere.
-
-    The queries are those of tokens (n, T) from position 3 on, the first that can be triggers and have letters
-    to attend to.
-    """
-    first = tokens.new_tensor([1])
-    layers = []
-
-    def watch(layer, heads, q, k, v):
-        layers.append(attention.weights_on(q, k, first)[:, :, 2:, 0])  # (n, H, T - 2)
-
-    model.hidden(tokens, on_heads=watch)
-    weights = torch.cat(layers, dim=1)  # (n, L H, T - 2)
-    head = weights.mean((0, 2)).argmax()
-    weights = weights[:, head]
-    is_trigger = torch.isin(tokens[:, 2:], tokens.new_tensor([*TRIGGERS.encode()]))
-    return {"at_triggers": weights[is_trigger].mean().item(), "elsewhere": weights[~is_trigger].mean().item()}
 
 
 def draw_calibrations(rows, path) -> None:

@@ -111,7 +111,6 @@ def by_position(*first):
         (claims.false_alarms, dict(rate=[0.005], low=[0.0], high=[0.5]), (), OPEN),
         (claims.sink_heads, dict(checkpoint=["runs/a"], sink_rate=0.2, low=0.1, high=0.3), (), HOLDS),
         (claims.sink_heads, dict(checkpoint=["runs/a"], sink_rate=0.2, low=-0.1, high=0.3), (), OPEN),
-        (claims.sink_heads, dict(checkpoint=["tiny_llama@42"], sink_rate=0.2, low=0.1, high=0.3), (), NONE),
         (claims.no_sinks, dict(sink_rate=[0.0, 0.0]), (), HOLDS),
         (claims.no_sinks, dict(sink_rate=[0.5, 0.4]), (), FAILS),
         (claims.no_sinks, dict(sink_rate=[0.5, 0.0]), (), OPEN),

@@ -35,7 +35,7 @@ def test_runs_are_one_corpus_in_one_order_then_another():
     first = [run for (_, _, corpus), run in runs.items() if corpus == 1]
     assert {(run.source, run.data_seed) for run in first} == {(("python",), 0)}
     second = runs["llama", 123, 2]
-    assert second.init_from == "r/lineage/tiny_llama-123" and second.source == ("docstrings",)
+    assert second.init_from == "r/lineage/tiny_llama-123" and second.source == ("docstrings+site",)
     assert second.tokenizer == "data/python-bpe_4096/tokenizer.model"
 
 
