@@ -128,7 +128,7 @@ def gguf_config(place):
     values = {key.removeprefix(f"{family}."): value for key, value in numbers.items()}
     raw = {theirs: values[key] for theirs, key in GGUF_KEYS.items() if key in values}
     rope = {"rope_type": values.get("rope.scaling.type", "none")}
-    rotated = values.get("rope.dimension_count")
+    rotated = values.get("rope.dimension_count", raw.get("head_dim"))
     if rotated != raw.setdefault("head_dim", rotated):
         rope = {"rope_type": "partial"}
     elif "rope_freqs.weight" in file.shapes:  # Weights compares them with what the model makes of this

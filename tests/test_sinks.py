@@ -505,8 +505,9 @@ def test_contract(name, text, tmp_path):
     [
         (["rate", "--epsilon", 1.5], ["--epsilon 1.5"]),
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
-        (["rate", "--text", "pyproject.toml", "--tokenizer", "bytes", "--sequence-length", 256], ["lower"]),
-        (["rate", "--text", "missing.txt", "--tokenizer", "bytes"], ["missing.txt"]),
+        (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["lower"]),
+        (["rate", "--model", "backcopy", "--text", "missing.txt", "--tokenizer", "bytes"], ["missing.txt"]),
+        (["rate", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["4096 tokens"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["rate", "--first-token", "bos"], ["--first-token bos", "number"]),
         (["first", "--first-token", "3"], ["leave out --first-token"]),
