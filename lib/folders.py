@@ -188,7 +188,7 @@ def checked_config(values, path, their_names):
 
     `their_names` maps our names to the file's, where they differ.
     """
-    config = from_values(ModelConfig, values, path, their_names)
+    config = from_values(ModelConfig, values, path)
     for part in (config, config.rope_scaling):
         for name, value in vars(part or config).items():
             if type(value) in (int, float) and not 1 / LARGEST_NUMBER < value < LARGEST_NUMBER:
