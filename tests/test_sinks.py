@@ -507,7 +507,10 @@ def test_contract(name, text, tmp_path):
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["lower"]),
         (["rate", "--model", "backcopy", "--text", "missing.txt", "--tokenizer", "bytes"], ["missing.txt"]),
-        (["rate", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["4096 tokens, and they are not bytes"]),
+        (
+            ["rate", "--text", "pyproject.toml", "--tokenizer", "bytes"],
+            ["4096 tokens, and they are not bytes"],
+        ),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["rate", "--first-token", "bos"], ["--first-token bos", "number"]),
         (["first", "--first-token", "3"], ["leave out --first-token"]),
