@@ -49,16 +49,7 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import (
-    LARGEST_TOKENIZER,
-    TOKENIZER_FILES,
-    atomic_folder,
-    check_regular,
-    read_bytes,
-    read_json,
-    sha256,
-    smollm2,
-)
+from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, sha256, smollm2
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tensors import open_file
@@ -565,7 +556,8 @@ class Meta:
     def __post_init__(self):
         if not 0 <= (self.bos or 0) < self.vocab_size <= 2**31:
             raise ValueError(f"bos {self.bos} is no token of {self.vocab_size}")
-        if self.tokenizer not in (*TOKENIZER_FILES, "bytes") and not self.tokenizer.startswith("tiktoken:"):
+        known = ("tokenizer.model", "tokenizer.json", "bytes")
+        if self.tokenizer not in known and not self.tokenizer.startswith("tiktoken:"):
             raise ValueError(f"tokenizer cannot be {self.tokenizer!r}")
 
 
@@ -604,7 +596,7 @@ class TokenData:
     @property
     def tokenizer_file(self):
         """The data set's own tokenizer.model or .json, if it has one."""
-        return self.folder / self.tokenizer if self.tokenizer in TOKENIZER_FILES else None
+        return self.folder / self.tokenizer if self.tokenizer.startswith("tokenizer.") else None
 
     def load_tokenizer(self):
         """The tokenizer that made the data set; UserError if it has another number of tokens."""

@@ -7,8 +7,8 @@
     >>> open_weights(Path("/models/pythia-70m")).width    # of any architecture: names and shapes
     512
 
-A folder holds config.json, and weights in one file or in shards and their index; a single file of weights may
-be named in a folder's place. Nothing in it is ever executed.
+A folder holds config.json, and weights in one file or in shards and their index; a single file of weights, or
+a .gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed.
 """
 
 from dataclasses import dataclass, replace
