@@ -29,7 +29,6 @@ from init import SCHEMES, keyed_generator, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.files import remove_leftovers
 from lib.inputs import check_tokenizer
-from lib.results import is_power_of_two
 from lib.settings import Command, RunSettings, UserError, at_least, read_settings, run_script
 from measure import attention
 from model import CHOICES, PRESETS
@@ -207,7 +206,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
                 if "val_loss" in row or is_last:
                     runs.draw_loss(run)
             # checkpoint
-            is_kept = settings.keep == "powers" and is_power_of_two(step)
+            is_kept = settings.keep == "powers" and runs.is_power_of_two(step)
             if is_master and (is_last or is_kept or step % settings.save_every == 0):
                 save(step)
     if is_master:

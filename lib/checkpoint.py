@@ -67,7 +67,7 @@ class Spec:
             return None
         if self.folder.suffix == ".gguf":
             return self.folder if open_file(self.folder).has_known_tokenizer else None
-        for name in files.TOKENIZER_FILES:
+        for name in ("tokenizer.model", "tokenizer.json"):
             path = self.folder / name
             if path.is_file():
                 check_sum(path, files.LARGEST_TOKENIZER)

@@ -20,6 +20,7 @@ tokens is held out.
 """
 
 import ast
+import contextlib
 import functools
 import glob
 import gzip
@@ -46,16 +47,7 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import (
-    LARGEST_TOKENIZER,
-    TOKENIZER_FILES,
-    atomic_folder,
-    check_regular,
-    read_bytes,
-    read_json,
-    sha256,
-    smollm2,
-)
+from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, sha256, smollm2
 from lib.folders import open_file
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
@@ -281,30 +273,44 @@ def sentencepiece_tokenizer(name, model):
 def json_tokenizer(name, content, bos=None):
     """The tokenizer of a tokenizer.json's bytes.
 
-    `bos` is its number or its text; None: what the tokenizer puts before a text, if anything.
+    `bos` is BOS, as text; None: what the tokenizer puts before a text, if anything.
     """
-    try:
+    with refusing(name):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
         coder.no_padding()
         begun = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
-    except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{name} is no tokenizer.json: {error}") from None
-    if isinstance(bos, str):
-        bos = coder.token_to_id(bos)
-    elif bos is None and begun.special_tokens_mask[:1] == [1]:
-        bos = begun.ids[0]
+        if vocab_size > len(content):
+            raise ValueError(f"it numbers tokens up to {vocab_size:,}")
+    if bos is None and begun.special_tokens_mask[:1] == [1]:
+        bos = begun.tokens[0]
 
     def encode(texts):
-        return [encoding.ids for encoding in coder.encode_batch_fast(texts, add_special_tokens=False)]
+        with refusing(name):
+            return [encoding.ids for encoding in coder.encode_batch_fast(texts, add_special_tokens=False)]
 
-    decode = functools.partial(coder.decode, skip_special_tokens=False)
+    def decode(tokens):
+        with refusing(name):
+            return coder.decode(tokens, skip_special_tokens=False)
+
+    bos = coder.token_to_id(bos) if bos is not None else None
     return Tokenizer(name, vocab_size, bos, encode, decode, "tokenizer.json", content)
 
 
+@contextlib.contextmanager
+def refusing(name):
+    """UserError for whatever the tokenizers library raises: panics of its Rust are no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{name} is no tokenizer.json that can be used: {error}") from None
+
+
 def bos_beside(path):
-    """The text of BOS as tokenizer_config.json beside a tokenizer.json has it; None if it has none."""
+    """BOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it has none."""
     config = path.with_name("tokenizer_config.json")
     token = read_json(config).get("bos_token") if config.exists() else None
     if isinstance(token, dict):
@@ -313,25 +319,25 @@ def bos_beside(path):
 
 
 def gguf_tokenizer(path):
-    """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and the number of BOS, or None."""
+    """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and BOS, as text, or None."""
     file = open_file(path)
     if not file.has_known_tokenizer:
         raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
-    try:
-        tokens = {token: number for number, token in enumerate(values["tokens"])}
+    with refusing(path):
+        tokens = values["tokens"]
+        numbers = {token: number for number, token in enumerate(tokens)}
         merges = [tuple(merge.split(" ")) for merge in values["merges"]]
-        control = [token for token, kind in zip(tokens, values["token_type"]) if kind == CONTROL]
-        coder = tokenizers.Tokenizer(tokenizers.models.BPE(tokens, merges))
-        coder.add_special_tokens(control)
-    except Exception as error:  # the library's errors have no class of their own
-        raise UserError(f"{path}: no tokenizer: {error}") from None
+        coder = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges))
+        coder.add_special_tokens(
+            [token for token, kind in zip(tokens, values["token_type"]) if kind == CONTROL]
+        )
+        bos = tokens[values["bos_token_id"]] if "bos_token_id" in values else None
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
     coder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
     coder.decoder = tokenizers.decoders.ByteLevel()
-    bos = values.get("bos_token_id")
-    return coder.to_str().encode(), bos if bos in range(len(tokens)) else None
+    return coder.to_str().encode(), bos
 
 
 # What is trained here keeps every byte of a text, but for U+2581, which is SentencePiece's blank.
@@ -480,7 +486,8 @@ class Meta:
     def __post_init__(self):
         if not 0 <= (self.bos or 0) < self.vocab_size <= 2**31:
             raise ValueError(f"bos {self.bos} is no token of {self.vocab_size}")
-        if self.tokenizer not in (*TOKENIZER_FILES, "bytes") and not self.tokenizer.startswith("tiktoken:"):
+        known = ("tokenizer.model", "tokenizer.json", "bytes")
+        if self.tokenizer not in known and not self.tokenizer.startswith("tiktoken:"):
             raise ValueError(f"tokenizer cannot be {self.tokenizer!r}")
 
 
@@ -499,7 +506,7 @@ class TokenData:
         self.vocab_size = self.meta.vocab_size
         self.tokenizer = self.meta.tokenizer
         self.tokenizer_file = None
-        if self.tokenizer in TOKENIZER_FILES:
+        if self.tokenizer.startswith("tokenizer."):
             self.tokenizer_file = self.folder / self.tokenizer
             check_regular(self.tokenizer_file)
         self.tokens = {split: self.open_split(split) for split in ("train", "val")}

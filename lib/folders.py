@@ -7,12 +7,13 @@
     >>> Weights(Path("/models/pythia-70m"), any_architecture=True).width
     512
 
-A folder holds config.json, and weights in one file or in shards and their index; a single file of weights may
-be named in a folder's place. Nothing in it is ever executed. A .safetensors file is a table of names before
-the numbers, and so is a .gguf file. A .bin file of torch.save is a zip file with a pickle in it, which may
-name tensors and their storages, and nothing else.
+A folder holds config.json, and weights in one file or in shards and their index; a single file of weights, or
+a .gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed. A
+.safetensors file is a table of names before the numbers, and so is a .gguf file. A .bin file of torch.save is
+a zip file with a pickle in it, which may name tensors and their storages, and nothing else.
 """
 
+import math
 import os
 import pickletools
 import re
@@ -200,7 +201,7 @@ class TensorFiles:
         self.types = {}
         for path in paths:
             file = open_file(path)
-            check_sum(path)
+            check_sum(path, math.inf)
             for name in file.shapes:
                 if name in self.files:
                     raise UserError(f"{path}: {name} is in {self.files[name].path.name}, too")
@@ -265,7 +266,7 @@ def gguf_config(place):
     values = {key.removeprefix(f"{family}."): value for key, value in numbers.items()}
     raw = {theirs: values[key] for theirs, key in GGUF_KEYS.items() if key in values}
     rope = {"rope_type": values.get("rope.scaling.type", "none")}
-    rotated = values.get("rope.dimension_count")
+    rotated = values.get("rope.dimension_count", raw.get("head_dim"))
     if rotated != raw.setdefault("head_dim", rotated):
         rope = {"rope_type": "partial"}
     elif "rope_freqs.weight" in file.shapes:  # Weights compares them with what the model makes of this
@@ -330,7 +331,7 @@ def checked_config(values, path, their_names):
 
     `their_names` maps our names to the file's, where they differ.
     """
-    config = from_values(ModelConfig, values, path, their_names)
+    config = from_values(ModelConfig, values, path)
     for part in (config, config.rope_scaling):
         for name, value in vars(part or config).items():
             if type(value) in (int, float) and not 1 / LARGEST_NUMBER < value < LARGEST_NUMBER:

@@ -81,7 +81,7 @@ class GGUF:
             groups = self.values.get("llama.attention.head_count_kv", heads)
             self.heads = {"q_proj": int(heads), "k_proj": int(groups)}
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-        num_layers = min(self.values.get(f"{architecture}.block_count", 0), 512)  # their names are listed
+        num_layers = min(self.values.get(f"{architecture}.block_count", 0), 256)  # their names are listed
         known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
         names = {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
         infos = []

@@ -16,10 +16,10 @@ import json
 import platform
 import subprocess
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 
 from lib.files import atomic_file
@@ -55,33 +55,31 @@ class Experiment:
         }
         if rank() == 0:
             try:
-                json.dumps(rows, allow_nan=False, default=np.generic.item)
+                write_json(result, self.folder / f"{self.name}.json")
             except ValueError:
                 raise UserError("the result is not finite: check the weights for huge numbers") from None
-            write_json(result, self.folder / f"{self.name}.json")
             print_rows(rows if shown is None else shown, columns)
         return result
 
 
 def environment(device, dtype):
     """What a result is made with: versions, device, commit, threads and processes."""
-    device_name = processor_name()
-    if device.type == "cuda":
-        device_name = torch.cuda.get_device_name(device)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device_name,
+        "device": device_name(device),
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
     }
 
 
-def processor_name():
-    """The processor's name as Linux tells it, elsewhere its architecture."""
+def device_name(device):
+    """The GPU's name, or the processor's as Linux tells it, elsewhere its architecture."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -91,19 +89,10 @@ def processor_name():
 
 def commit():
     """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
+    command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'
     root = Path(__file__).parent.parent
-
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
-
-    try:
-        head = git("rev-parse", "HEAD")
-        changed = git("diff", "--quiet", "HEAD", "--", "*.py")
-    except OSError:  # there is no git
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("-dirty" if changed.returncode else "")
+    printed = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True).stdout
+    return "".join(printed.split()) or None
 
 
 def write_json(result, path) -> None:
@@ -114,33 +103,36 @@ def write_json(result, path) -> None:
     dump = functools.partial(json.dumps, allow_nan=False, default=np.generic.item)
     parts = []
     for key, value in result.items():
+        text = dump(value)
         if isinstance(value, list):
-            lines = [dump(item) for item in value]
-            text = "[\n  " + ",\n  ".join(lines) + "\n ]"
-        else:
-            text = dump(value)
+            text = "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]"
         parts.append(f'"{key}": {text}')
     with atomic_file(path) as temporary:
         temporary.write_text("{\n " + ",\n ".join(parts) + "\n}\n")
 
 
 def print_rows(rows, columns=()) -> None:
-    """Print rows as a table; of layers and positions 0, the powers of two and the last."""
-    table = pd.DataFrame(rows, dtype=object)  # a seed stays a whole number beside a model that has none
+    """Print rows as a table; of layers and positions 0, the powers of two and each model's last."""
     for along in ("layer", "position"):
-        if along in table:
-            indices = table[along].fillna(0)
-            last = indices.max()
-            for owner in {"model", "checkpoint"} & set(table):  # models may have different numbers of layers
-                last = indices.groupby(table[owner]).transform("max")
-            table = table[indices.map(is_power_of_two) | (indices == 0) | (indices == last)]
-    present = [name for name in columns or table.columns if name in table]
-    print(table[present].fillna("n/a").to_string(index=False, float_format="{:.4g}".format))
+        last = defaultdict(int)
+        for row in rows:
+            model = row.get("model"), row.get("checkpoint")
+            last[model] = max(last[model], row.get(along) or 0)
+        landmarks = {0, *last.values(), *(2**n for n in range(32))}
+        rows = [row for row in rows if (row.get(along) or 0) in landmarks]
+    present = dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in columns or present if name in present]
+    lines = [names] + [[cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print(*[text.rjust(width) for text, width in zip(line, widths)])
 
 
-def is_power_of_two(number):
-    """Is a whole number 1, 2, 4, 8, ...?"""
-    return number > 0 and number & (number - 1) == 0
+def cell(value):
+    """A value as a table shows it."""
+    if value is None:
+        return "n/a"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def mean_over_seeds(samples, measured):
@@ -148,13 +140,13 @@ def mean_over_seeds(samples, measured):
 
     `seed_std` is the standard deviation of the first measured value. The columns' order is kept.
     """
-    table = pd.DataFrame(samples)
-    keys = [name for name in table if name not in measured]
+    groups = defaultdict(list)
+    for sample in samples:
+        key = [(name, value) for name, value in sample.items() if name not in measured]
+        groups[tuple(key)].append(sample)
     rows = []
-    for _, group in table.groupby(keys, sort=False, dropna=False):
-        row = {name: samples[group.index[0]][name] for name in keys}
-        for name in measured:
-            row[name] = float(group[name].to_numpy().mean())
-        row["seed_std"] = float(group[measured[0]].to_numpy().std())
-        rows.append(row)
+    for key, group in groups.items():
+        values = {name: np.array([sample[name] for sample in group]) for name in measured}
+        means = {name: float(value.mean()) for name, value in values.items()}
+        rows.append(dict(key) | means | {"seed_std": float(values[measured[0]].std())})
     return rows

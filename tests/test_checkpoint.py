@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,14 +119,6 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         checkpoint.load(folder)
 
 
-def test_a_value_that_quotes_a_place(tmp_path):
-    """As msgspec's messages name one; nothing is there."""
-    values = {"model_type": "bornbiased", **asdict(KINDS["llama"]), "norm": "x - at `$.nowhere`"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match="norm must be one of"):
-        folders.read_config(tmp_path)
-
-
 @pytest.mark.parametrize(
     "changes, word",
     [
@@ -141,7 +133,7 @@ def test_a_value_that_quotes_a_place(tmp_path):
         ({"num_hidden_layers": 4}, "model.layers.3"),
         ({"num_hidden_layers": 2}, "model.layers.2"),
         ({"num_key_value_heads": 2}, "k_proj"),
-        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": None}, "d_model"),
         ({"num_attention_heads": 0}, "0 heads"),
         ({"hidden_size": 2**39, "vocab_size": 2**39}, "memory"),
     ],
@@ -333,7 +325,7 @@ def test_saving_replaces_and_survives(tmp_path):
     (tmp_path / "a").rename(tmp_path / ".a.old.tmp")  # where a kill between the two renames leaves it
     with pytest.raises(UserError):
         checkpoint.save(tmp_path / "a", second, tokenizer=Full())
-    assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), first(TOKENS))
+    assert [path.name for path in tmp_path.iterdir()] == [".a.old.tmp"]
     checkpoint.save(tmp_path / "a", second)
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), second(TOKENS))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -369,9 +361,9 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path):
     [
         ({"step": 3}, "of step 3"),
         ({"step": 10**15}, "of step 1000000000000000"),
-        ({"step": "2"}, "step '2': expected `int`"),
-        ({"step": 2.0}, "expected `int`"),
-        ({"data": None}, "expected `str`"),
+        ({"step": "2"}, "Expected `int`"),
+        ({"step": 2.0}, "Expected `int`"),
+        ({"data": None}, "Expected `str`"),
         ({"maximize": True}, "unknown setting"),
         ("shape", "expected"),
         ("name", "exp_avg is missing"),

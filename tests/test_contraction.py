@@ -535,7 +535,7 @@ def test_help_and_an_unknown_subcommand():
     for name, command in COMMANDS.items():
         first_line = command.function.__doc__.splitlines()[0]
         assert plain(f"{name} {first_line}") in plain(listed.stdout)
-    assert_refused(run_here("contraction", "layer"), "'layer'", "did you mean layers?")
+    assert_refused(run_here("contraction", "layer"), "Unrecognized options: layer")
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {""}))

@@ -264,7 +264,7 @@ def test_figure_of_few_tokens(tmp_path):
         (["--model", "nano_gpt3"], ["nano_gpt3", "nano_gpt2"]),
         (["--seeds", "3"], ["--seeds", "--seed"]),
         (["--model", "nano_llama", "nano_gpt2", "--sequence-length", "64", "2048"], ["2048", "1 to 1024"]),
-        (["--num-sequences", "1"], ["--num-sequences 1", "at least 2"]),
+        (["--num-sequences", "1"], ["num_sequences", ">= 2"]),
         (["--out", "probe.py"], ["--out", "probe.py"]),
         (["--model", "tiny_gpt2", "tiny_gpt2"], ["--model", "tiny_gpt2", "twice"]),
     ],

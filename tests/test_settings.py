@@ -1,13 +1,13 @@
 """lib/settings.py: flags, config files, subcommands, and what a mistake in them is answered with."""
 
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, plain
 from tyro.conf import Positional, arg
 
@@ -17,7 +17,6 @@ from lib.settings import (
     UserError,
     at_least,
     closest,
-    program_name,
     read_command,
     read_settings,
     run_script,
@@ -98,14 +97,13 @@ def test_flags_that_tyro_refuses(words, message, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--steps", 0], "--steps 0: expected `int` of at least 1"),
-        (["--length", 5, 1], "--length (5, 1): expected `int` of at least 2"),
-        (["--rate", "nan"], "--rate nan: expected `float` of at least 0"),
-        (["--rate", "1e400"], "--rate inf: expected `float` of at most 1"),
-        (["--steps", 10**30], "expected `int` of at most 1"),
-        (["--rate=-inf"], "--rate -inf"),
-        (["--seed", 3, 4, 3], "--seed: 3 is given twice"),
-        (["--seed"], "--seed: expected at least one value"),
+        (["--steps", 0], "Expected `int` >= 1 - at `$.steps`"),
+        (["--length", 5, 1], "Expected `int` >= 2 - at `$.length"),
+        (["--rate", "nan"], "Expected `float` >= 0.0 - at `$.rate`"),
+        (["--rate", "1e400"], "Expected `float` <= 1"),
+        (["--steps", 10**30], "`int` <= 1"),
+        (["--seed", 3, 4, 3], "--seed (3, 4, 3): expected one value or more, and none of them twice"),
+        (["--seed"], "--seed (): expected one value or more, and none of them twice"),
         (["missing.py"], "cannot read config file 'missing.py': there is no such file"),
     ],
 )
@@ -126,10 +124,10 @@ def test_closest():
 # ---- config files ------------------------------------------------------------------------------------------
 
 
-def configured(tmp_path, text: str | bytes, *flags) -> Settings:
+def configured(tmp_path, text: str, *flags) -> Settings:
     """The settings of a config file and of flags after it."""
     config = tmp_path / "c.py"
-    config.write_bytes(text if isinstance(text, bytes) else text.encode())
+    config.write_text(text)
     return parse(config, *flags)
 
 
@@ -158,21 +156,19 @@ def test_values_that_fit_by_their_meaning(tmp_path):
         ("stepz = 3", ["stepz", "did you mean steps"]),
         ("def steps(): pass", ["steps", "int", "function"]),
         ("from math import pi", ["pi", "setting"]),
-        ("steps = '3'", ["steps", "int", "'3'"]),
-        ("steps = 1e3", ["steps", "int", "1000.0"]),
-        ("steps = True", ["steps", "int", "True"]),
-        ("steps = 1, 2", ["steps", "int", "(1, 2)"]),
-        ("seed = 3", ["seed", "tuple", "3"]),
-        ("seed = 1, 2.5", ["seed", "int", "(1, 2.5)"]),
+        ("steps = '3'", ["steps", "int", "str"]),
+        ("steps = 1e3", ["steps", "int", "float"]),
+        ("steps = True", ["steps", "int", "bool"]),
+        ("steps = 1, 2", ["steps", "int", "array"]),
+        ("seed = 3", ["seed", "array", "int"]),
+        ("seed = 1, 2.5", ["seed", "int", "float"]),
         ("seed = ()", ["seed"]),
-        ("resume = 1", ["resume", "bool", "1"]),
-        ("name = None", ["name", "str", "None"]),
+        ("resume = 1", ["resume", "bool", "int"]),
+        ("name = None", ["name", "str", "null"]),
         ("kind = 'larg'", ["kind", "larg"]),
         ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
         ("steps = ", ["SyntaxError", "invalid syntax"]),
         ("import no_such_module", ["ModuleNotFoundError", "no_such_module"]),
-        (b"steps = 1\x00", ["null"]),
-        (b"\xff\xfe\x00steps", ["c.py"]),
     ],
 )
 def test_bad_config_files(tmp_path, text, words):
@@ -223,10 +219,11 @@ def test_subcommands_and_the_default(tmp_path):
     models = ("compare", "a", "b", "c", "--rows", 9)
     assert command(*models) == (compare, Pair(base="a", suspect=("b", "c"), rows=9))
     assert command("compare", "a", "b", "b")[1].suspect == ("b", "b")  # a check may compare twins
-    with pytest.raises(UserError, match="unknown subcommand 'compar': did you mean compare"):
+    with pytest.raises(SystemExit):  # tyro's refusal of a word that is no flag
         command("compar")
-    with pytest.raises(UserError, match="name a subcommand: compare"):
-        read_command({"compare": COMMANDS["compare"]}, ["--rows", "3"], "One?")
+    for words in ([], ["--rows", "3"], ["compar"]):
+        with pytest.raises(UserError, match="name a subcommand: compare"):
+            read_command({"compare": COMMANDS["compare"]}, words, "One?")
     alone = {"": Command(rate, Settings())}
     assert read_command(alone, ["--steps", "3"], "One?") == (rate, Settings(steps=3))
 
@@ -241,7 +238,7 @@ def helped(capsys, *words) -> str:
 
 def test_help_lists_subcommands(capsys):
     text = helped(capsys, "--help")
-    for part in ("Which of two?", "rate Measure the rate. (default)", "compare Compare two models."):
+    for part in ("Which of two?", "rate Measure the rate.", "compare Compare two models."):
         assert part in text
 
 
@@ -263,27 +260,6 @@ def test_help_shows_a_config_files_defaults(capsys, tmp_path):
     config = tmp_path / "c.py"
     config.write_text("steps = 123")
     assert "(default: 123)" in helped(capsys, "rate", config, "--help")
-
-
-@pytest.mark.parametrize("seconds", [0.1, 0.4, 0.8])
-@pytest.mark.parametrize("words", [["train.py"], ["-m", "lib.data"], ["-m", "reproduce"]])
-def test_an_interrupt_while_libraries_load_is_quiet(words, seconds, tmp_path):
-    """Loading torch takes more than a second; before, Python itself starts, which nobody can silence."""
-    command = [sys.executable, "-X", "importtime", *words, "--out", str(tmp_path), "--max-iters", "x"]
-
-    def heed_interrupts() -> None:  # which a shell's background jobs ignore, and so would this one
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    pipes = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_interrupts}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-        for line in process.stderr:
-            if "lib.interrupt" in line:
-                break
-        time.sleep(seconds)
-        process.send_signal(signal.SIGINT)
-        printed = process.stderr.read()
-    assert "Traceback" not in printed
-    assert process.returncode == -signal.SIGINT or seconds > 0.1  # a fast machine may have loaded all
 
 
 # ---- a script's whole life ---------------------------------------------------------------------------------
@@ -310,15 +286,9 @@ def refuse(settings: RunSettings) -> None:
     raise UserError("no model \x1b[31m\nx")
 
 
-def interrupt(settings: RunSettings) -> None:
-    """As Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
 def test_mistakes_are_one_line_and_status_2(run, monkeypatch):
     assert run(lambda settings: None) == (0, "")
-    assert run(refuse) == (2, f"{program_name()}: no model \\x1b[31m\\nx\n")
-    assert run(interrupt) == (1, f"{program_name()}: interrupted\n")
+    assert run(refuse) == (2, "script.py: no model \\x1b[31m\\nx\n")
     with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
         run(lambda settings: 1 / 0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
@@ -326,7 +296,14 @@ def test_mistakes_are_one_line_and_status_2(run, monkeypatch):
     assert run(refuse) == (2, "")
 
 
-def test_a_reader_that_goes_away_is_no_traceback():
+def test_too_little_memory(run):
+    for take in (lambda settings: torch.empty(2**60), lambda settings: np.empty(2**50)):
+        assert run(take) == (2, "script.py: there is too little memory: choose a smaller model or batch\n")
+
+
+@pytest.mark.parametrize("redirection, message", [("> /dev/full", "No space left"), ("| head -1", "Broken")])
+def test_what_cannot_be_printed(redirection, message):
+    """A full disk, or a reader that goes away, is a line and no traceback."""
     script = """
 import sys
 from lib.settings import Command, RunSettings, run_script
@@ -337,23 +314,7 @@ def work(settings):
 sys.argv[0] = "script.py"
 run_script({"": Command(work, RunSettings())}, "What?")
 """
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
-        writer.stdout.readline()
-        writer.stdout.close()
-        assert writer.stderr.read() == b""
-        assert writer.wait() == 1
-
-
-def test_a_full_terminal_and_closed_streams(tmp_path):
-    """Nothing to print to is a message, or nothing; never a traceback."""
-    words = "sinks.py --model backcopy --num-sequences 2 --sequence-length 8 --out"
-    outcomes = {"> /dev/full": 2, ">&-": 0, "2>&-": 0}
-    started = {}
-    for number, redirection in enumerate(outcomes):
-        command = f"{sys.executable} {words} {tmp_path / str(number)} {redirection}"
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        started[redirection] = subprocess.Popen(command, shell=True, cwd=ROOT, text=True, **pipes)
-    for redirection, process in started.items():
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == outcomes[redirection] and "Traceback" not in said, (redirection, said)
+    command = f"set -o pipefail; {sys.executable} -c '{script}' {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and f"script.py: {message}" in done.stderr

