@@ -70,7 +70,7 @@ class Spec:
             return self.folder if open_file(self.folder).has_known_tokenizer else None
         for name in ("tokenizer.model", "tokenizer.json"):
             path = self.folder / name
-            if path.is_file():
+            if os.path.isfile(path):
                 check_sum(path, files.LARGEST_TOKENIZER)
                 return path
         return None
@@ -303,11 +303,10 @@ def read_state(folder):
 
 def restore(optimizer, model, state, tensors) -> None:
     """Give an AdamW, which has made no step, the moments that `read_state` found for a model's parameters."""
-    for name, parameter in model.named_parameters():
-        if state.step > 0:
-            values = {moment: tensors.read(f"{name}.{moment}").to(parameter.device) for moment in MOMENTS}
-            step = torch.tensor(float(state.step), device=parameter.device)
-            optimizer.state[parameter] = {"step": step} | values
+    for name, parameter in model.named_parameters() if state.step > 0 else ():
+        values = {moment: tensors.read(f"{name}.{moment}").to(parameter.device) for moment in MOMENTS}
+        step = torch.tensor(float(state.step), device=parameter.device)
+        optimizer.state[parameter] = {"step": step} | values
 
 
 def config_json(config):

@@ -253,7 +253,7 @@ def read_raw_config(place):
 
 
 def merge_line(method, folder, library="transformers", name="AutoModelForCausalLM"):
-    """The line to type for a folder of plain weights."""
+    """The line to paste for a folder of plain weights."""
     code = f"from {library} import {name} as M; M.from_pretrained({str(folder)!r}){method}"
     return "make a folder of plain weights: python -c " + shlex.quote(code + ".save_pretrained('plain')")
 
@@ -289,8 +289,7 @@ def described(raw, path):
     """The architecture that the values of a config.json describe."""
     family = raw.get("model_type")
     if family == "bornbiased":
-        values = {key: value for key, value in raw.items() if key != "model_type"}
-        return checked_config(values, path, {})
+        return checked_config({key: value for key, value in raw.items() if key != "model_type"}, path)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
         raise ForeignArchitecture(
             f"{path}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}. "
@@ -319,23 +318,20 @@ def read_family_config(family, raw, path):
     if rope_type == "llama3":
         scaling = {ours: rope[theirs] for ours, theirs in SCALING_KEYS.items() if theirs in rope}
         values["rope_scaling"] = scaling
-    config = checked_config(values, path, KEYS | SCALING_KEYS)
+    config = checked_config(values, path)
     window = raw.get("sliding_window", 4096)
     if raw.get("use_sliding_window", family == "mistral") and type(window) is int and window > 0:
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
     return config
 
 
-def checked_config(values, path, their_names):
-    """What a stranger's config.json says, as ours; UserError for wrong types and strange numbers.
-
-    `their_names` maps our names to the file's, where they differ.
-    """
+def checked_config(values, path):
+    """What a stranger's config.json says, as ours; UserError for wrong types and strange numbers."""
     config = from_values(ModelConfig, values, path)
     for part in (config, config.rope_scaling):
         for name, value in vars(part or config).items():
             if type(value) in (int, float) and not 1 / LARGEST_NUMBER < value < LARGEST_NUMBER:
-                raise UserError(f"{path}: {their_names.get(name, name)} cannot be {value}")
+                raise UserError(f"{path}: {KEYS.get(name, name)} cannot be {value}")
     return config
 
 

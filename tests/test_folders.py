@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -214,6 +215,20 @@ def bomb(path: Path, _: Path) -> None:
             packed.writestr(entry, data + b"." * 60_000_000 if entry.endswith(".pkl") else data)
 
 
+def a_bytearray(path: Path, _: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(3), "x": bytearray(9)}, path)
+
+
+def a_function(path: Path, _: Path) -> None:
+    """One that torch's own list of safe names has."""
+    torch.save({"model.norm.weight": torch.ones(3), "x": torch.device("cpu")}, path)
+
+
+def flood(path: Path, _: Path) -> None:
+    """Five million small numbers."""
+    torch.save({"model.norm.weight": torch.ones(3), "x": [1] * 5_000_000}, path)
+
+
 def pipe(path: Path, _: Path) -> None:
     os.mkfifo(path)
 
@@ -229,7 +244,7 @@ HOSTILE = [
     sparse,
     a_list,
 ]
-HOSTILE += [bomb, pipe]
+HOSTILE += [a_bytearray, a_function, flood, bomb, pipe]
 
 
 @pytest.mark.parametrize("write", HOSTILE, ids=lambda write: write.__name__)
@@ -256,6 +271,22 @@ def test_a_header_of_gigabytes(tmp_path):
     path.write_bytes((2**33).to_bytes(8, "little") + b"{}")
     with pytest.raises(UserError, match="header"):
         TensorFiles([path])
+
+
+def test_more_tensors_than_any_model_has(tmp_path):
+    path = tmp_path / "x.safetensors"
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{number}": entry for number in range(300_000)}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match="300,000 tensors"):
+        TensorFiles([path])
+
+
+def test_weights_of_a_state_dict_that_is_not_plain(tmp_path):
+    """An OrderedDict with versions of its modules, and parameters: what training scripts save is read."""
+    module = torch.nn.Linear(3, 2)
+    torch.save({"state_dict": module.state_dict(), "p": dict(module.named_parameters())}, tmp_path / "a.pt")
+    assert torch.equal(TensorFiles([tmp_path / "a.pt"]).read("weight"), module.weight)
 
 
 # ---- what needs a step more --------------------------------------------------------------------------------
@@ -316,6 +347,16 @@ STEPS = {
 def test_what_it_is_and_the_line_to_type(make, tmp_path):
     words = ["compare", "tiny_llama@1", make(tmp_path / "x"), "--out", tmp_path / "out"]
     assert_refused(run_here("seedprint", *words), *STEPS[make])
+
+
+def test_lines_to_paste_are_quoted(tmp_path):
+    folder = lora(tmp_path / "a$(touch x)'b")
+    with pytest.raises(UserError) as error:
+        folders.Weights(folder)
+    words = shlex.split(str(error.value).split("plain weights: ")[1])
+    assert words[:2] == ["python", "-c"] and len(words) == 3
+    assert f"M.from_pretrained({str(folder)!r}).merge" in words[2]
+    compile(words[2], "line", "exec")
 
 
 def test_other_scripts_say_that_compare_reads_it(tmp_path):
