@@ -106,6 +106,8 @@ def train(settings: Settings):
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     settings, device, dtype = runtime.start(settings)
     runs.check_settings(settings, MAY_CHANGE)
+    if settings.global_batch_size < runtime.world_size():
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
         config = checkpoint.parse_spec(settings.init_from).config
         checkpoint.check_lengths((settings.sequence_length,), config.context_length)
@@ -302,15 +304,14 @@ def generate(model, tokenizer, length, step):
 
 def open_data(settings: Settings, device):
     """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
-    if settings.data is not None:
-        folder = Path(settings.data)
-    else:
-        folder = data.default_folder(settings.source, settings.tokenizer)
-        if not folder.exists() and runtime.rank() == 0:
-            print(f"preparing {folder}, once")
-            data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
+    folder = Path(settings.data or data.default_folder(settings.source, settings.tokenizer))
+    if settings.data is None and runtime.rank() == 0 and not folder.exists():
+        print(f"preparing {folder}, once")
+        data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
     runtime.wait_for_all(device)
     tokens = data.TokenData(folder)
+    if settings.data is None and tokens.meta.source != settings.source:
+        raise UserError(f"{folder} is of {tokens.meta.source}: prepare another one, and name it by --data")
     tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
     return tokens
 
@@ -349,15 +350,9 @@ def config_of(settings: Settings, tokens):
 
 
 def default_settings(words) -> Settings:
-    """The default settings of a command line; with --resume, the stored settings of the run.
-
-    With --resume, a config file or flags begin a run where there is none; without them, UserError.
-    """
+    """The default settings of a command line; with --resume, those that the run was begun with."""
     given = read_settings(Settings(), words, __doc__)
-    stored = runs.stored_settings(Path(given.out), Settings) if given.resume else None
-    if stored is None and given == Settings(resume=True, out=given.out):
-        raise UserError(f"no run in {given.out} to resume: check --out, or begin one with a config file")
-    return stored or Settings()
+    return runs.stored_settings(given.out, Settings) if given.resume else Settings()
 
 
 def print_progress(settings: Settings, row, seconds, peak) -> None:

@@ -14,6 +14,7 @@ opens it; of all else it is our ModelConfig as it stands.
 import json
 import os
 import re
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def parse_spec(text, scheme="gpt2"):
         return Spec(text, files.smollm2())
     folder = Path(text)
     if os.path.isdir(text):
+        if not os.access(text, os.R_OK | os.X_OK):
+            raise UserError(f"cannot open the folder {text}: permission denied")
         if not os.path.exists(folder / "config.json"):
             inside = steps(folder)[-1:] or list(folder.glob("*.gguf"))
             folder = inside[0] if len(inside) == 1 else folder
@@ -124,7 +127,7 @@ def parse_spec(text, scheme="gpt2"):
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         raise UserError(
             f"no folder '{text}'; a model of this name on the Hugging Face Hub is to be downloaded first: "
-            f"hf download {text} --local-dir {folder.name}"
+            f"hf download {shlex.quote(text)} --local-dir {shlex.quote(folder.name)}"
         )
     presets = ", ".join(PRESETS)
     expected = f"a checkpoint folder, a .gguf file, smollm2, or PRESET@SEED with one of {presets}"
@@ -254,7 +257,7 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
         save_tensors(dict(model.named_parameters()), new / "model.safetensors")
         (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
         if state is not None:
-            save_tensors(moments(model, optimizer), new / "optimizer.safetensors")
+            save_tensors(moments(model, optimizer), new / "optimizer.safetensors", step=str(state.step))
             (new / "state.json").write_text(json.dumps(asdict(state)) + "\n")
         if tokenizer is not None:
             tokenizer.save(new)
@@ -262,10 +265,10 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
         (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
 
 
-def save_tensors(tensors, path) -> None:
+def save_tensors(tensors, path, **metadata) -> None:
     """Write tensors by name."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"} | metadata)
 
 
 def moments(model, optimizer):
@@ -279,15 +282,8 @@ def moments(model, optimizer):
 
 
 def read_state(folder):
-    """The TrainingState of a step's folder, and its moments as TensorFiles; UserError unless they fit.
-
-    The optimizer of a first version's state.pt would have to be unpickled: it is refused.
-    """
+    """The TrainingState of a step's folder, and its moments as TensorFiles; UserError unless they fit."""
     path = folder / "state.json"
-    if not path.exists() and (folder / "state.pt").exists():
-        raise UserError(
-            f"{folder}: its state.pt is of an older version; begin anew with --init-from {folder}"
-        )
     check_sum(path)
     state = from_values(TrainingState, read_json(path), path)
     if folder.name != f"step_{state.step:07}":
@@ -296,8 +292,12 @@ def read_state(folder):
     if state.step > 0:
         for name, shape in Weights(folder).shapes.items():
             expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
-    tensors = TensorFiles([folder / "optimizer.safetensors"])
+    path = folder / "optimizer.safetensors"
+    tensors = TensorFiles([path])
     tensors.check(expected, folder, types=("F32",))
+    step = (safetensors.safe_open(path, "pt").metadata() or {}).get("step", str(state.step))
+    if step != str(state.step):
+        raise UserError(f"{path} is of step {step}, the weights of step {state.step}")
     return state, tensors
 
 

@@ -7,11 +7,10 @@ A run is one process group's alone. What a killed process left there is skipped,
 """
 
 import contextlib
-import functools
 import json
 import os
+import shlex
 import shutil
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,28 +18,18 @@ import filelock
 
 from lib import checkpoint, runtime
 from lib.figures import curves
-from lib.files import atomic_file, check_regular, read_bytes, read_json
+from lib.files import atomic_file, check_regular, read_json
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
-LONGEST_LINE = 2**16  # characters of one of its lines
 
 
 def stored_settings(run, settings_class):
-    """The settings that a run was begun with, None if there is no run; UserError if they cannot be read."""
-    path = run / "settings.json"
-    if not os.path.isdir(run) or not (path.exists() or checkpoint.steps(run)):
-        return None
+    """The settings that a run was begun with; UserError if there is no run."""
+    path = Path(run, "settings.json")
+    if not checkpoint.steps(run) and not os.path.exists(path):
+        raise UserError(f"no run in {run} to resume: check --out, or begin one without --resume")
     return from_values(settings_class, read_json(path), path)
-
-
-def trained_length(folder):
-    """Tokens in a sequence of the run that a checkpoint is of; None where that is not known."""
-    try:
-        length = read_json(folder.parent / "settings.json").get("sequence_length")
-    except UserError:
-        return None
-    return length if isinstance(length, int) else None  # the file may be a stranger's
 
 
 def check_settings(settings, may_change) -> None:
@@ -48,12 +37,11 @@ def check_settings(settings, may_change) -> None:
     run = Path(settings.out)
     if os.path.exists(run / "config.json"):
         raise UserError(f"{run} is a checkpoint: choose another --out for the run")
-    if settings.global_batch_size < runtime.world_size():
-        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    if checkpoint.steps(run) and not settings.resume:
+    if not checkpoint.steps(run):
+        return
+    if not settings.resume:
         raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    stored = stored_settings(run, type(settings)) if settings.resume else None
-    for name, value in asdict(stored or settings).items():
+    for name, value in asdict(stored_settings(run, type(settings))).items():
         if name not in may_change and value != getattr(settings, name):
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
@@ -61,28 +49,22 @@ def check_settings(settings, may_change) -> None:
 
 @contextlib.contextmanager
 def sole_owner(folder):
-    """Hold a run folder for this process group alone; UserError, which names its holder, if it is held."""
+    """Hold a run folder for this process group alone; UserError if another one holds it."""
     path = folder / ".lock"
-    if path.is_symlink() or path.is_dir():
+    if path.is_symlink():
         raise UserError(f"{path} is no lock of ours: remove it")
-    if path.exists():
-        check_regular(path)
     lock = filelock.FileLock(path, blocking=False)
     try:
         if runtime.rank() == 0:
             lock.acquire()
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
-        holder = read_bytes(path).decode(errors="replace") or "another process"
-        raise UserError(f"{holder} trains in {folder}: stop it, or choose another --out") from None
+        raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
     except (OSError, NotImplementedError):
         pass  # a file system without locks
     try:
         yield
     finally:
-        if lock.is_locked:
-            path.write_text("")
-            lock.release()
+        lock.release()
 
 
 def load_newest(run):
@@ -115,17 +97,11 @@ def read_log(run):
     if not path.exists():
         return
     check_regular(path, LARGEST_LOG)
-    with path.open(errors="replace") as lines:
-        for line in iter(functools.partial(lines.readline, LONGEST_LINE), ""):
-            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                row = json.loads(line)
-                if is_step(row["step"]):
-                    yield row
-
-
-def is_step(value):
-    """Is what a log says a step's number?"""
-    return type(value) is int and 0 <= value < LARGEST_NUMBER
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            row = json.loads(line)
+            if type(row["step"]) is int:
+                yield row
 
 
 def is_power_of_two(number):
@@ -173,7 +149,7 @@ def diverged(run, step, what):
     good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
     hint = "other weights"
     if good:
-        hint = f"--init-from {good[-1]} --out ANOTHER and a lower --learning-rate"
+        hint = f"--init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
     return UserError(f"step {step}: {what}; try {hint}")
 
 
@@ -182,37 +158,25 @@ def lines_to_open(folder):
     folder = folder.resolve()
     text = f"""
     from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained("{folder}")"""
+    model = AutoModelForCausalLM.from_pretrained({str(folder)!r})"""
     if read_json(folder / "config.json")["model_type"] == "bornbiased":
         text = f"""
     from lib.checkpoint import load  # in this repository
-    model = load("{folder}")"""
+    model = load({str(folder)!r})"""
     if (folder / "tokenizer.model").exists():
         text += f"""
     from sentencepiece import SentencePieceProcessor
-    tokenizer = SentencePieceProcessor(model_file="{folder}/tokenizer.model")"""
+    tokenizer = SentencePieceProcessor(model_file={str(folder / "tokenizer.model")!r})"""
     return text
 
 
 def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
     points = []
-    for key, split in (("loss", "training"), ("val_loss", "held out")):
-        for row in read_log(run):
+    for row in read_log(run):
+        for key, split in (("loss", "training"), ("val_loss", "held out")):
             if isinstance(row.get(key), float) and abs(row[key]) < LARGEST_NUMBER:
-                points.append({"step": row["step"], "split": split, "nats": row[key]})
-    if not points:
-        return
-    steps = max(point["step"] for point in points)
-    last = {point["split"]: point["nats"] for point in points}
-    texts = [f"{split} {nats:.2f}" for split, nats in last.items()]
-    curves(
-        points,
-        run / "loss.png",
-        x="step",
-        y="nats",
-        series="split",
-        title=f"Loss after {steps:,} steps: {', '.join(texts)} nats a token",
-        style=".-",
-        ylabel="loss, nats a token",
-    )
+                points.append({"step": row["step"], "split": split, "loss": row[key]})
+    options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats a token"}
+    if points:
+        curves(points, run / "loss.png", "Does the loss fall?", **options)

@@ -551,7 +551,7 @@ def test_one_process_group_a_run(stopped):
         assert owner.stdout.readline() == "held\n"
         refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
         owner.communicate("\n")
-    assert_refused(refused, f"process {owner.pid} on", f"trains in {stopped}")
+    assert_refused(refused, f"another process trains in {stopped}")
     assert kill_training.contents(stopped) == before
 
 
@@ -634,13 +634,9 @@ def test_a_run_is_not_overwritten(tokens, stopped):
     assert_refused(run_here("train.py", *words_of(small(tokens, stopped))), "holds a run", "--resume")
 
 
-def test_resuming_where_there_is_no_run(tokens, tmp_path):
-    """A mistyped folder is no wish to train the defaults; flags that say what to train are one."""
+def test_resuming_where_there_is_no_run(tmp_path):
     assert_refused(run_here("train.py", "--resume", "--out", tmp_path / "typo"), "no run in", "typo")
     assert not (tmp_path / "typo").exists()
-    words = words_of(small(tokens, tmp_path / "new", max_iters=1, warmup_iters=1, resume=True))
-    done = run_here("train.py", *words)
-    assert done.returncode == 0 and len(losses(tmp_path / "new")) == 1, done.stderr
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.txt", "tokenizer.json"])
