@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from init import birth_value, newborn
 from lib import files, runtime
 from lib.files import atomic_folder, check_sum, read_json, sha256
-from lib.folders import KEYS, SCALING_KEYS, Weights, open_weights, parameter_shapes, read_config
+from lib.folders import KEYS, SCALING_KEYS, TensorFiles, Weights, open_file, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
-from lib.tensors import TensorFiles, open_file
 from model import NORMS, PRESETS, Block, Transformer, rope_table
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, as AdamW calls them
@@ -68,7 +67,7 @@ class Spec:
             return None
         if self.folder.suffix == ".gguf":
             return self.folder if open_file(self.folder).has_known_tokenizer else None
-        for name in files.TOKENIZER_FILES:
+        for name in ("tokenizer.model", "tokenizer.json"):
             path = self.folder / name
             if path.is_file():
                 check_sum(path, files.LARGEST_TOKENIZER)
@@ -80,9 +79,9 @@ class Spec:
 
         `config` is None for an architecture that is not ours, where `any_architecture` allows it.
         """
-        if not self.is_newborn:
-            return open_weights(self.folder) if any_architecture else Weights(self.folder)
-        return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
+        if self.is_newborn:
+            return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
+        return Weights(self.folder, any_architecture)
 
     def load(self, device="cpu", dtype=torch.float32):
         """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""

@@ -6,8 +6,6 @@
     python -m lib.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
     python -m lib.data 'books/*.txt' more.jsonl.gz --tokenizer tiktoken:gpt2 --out data/books
     python -m lib.data hf:wikitext:wikitext-103-raw-v1 --tokenizer bytes
-    python -m lib.data --verify data/python-bpe_4096        # compares its files with their SHA-256
-        data/python-bpe_4096: every file is as it was made
 
 A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
 `python+site`, `docstrings+site` (with the installed packages), `backcopy` (letters on which attention sinks
@@ -49,25 +47,14 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import (
-    LARGEST_TOKENIZER,
-    TOKENIZER_FILES,
-    atomic_folder,
-    check_regular,
-    read_bytes,
-    read_json,
-    sha256,
-    smollm2,
-)
+from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, sha256, smollm2
+from lib.folders import open_file
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
-from lib.tensors import open_file
 
-SPLITS = ("train", "val")
 CONTROL = 3  # the type of tokens like <|endoftext|> in .gguf files
-CHUNK = 32  # documents encoded in one call
 PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
-LONGEST_LINE = 2**26  # characters of a line of JSON
+LONGEST_LINE = 2**26  # characters of a line of JSON: what is longer is cut, and refused
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
@@ -76,38 +63,34 @@ class Settings:
     """What data set to make, from what text."""
 
     source: Positional[tuple[str, ...]] = ("python",)
-    """python, python+site, docstrings, backcopy, files, globs, hf:NAME"""
+    """python, docstrings, either +site, backcopy, files, globs, hf:NAME"""
     tokenizer: str = "bpe:4096"
     """bpe:N, a SentencePiece .model file, a tokenizer.json, a .gguf file, smollm2, tiktoken:gpt2, or bytes"""
-    field: str = "text"
-    """what a JSON line, or a row of an hf: data set, calls its text"""
     held_out: float = 0.01
     """share of the documents in the validation split"""
     out: str | None = None
     """folder to make; default: data/SOURCE-TOKENIZER"""
-    verify: str | None = None
-    """data set to compare with its SHA-256, instead of making one"""
 
 
 # ---- text --------------------------------------------------------------------------------------------------
 
 
-def documents(source, field):
+def documents(source):
     """The documents of a source, in order, without empty ones; UserError, at once, if there are no files."""
-    texts = [texts_of(name, field) for name in source]
-    return filter(None, itertools.chain(*texts))
+    return filter(None, itertools.chain(*[texts_of(name) for name in source]))
 
 
-def texts_of(name, field):
+def texts_of(name):
     """The texts of one name in a source."""
-    if name in TASKS:
-        return TASKS[name]()
-    if name in ("python", "python+site", "docstrings", "docstrings+site"):
-        texts = read(python_files(with_installed=name.endswith("+site")), field)
-        return map(docstrings, texts) if name.startswith("docstrings") else texts
+    if name == "backcopy":
+        return backcopy()
     if name.startswith("hf:"):
-        return (text_of(row, field, name) for row in hub_rows(name))
-    return read(text_files(name), field)
+        return hub_texts(name)
+    kind = name.removesuffix("+site")
+    if kind not in ("python", "docstrings"):
+        return itertools.chain.from_iterable(map(read, text_files(name)))
+    codes = (file.read_text("utf-8", "replace") for file in python_files(name.endswith("+site")))
+    return codes if kind == "python" else map(docstrings, codes)
 
 
 def python_files(with_installed):
@@ -132,62 +115,38 @@ def text_files(pattern):
     return files
 
 
-def read(files, field):
-    """The documents of files: of .py the whole, of .txt pages, of JSON a line each; UserError if damaged."""
-    for file in files:
-        opener = gzip.open if file.suffix == ".gz" else open
-        try:
-            with opener(file, "rt", encoding="utf-8", errors="replace") as lines:
-                if file.suffix == ".py":
-                    yield lines.read()
-                elif file.suffix == ".txt":
-                    yield from pages(lines)
-                else:
-                    yield from json_texts(lines, field, file)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"cannot read {file}: {error}") from None
-
-
-def pages(lines):
-    """Pieces of PAGE characters, each with the rest of its last line."""
-    while True:
-        page = lines.read(PAGE) + lines.readline(PAGE)
-        if not page:
-            return
-        yield page
-
-
-def json_texts(lines, field, file):
-    """The text of each line of JSON."""
-    read_line = functools.partial(lines.readline, LONGEST_LINE)
-    for number, line in enumerate(iter(read_line, ""), start=1):
-        if len(line) == LONGEST_LINE:
-            raise UserError(f"{file}:{number}: a line of more than {LONGEST_LINE:,} characters")
-        if line.strip():
-            yield text_of(line, field, f"{file}:{number}")
-
-
-def text_of(row, field, place):
-    """The text that a row, or a line of JSON, calls `field`; UserError, which names the `place`, if none."""
+def read(file):
+    """The documents of a file: of .txt pages with the rest of their last line, of JSON a line each."""
+    opener = gzip.open if file.suffix == ".gz" else open
     try:
-        if isinstance(row, str):
-            row = json.loads(row)
-        return row[field].encode("utf-8", "replace").decode()  # without lone surrogates
+        with opener(file, "rt", encoding="utf-8", errors="replace") as lines:
+            if file.suffix == ".txt":
+                yield from iter(lambda: lines.read(PAGE) + lines.readline(PAGE), "")
+                return
+            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), ""), start=1):
+                if line.strip():
+                    yield text_of(line, f"{file}:{number}")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {file}: {error}") from None
+
+
+def text_of(line, place):
+    """The "text" of a line of JSON; UserError, which names the `place`, if it has none."""
+    try:
+        return json.loads(line)["text"].encode("utf-8", "replace").decode()  # without lone surrogates
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        hint = "`python -m lib.data --field NAME` reads another"
-        raise UserError(f"{place}: expected a JSON object with text in '{field}'; {hint}") from None
+        raise UserError(f'{place}: expected a JSON object with a "text"') from None
 
 
-def hub_rows(name):
-    """The training rows of hf:NAME[:CONFIG], read as a stream."""
+def hub_texts(name):
+    """The training texts of hf:NAME[:CONFIG], read as a stream."""
     try:
         import datasets
-    except ImportError:
-        raise UserError(f"{name} needs the datasets library: pip install datasets") from None
-    try:
-        yield from datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True)
-    except Exception as error:  # of many kinds: no network, no such set, a broken file
-        raise UserError(f"cannot read {name}: {error!r}") from None
+
+        for row in datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True):
+            yield row["text"]
+    except Exception as error:  # of many kinds: no library, no network, no such set, a broken file
+        raise UserError(f"cannot read {name} (pip install datasets): {error!r}") from None
 
 
 def docstrings(code):
@@ -221,8 +180,6 @@ def backcopy(count=2**17, length=127):
     for document in letters.T + ord("a"):
         yield document.tobytes().decode()
 
-
-TASKS = {"backcopy": backcopy}
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
@@ -301,10 +258,7 @@ def tiktoken_tokenizer(name):
 
 
 def sentencepiece_tokenizer(name, model):
-    """The tokenizer of a SentencePiece file's bytes; UserError, with the `name`, for what is none.
-
-    What has no BOS begins documents with EOS, if it has that.
-    """
+    """The tokenizer of a SentencePiece file's bytes; what has no BOS begins documents with EOS, if any."""
     try:
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
         coder.id_to_piece(list(range(coder.vocab_size())))
@@ -317,7 +271,7 @@ def sentencepiece_tokenizer(name, model):
 
 
 def json_tokenizer(name, content, bos=None):
-    """The tokenizer of a tokenizer.json's bytes; UserError, with the `name`, for what is none.
+    """The tokenizer of a tokenizer.json's bytes.
 
     `bos` is BOS, as text; None: what the tokenizer puts before a text, if anything.
     """
@@ -401,13 +355,21 @@ BPE = {
 
 
 def train_bpe(name, texts, sample=400_000):
-    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
+    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`.
+
+    The sample is always the same one; SentencePiece's own is not repeatable.
+    """
+    generator = random.Random(0)
+    lines = {}
+    for i, line in enumerate(pieces(texts)):
+        place = i if i < sample else generator.randrange(i + 1)
+        if place < sample:
+            lines[place] = line
     model = io.BytesIO()
     try:
         size = int(name.removeprefix("bpe:"))
-        lines = iter(reservoir(pieces(texts), sample))
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines, vocab_size=size, model_writer=model, **BPE
+            sentence_iterator=iter(lines.values()), vocab_size=size, model_writer=model, **BPE
         )
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
         reason = str(error).split("] ")[-1]  # without the place in the library's code
@@ -420,38 +382,21 @@ def pieces(texts, longest=4192):
     """The lines of texts; in pieces where one has more bytes than SentencePiece reads."""
     for text in texts:
         for line in text.splitlines():
-            if not line.strip():
-                continue
             step = len(line)
             if len(line.encode()) > longest:
                 step = longest // 4  # a character has four bytes at most
-            for start in range(0, len(line), step):
-                yield line[start : start + step]
-
-
-def reservoir(lines, size):
-    """A random sample of lines, always the same one; SentencePiece's own is not repeatable."""
-    generator = random.Random(0)
-    sample = []
-    for i, line in enumerate(lines):
-        if i < size:
-            sample.append(line)
-            continue
-        place = generator.randrange(i + 1)
-        if place < size:
-            sample[place] = line
-    return sample
+            if line.strip():
+                yield from (line[start : start + step] for start in range(0, len(line), step))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
 
 
 def default_folder(source, tokenizer):
-    """Where a data set goes that was given no place: data/SOURCE-TOKENIZER, or a name by its hash."""
-    words = [*source, tokenizer]
-    name = "-".join(words).replace(":", "_")
-    if len(name) > 60 or not all(re.fullmatch("[A-Za-z0-9+:]+", word) for word in words):
-        name = "set_" + hashlib.sha256(repr((source, tokenizer)).encode()).hexdigest()[:12]
+    """Where a data set goes that was given no place: data/SOURCE-TOKENIZER."""
+    name = re.sub("[:/]", "_", "-".join([*source, tokenizer]))
+    if not re.fullmatch(r"[\w+.-]{1,200}", name):
+        raise UserError(f"{name} is no name of a folder: give another by python -m lib.data --out")
     return Path("data") / name
 
 
@@ -465,15 +410,14 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    for name in set(settings.source) & set(TASKS):
-        if settings.tokenizer != "bytes":
-            raise UserError(f"{name} is a task on letters: read it by --tokenizer bytes")
-    tokenizer = load_tokenizer(settings.tokenizer, documents(settings.source, settings.field))
-    texts = documents(settings.source, settings.field)
+    if "backcopy" in settings.source and settings.tokenizer != "bytes":
+        raise UserError("backcopy is a task on letters: read it by --tokenizer bytes")
+    tokenizer = load_tokenizer(settings.tokenizer, documents(settings.source))
+    texts = documents(settings.source)
     with atomic_folder(out) as folder:
         meta = {"source": settings.source}
         meta |= write_tokens(folder, texts, tokenizer, settings.held_out)
-        meta["sha256"] = digests(folder)
+        meta["sha256"] = {file.name: sha256(file) for file in sorted(folder.iterdir())}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return out
 
@@ -485,22 +429,28 @@ def write_tokens(folder, texts, tokenizer, held_out):
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     size = 0  # bytes
     count = {"train": 0, "val": 0}  # documents
-    paths = {split: folder / f"{split}.bin" for split in SPLITS}
+    paths = {split: folder / f"{split}.bin" for split in count}
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, paths["train"].open("wb") as train, paths["val"].open("wb") as val:
         files = {"train": train, "val": val}
-        for text, tokens in encoded(texts, tokenizer):
-            raw = text.encode()
-            digest = hashlib.sha256(raw).digest()
-            is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
-            split = "val" if is_held_out else "train"
-            files[split].write(np.array([*begin, *tokens], dtype))
-            count[split] += 1
-            source_hash.update(digest)
-            size += len(raw)
-            bar.update(len(raw))
-    if 0 in count.values():
-        hold_out_tail(paths, dtype, held_out)
+        while chunk := list(itertools.islice(texts, 32)):  # which a tokenizer's threads share
+            for text, tokens in zip(chunk, tokenizer.encode(chunk)):
+                raw = text.encode()
+                digest = hashlib.sha256(raw).digest()
+                is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
+                split = "val" if is_held_out else "train"
+                files[split].write(np.array([*begin, *tokens], dtype))
+                count[split] += 1
+                source_hash.update(digest)
+                size += len(raw)
+                bar.update(len(raw))
+    if 0 in count.values():  # a few documents: the last share of their tokens is held out
+        tokens = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
+        if len(tokens) < 2:
+            raise UserError("no text: the source is empty")
+        cut = max(1, int(len(tokens) * (1 - held_out)))
+        paths["train"].write_bytes(tokens[:cut])
+        paths["val"].write_bytes(tokens[cut:])
     if tokenizer.content:
         tokenizer.save(folder)
     return {
@@ -513,35 +463,6 @@ def write_tokens(folder, texts, tokenizer, held_out):
         "bos": tokenizer.bos,
         "dtype": dtype.name,
     }
-
-
-def encoded(texts, tokenizer):
-    """Texts, and their tokens; the threads of one call share CHUNK documents."""
-    while True:
-        chunk = list(itertools.islice(texts, CHUNK))
-        if not chunk:
-            return
-        yield from zip(chunk, tokenizer.encode(chunk))
-
-
-def hold_out_tail(paths, dtype, held_out) -> None:
-    """Divide the tokens of a few documents anew: the last share of them is held out."""
-    tokens = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
-    if len(tokens) < 2:
-        raise UserError("no text: the source is empty")
-    cut = max(1, int(len(tokens) * (1 - held_out)))
-    paths["train"].write_bytes(tokens[:cut])
-    paths["val"].write_bytes(tokens[cut:])
-
-
-def digests(folder):
-    """The SHA-256 of every file of tokens, and of the tokenizer's."""
-    files = sorted([*folder.glob("*.bin"), *folder.glob("tokenizer*")])
-    sums = {}
-    for file in progress(files, desc="SHA-256", leave=False):
-        check_regular(file)
-        sums[file.name] = sha256(file)
-    return sums
 
 
 # ---- batches -----------------------------------------------------------------------------------------------
@@ -565,29 +486,31 @@ class Meta:
     def __post_init__(self):
         if not 0 <= (self.bos or 0) < self.vocab_size <= 2**31:
             raise ValueError(f"bos {self.bos} is no token of {self.vocab_size}")
-        if self.tokenizer not in (*TOKENIZER_FILES, "bytes") and not self.tokenizer.startswith("tiktoken:"):
+        known = ("tokenizer.model", "tokenizer.json", "bytes")
+        if self.tokenizer not in known and not self.tokenizer.startswith("tiktoken:"):
             raise ValueError(f"tokenizer cannot be {self.tokenizer!r}")
 
 
 class TokenData:
-    """A prepared folder, memory-mapped. Its windows have T + 1 tokens, and begin T apart.
+    """A prepared folder, memory-mapped; UserError for a folder that is none.
 
-    Opening it compares sizes, `verify` compares contents. UserError for a folder that is no data set.
+    Its windows have T + 1 tokens, and begin T apart. Its `fingerprint` is that of its contents.
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not os.path.exists(path):
-            raise UserError(f"no data set in {folder}: prepare one: python -m lib.data SOURCE --out {folder}")
+            raise UserError(f"no data set in {folder}: prepare one by python -m lib.data SOURCE --out FOLDER")
         self.meta = from_values(Meta, read_json(path), path)
         self.vocab_size = self.meta.vocab_size
         self.tokenizer = self.meta.tokenizer
-        self.tokens = {split: self.open_split(split) for split in SPLITS}
-        if self.tokenizer_file:
+        self.tokenizer_file = None
+        if self.tokenizer.startswith("tokenizer."):
+            self.tokenizer_file = self.folder / self.tokenizer
             check_regular(self.tokenizer_file)
-        identity = json.dumps(self.meta.sha256)
-        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        self.tokens = {split: self.open_split(split) for split in ("train", "val")}
+        self.fingerprint = hashlib.sha256(json.dumps(self.meta.sha256).encode()).hexdigest()
 
     def open_split(self, split):
         """A split's tokens, memory-mapped; UserError unless there are as many as meta.json says."""
@@ -596,15 +519,8 @@ class TokenData:
         size = path.stat().st_size
         count = self.meta.tokens.get(split, 0)
         if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
-            raise UserError(
-                f"{path} has {size} bytes, not those of {count} tokens: prepare the data set anew"
-            )
+            raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
         return np.memmap(path, self.meta.dtype, "r")
-
-    @property
-    def tokenizer_file(self):
-        """The data set's own tokenizer.model or .json, if it has one."""
-        return self.folder / self.tokenizer if self.tokenizer in TOKENIZER_FILES else None
 
     def load_tokenizer(self):
         """The tokenizer that made the data set; UserError if it has another number of tokens."""
@@ -613,12 +529,6 @@ class TokenData:
             sizes = f"{tokenizer.vocab_size} tokens, not the {self.vocab_size} of meta.json"
             raise UserError(f"the tokenizer of {self.folder} has {sizes}: prepare the data set anew")
         return tokenizer
-
-    def verify(self) -> None:
-        """Read every file; UserError for one whose SHA-256 is not the one in meta.json."""
-        for name, digest in digests(self.folder).items():
-            if digest != self.meta.sha256.get(name):
-                raise UserError(f"{self.folder / name} is not as it was made: prepare the data set anew")
 
     def num_windows(self, split, T):
         """How many windows a split has; UserError if none."""
@@ -658,13 +568,8 @@ def permutation(data_seed, epoch, T, size):
 
 
 def describe(settings: Settings) -> None:
-    """Prepare a data set, or verify one, and say what there is."""
-    if settings.verify:
-        data = TokenData(settings.verify)
-        data.verify()
-        print(f"{data.folder}: every file is as it was made")
-    else:
-        data = TokenData(prepare(settings))
+    """Prepare a data set, and say what there is."""
+    data = TokenData(prepare(settings))
     meta = data.meta
     count = sum(meta.documents.values())
     print(f"{data.folder}: {meta.bytes:,} bytes in {count:,} documents")

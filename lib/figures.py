@@ -17,12 +17,11 @@ from scipy.spatial.distance import squareform
 from lib.files import atomic_file
 from lib.runtime import rank
 
-# a "$" in a name is a dollar
 STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
+DASHES = ("--", ":")  # of the first theory, and the second
 LABELS = {  # of axes that several figures have; of any other the key of its values
     "mean_cosine": "mean cosine between sequences",
     "sequence_length": "tokens in a sequence",

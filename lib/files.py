@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 from lib.settings import INSTALL, UserError
 
 LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")  # beside a checkpoint, and in a data set
 LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
 
 

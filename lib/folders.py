@@ -4,24 +4,47 @@
     >>> weights = Weights(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
     >>> weights.read("model.norm.weight").shape           # one tensor at a time
     torch.Size([4096])
-    >>> open_weights(Path("/models/pythia-70m")).width    # of any architecture: names and shapes
+    >>> Weights(Path("/models/pythia-70m"), any_architecture=True).width
     512
 
-A folder holds config.json, and weights in one file or in shards and their index; a single file of weights may
-be named in a folder's place. Nothing in it is ever executed.
+A folder holds config.json, and weights in one file or in shards and their index; a single file of weights, or
+a .gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed. A
+.safetensors file is a table of names before the numbers, and so is a .gguf file. A .bin file of torch.save is
+a zip file with a pickle in it, which may name tensors and their storages, and nothing else.
 """
 
-from dataclasses import dataclass, replace
+import math
+import os
+import pickletools
+import re
+import shlex
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
+import safetensors
 import torch
 
-from lib.files import LARGEST_TOKENIZER, check_sum, read_json
+from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, check_sum, read_json
+from lib.gguf import GGUF
 from lib.parts import GAINS_FROM_ONE, TABLE
-from lib.settings import LARGEST_NUMBER, UserError, at_least, from_values
-from lib.tensors import QUANTISED, TensorFiles, open_file
+from lib.settings import LARGEST_NUMBER, UserError, from_values
 from model import ModelConfig, Transformer, rope_frequencies
 
+TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+FLOATS = tuple(TYPES.values())  # numbers that are weights; other ones stand for weights that are quantised
+NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
+LARGEST_PICKLE = 2**22  # bytes; one of 10,000 tensors has half of it
+MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
+PICKLED = re.compile(  # what torch.save names where it saves tensors
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)"
+    r"|torch (Float|BFloat16|Half|Double|Byte|Char|Short|Int|Long|Bool)Storage"
+)
+PLAIN_OPCODES = set(
+    "PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE BINPERSID REDUCE "
+    "EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET".split()
+)
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
     "mistral": {"norm_epsilon": 1e-6},
@@ -78,46 +101,161 @@ class ForeignArchitecture(UserError):
     """A folder is a checkpoint, but not of an architecture that `model.py` is."""
 
 
+# ---- files of tensors --------------------------------------------------------------------------------------
+
+
+class SafetensorsFile:
+    """The `shapes` and `types` of a .safetensors file's tensors, by name, and the tensors."""
+
+    def __init__(self, path):
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > LARGEST:
+            raise UserError(f"cannot read {path}: its header has {header:,} bytes")
+        self.path = path
+        self.file = safetensors.safe_open(path, "pt")
+        names = self.file.keys()
+        check_count(path, names)
+        slices = {name: self.file.get_slice(name) for name in names}
+        self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+        self.types = {name: tensor.get_dtype() for name, tensor in slices.items()}
+
+    def read(self, name):
+        """One tensor, in memory of its own."""
+        return self.file.get_tensor(name).clone()
+
+
+class TorchFile:
+    """The same of a .bin file."""
+
+    def __init__(self, path):
+        check_pickle(path)
+        self.path = path
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        for key in NESTED:
+            if isinstance(values.get(key), dict):
+                values = values[key]
+        self.tensors = {}
+        for name, value in values.items():
+            if isinstance(name, str) and isinstance(value, torch.Tensor):
+                self.tensors[name] = value.detach()
+                if value.numel() * value.element_size() > path.stat().st_size:
+                    raise UserError(f"{path}: {name} has more numbers than the file")
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        kinds = {name: tensor.dtype for name, tensor in self.tensors.items()}
+        self.types = {name: TYPES.get(kind, str(kind)) for name, kind in kinds.items()}
+
+    def read(self, name):
+        """One tensor, in memory of its own."""
+        return self.tensors[name].clone()
+
+
+def check_pickle(path) -> None:
+    """UserError unless a file is a zip file as torch.save writes it of tensors, numbers and texts."""
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"cannot read {path}: it is no zip file, as torch.save has written since version 1.6")
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            is_pickle = entry.filename.endswith(".pkl")
+            if entry.compress_type != zipfile.ZIP_STORED or (is_pickle and entry.file_size > LARGEST_PICKLE):
+                raise UserError(f"cannot read {path}: torch.save does not write {entry.filename} like this")
+            before = ""
+            for opcode, argument, _ in pickletools.genops(archive.read(entry)) if is_pickle else ():
+                is_plain = opcode.name in PLAIN_OPCODES
+                is_plain |= opcode.name == "GLOBAL" and PICKLED.fullmatch(argument) is not None
+                is_plain |= opcode.name == "BUILD" and before == "SETITEM"  # an OrderedDict's _metadata
+                if not is_plain:
+                    name = argument if opcode.name == "GLOBAL" else opcode.name
+                    raise UserError(f"cannot read {path}: its pickle has {name!r}, which is no tensor")
+                before = opcode.name
+
+
+def check_count(path, names) -> None:
+    """UserError for more tensors than any model has."""
+    if len(names) > MOST_TENSORS:
+        raise UserError(f"cannot read {path}: {len(names):,} tensors, expected {MOST_TENSORS:,} at most")
+
+
+def open_file(path):
+    """The tensors of one file; UserError for what is no file of tensors."""
+    check_regular(path)
+    kinds = {".gguf": GGUF, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile}
+    try:
+        return kinds.get(path.suffix, SafetensorsFile)(path)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file may fail in any way
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"cannot read {path}: {type(error).__name__}: {reason}") from None
+
+
+class TensorFiles:
+    """The tensors of several files, read one at a time. Has `shapes` and `types`, by name.
+
+    UserError for what is no such file, or not as checksums.json says, and for a tensor that two of them have.
+    """
+
+    def __init__(self, paths):
+        self.files = {}  # by the name of a tensor
+        self.shapes = {}
+        self.types = {}
+        for path in paths:
+            file = open_file(path)
+            check_sum(path, math.inf)
+            for name in file.shapes:
+                if name in self.files:
+                    raise UserError(f"{path}: {name} is in {self.files[name].path.name}, too")
+                self.files[name] = file
+            check_count(path, self.files)
+            self.shapes |= file.shapes
+            self.types |= file.types
+
+    def check(self, expected, place, types=FLOATS) -> None:
+        """UserError unless the tensors are the `expected` ones, by name and shape."""
+        for name in sorted(expected.keys() | self.shapes):
+            here = self.shapes.get(name, "missing")
+            wanted = expected.get(name, "no such tensor")
+            if here != wanted:
+                raise UserError(f"{place}: {name} is {here}, expected {wanted}")
+            if self.types[name] not in types:
+                raise UserError(f"{place}: {name} is of type {self.types[name]}")
+
+    def read(self, name):
+        """One tensor, in memory of its own."""
+        try:
+            return self.files[name].read(name)
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # it may be gone by now
+            raise UserError(f"cannot read {name}: {error}") from None
+
+
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
-def config_path(place):
-    """The config.json of a checkpoint: in its folder, or beside its single file of weights."""
-    folder = place if place.is_dir() else place.parent
-    return folder / "config.json"
-
-
-def has_config(place):
-    """Does anything say what a checkpoint's architecture is?"""
-    return place.is_dir() or place.suffix == ".gguf" or config_path(place).exists()
+def folder_of(place):
+    """The folder of a checkpoint, whose single file of weights may be named."""
+    return place if os.path.isdir(place) else place.parent
 
 
 def read_raw_config(place):
     """What config.json says, and its path; UserError for folders that only look like a checkpoint."""
-    path = config_path(place)
     if place.suffix == ".gguf":
         return gguf_config(place), place
-    refuse_adapter(place)
-    check_sum(path)
-    raw = read_json(path)
-    quantisation = raw.get("quantization_config")
-    if quantisation is not None:
-        raise UserError(f"{path}: the weights are quantised; {merge_line('.dequantize()', path.parent)}")
-    return raw, path
-
-
-def refuse_adapter(place) -> None:
-    """UserError for a LoRA adapter, with the line to type."""
-    folder = config_path(place).parent
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    folder = folder_of(place)
+    path = folder / "config.json"
+    if os.path.exists(folder / "adapter_config.json") and not os.path.exists(path):
         line = merge_line(".merge_and_unload()", folder, "peft", "AutoPeftModelForCausalLM")
         raise UserError(f"{folder} is a LoRA adapter, which changes another model: {line}")
+    check_sum(path)
+    raw = read_json(path)
+    if raw.get("quantization_config") is not None:
+        raise UserError(f"{path}: the weights are quantised; {merge_line('.dequantize()', folder)}")
+    return raw, path
 
 
 def merge_line(method, folder, library="transformers", name="AutoModelForCausalLM"):
     """The line to type for a folder of plain weights."""
-    code = f"from {library} import {name} as M; M.from_pretrained('{folder}'){method}"
-    return f"make a folder of plain weights: python -c \"{code}.save_pretrained('plain')\""
+    code = f"from {library} import {name} as M; M.from_pretrained({str(folder)!r}){method}"
+    return "make a folder of plain weights: python -c " + shlex.quote(code + ".save_pretrained('plain')")
 
 
 def gguf_config(place):
@@ -132,7 +270,7 @@ def gguf_config(place):
     if rotated != raw.setdefault("head_dim", rotated):
         rope = {"rope_type": "partial"}
     elif "rope_freqs.weight" in file.shapes:  # Weights compares them with what the model makes of this
-        factors = TensorFiles([place]).read("rope_freqs.weight")
+        factors = file.read("rope_freqs.weight")
         rope = LLAMA3_ROPE | {"factor": factors.max().item()}
     return raw | {
         "model_type": f"{family} with experts" if values.get("expert_count") else family,
@@ -144,10 +282,15 @@ def gguf_config(place):
 
 def read_config(place):
     """The architecture that config.json describes; ForeignArchitecture for one that is not ours."""
-    raw, path = read_raw_config(place)
-    family = raw.pop("model_type", None)
+    return described(*read_raw_config(place))
+
+
+def described(raw, path):
+    """The architecture that the values of a config.json describe."""
+    family = raw.get("model_type")
     if family == "bornbiased":
-        return checked_config(raw, path, {})
+        values = {key: value for key, value in raw.items() if key != "model_type"}
+        return checked_config(values, path, {})
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
         raise ForeignArchitecture(
             f"{path}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}. "
@@ -210,24 +353,51 @@ def parameter_shapes(config, path="config"):
 
 
 class Weights(TensorFiles):
-    """The parameters of a checkpoint of our architecture, read one at a time.
+    """The parameters of a checkpoint, read one at a time. UserError unless the tensors are config.json's.
 
-    Has `config`, `width`, `family`, and `shapes` by name. UserError unless the tensors are config.json's.
+    Has `config`, `width` (of the residual stream), `family` (config.json's model_type), and `shapes` by name.
+    With `any_architecture` it may be another's than ours: `config` is None, and the tensors are as they are.
     """
 
-    def __init__(self, place):
+    def __init__(self, place, any_architecture=False):
         self.place = place
-        self.config = read_config(place)
-        self.width = self.config.d_model
-        self.family = "bornbiased"
+        self.config = None
+        self.family = ""
+        raw = {}
+        folder = folder_of(place)
+        has_config = os.path.isdir(place) or place.suffix == ".gguf"
+        has_config |= any(os.path.exists(folder / name) for name in ("config.json", "adapter_config.json"))
+        try:
+            if has_config or not any_architecture:
+                raw, path = read_raw_config(place)
+                self.config = described(raw, path)
+        except ForeignArchitecture:
+            if not any_architecture:
+                raise
         super().__init__(weight_files(place))
+        if self.config is not None:
+            self.width = self.config.d_model
+            self.family = "bornbiased"
+            self.check_parameters()
+            return
+        family = str(raw.get("model_type", ""))
+        if place.suffix != ".gguf" or family not in GAINS_FROM_ONE:  # such a .gguf file has gains as they are
+            self.family = family
+        self.width = hidden_size(raw, path) if raw else table_width(self.shapes, place)
+        for name, kind in self.types.items():
+            if kind not in FLOATS and name.endswith("weight") and len(self.shapes[name]) > 1:
+                line = merge_line(".dequantize()", folder)
+                raise UserError(f"{place}: {name} is of {kind}, quantised weights; {line}")
+
+    def check_parameters(self) -> None:
+        """UserError unless the tensors are those of our architecture."""
         if self.config.num_layers > len(self.files):  # building the layers might take all memory
-            raise UserError(f"{place}: too few tensors for {self.config.num_layers} layers")
-        expected = parameter_shapes(self.config, config_path(place))
+            raise UserError(f"{self.place}: too few tensors for {self.config.num_layers} layers")
+        expected = parameter_shapes(self.config, self.place)
         for name in set(self.shapes) - set(expected):
             if name.endswith("inv_freq") or self.is_tied_head(name) or self.is_rope(name):
                 del self.shapes[name]
-        self.check(expected, place)
+        self.check(expected, self.place)
 
     def is_tied_head(self, name):
         """Is a tensor the head of a tied model, which is its token table stored twice?"""
@@ -242,42 +412,6 @@ class Weights(TensorFiles):
         plain = rope_frequencies(replace(self.config, rope_scaling=None))
         factors = plain / rope_frequencies(self.config)
         return factors.shape == self.shapes[name] and torch.allclose(factors, self.read(name), rtol=1e-3)
-
-
-class ForeignWeights(TensorFiles):
-    """The tensors of a checkpoint of any architecture, read one at a time.
-
-    Has `width`, the residual stream's, `family`, config.json's model_type, and `shapes` by name; `config` is
-    None. UserError for weights that are quantised.
-    """
-
-    def __init__(self, place):
-        self.place = place
-        self.config = None
-        raw, path = {}, place
-        if has_config(place):
-            raw, path = read_raw_config(place)
-        super().__init__(weight_files(place))
-        self.check_sums()
-        self.family = str(raw.get("model_type", ""))
-        if place.suffix == ".gguf" and self.family in GAINS_FROM_ONE:
-            self.family = ""  # such a file has gains as they are
-        self.width = hidden_size(raw, path) if raw else table_width(self.shapes, place)
-        for name, kind in self.types.items():
-            if kind in QUANTISED and name.endswith("weight") and len(self.shapes[name]) > 1:
-                line = merge_line(".dequantize()", path.parent)
-                raise UserError(f"{place}: {name} is of {kind}, quantised weights; {line}")
-
-
-def open_weights(place):
-    """The tensors of a checkpoint folder or a single file: Weights, or ForeignWeights if not of our kind."""
-    if not has_config(place):
-        refuse_adapter(place)
-        return ForeignWeights(place)
-    try:
-        return Weights(place)
-    except ForeignArchitecture:
-        return ForeignWeights(place)
 
 
 def table_width(shapes, place):
@@ -306,14 +440,14 @@ def weight_files(place):
     As in `transformers`, safetensors come before .bin, a whole before its shards. UserError for names outside
     the folder.
     """
-    if not place.is_dir():
+    if not os.path.isdir(place):
         return [place]
     for name in WEIGHT_FILES:
         whole = place / name
         index = place / f"{name}.index.json"
-        if whole.exists():
+        if os.path.exists(whole):
             return [whole]
-        if index.exists():
+        if os.path.exists(index):
             return shards(index, whole.suffix)
     return [place / WEIGHT_FILES[0]]
 
@@ -335,33 +469,27 @@ def shards(index, suffix):
 def token_ids(place):
     """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none.
 
-    The blank at a word's beginning is written in one way, whatever the tokenizer. UserError for a tokenizer
-    that is damaged.
+    The blank at a word's beginning is written in one way, whatever the tokenizer.
     """
-    folder = config_path(place).parent
-    ids = {}
+    vocabulary = {}
+    folder = folder_of(place)
     if place.suffix == ".gguf":
-        tokens = open_file(place).values.get("tokenizer.ggml.tokens", [])
-        ids = from_values(Vocabulary, {"ids": dict(zip(tokens, range(len(tokens))))}, place).ids
-    elif (folder / "tokenizer.json").exists():
-        path = folder / "tokenizer.json"
-        raw = read_json(path, LARGEST_TOKENIZER)
-        model = raw.get("model")
+        vocabulary = open_file(place).values.get("tokenizer.ggml.tokens", [])
+    elif os.path.exists(folder / "tokenizer.json"):
+        model = read_json(folder / "tokenizer.json", LARGEST_TOKENIZER).get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else {}
-        ids = from_values(Vocabulary, {"ids": vocabulary}, path).ids
-        if isinstance(ids, list):  # of strings and their scores
-            ids = {token: number for number, (token, _) in enumerate(ids)}
-    elif (folder / "vocab.json").exists():
-        path = folder / "vocab.json"
-        ids = from_values(Vocabulary, {"ids": read_json(path, LARGEST_TOKENIZER)}, path).ids
-    return {token.replace("\u0120", "\u2581"): number for token, number in ids.items()}
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Each token's id by its string."""
-
-    ids: dict[str, at_least(0)] | list[tuple[str, float]]
+        if isinstance(vocabulary, list):  # of strings and their scores
+            vocabulary = [pair[0] if isinstance(pair, list) and pair else None for pair in vocabulary]
+    elif os.path.exists(folder / "vocab.json"):
+        vocabulary = read_json(folder / "vocab.json", LARGEST_TOKENIZER)
+    if isinstance(vocabulary, list):
+        vocabulary = dict(zip(vocabulary, range(len(vocabulary))))
+    ids = {}
+    for token, number in vocabulary.items() if isinstance(vocabulary, dict) else ((None, None),):
+        if not isinstance(token, str) or type(number) is not int or not 0 <= number < LARGEST_NUMBER:
+            raise UserError(f"{place}: its tokenizer has {token!r} as token {number!r}")
+        ids[token.replace("\u0120", "\u2581")] = number
+    return ids
 
 
 def shared_tokens(base, suspect, count):

@@ -126,7 +126,7 @@ def encode(text, tokenizer):
         content = content.replace("\r\n", "\n").replace("\r", "\n")
     else:
         content = ""
-        for document in documents((text,), "text"):
+        for document in documents((text,)):
             content += document + "\n\n"
             if len(content) >= SOURCE_CHARACTERS:
                 break

@@ -147,7 +147,6 @@ COMMANDS = {  # that read a template, in turn
     ],
     "data": [
         f"train --data FOLDER {' '.join(flags(TRAINING))}",
-        "lib.data --verify FOLDER",
         "sinks rate --model tiny_llama@1 --data FOLDER --num-sequences 2 --sequence-length 8",
     ],
 }
@@ -469,8 +468,6 @@ lib.data nowhere.txt
 lib.data pipe.txt
 lib.data folder
 lib.data text.md
-lib.data --verify nowhere
-lib.data --verify folder
 lib.data ../text.txt --tokenizer pipe
 lib.data ../text.txt --tokenizer bpe:x
 lib.data ../text.txt --held-out 2

@@ -1,4 +1,4 @@
-"""lib/folders.py and lib/tensors.py: every way to store weights, and what is no folder of weights."""
+"""lib/folders.py: every way to store weights, and what is no folder of weights."""
 
 import io
 import json
@@ -17,8 +17,8 @@ from conftest import KINDS, assert_refused, run_here
 import init
 from lib import checkpoint, folders
 from lib.files import read_json
+from lib.folders import TensorFiles
 from lib.settings import UserError
-from lib.tensors import TensorFiles
 
 CONFIG = KINDS["llama"]
 
@@ -248,7 +248,7 @@ def test_shards_may_not_lead_elsewhere(family):
         index = {"weight_map": {"model.norm.weight": name}}
         (family / "child" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
         with pytest.raises(UserError, match="in this folder"):
-            folders.open_weights(family / "child")
+            folders.Weights(family / "child")
 
 
 def test_a_header_of_gigabytes(tmp_path):

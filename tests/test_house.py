@@ -16,7 +16,7 @@ FLOORS = [  # a file imports from floors below its own alone
     ["lib.files"],
     ["lib.runtime"],
     ["lib.gguf"],
-    ["lib.tensors", "lib.parts"],
+    ["lib.parts"],
     ["lib.folders"],
     ["lib.data"],
     ["lib.checkpoint"],
