@@ -57,9 +57,8 @@ def curves(
 ) -> None:
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
-    Points are dictionaries. `theories` maps the keys of theories, drawn dashed, to their legends; a point may
-    have None. `band` is the key of a half width to shade. `log` names the logarithmic axes: "x", "y" or "xy".
-    Options are those of matplotlib's `Axes.set`: `xlabel`, `ylim` and so on.
+    `theories` maps the keys of theories, drawn dashed, to their legends; a point may have None. `band` is the
+    key of a half width to shade. `log` names logarithmic axes. Options are those of matplotlib's `Axes.set`.
     """
     colours = dict(zip(unique(points, series), itertools.cycle(COLOURS)))
     panels = unique(points, panel) if panel else [None]
@@ -84,7 +83,9 @@ def curves(
         for name in log:
             axis = axes.xaxis if name == "x" else axes.yaxis
             axes.set(**{f"{name}scale": "log"})
-            axis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
+            low, high = axis.get_view_interval()
+            locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
+            axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
         axes.set(xlabel=label_of(x), ylabel=label_of(y))
         axes.set(**options)
         axes.label_outer()
