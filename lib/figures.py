@@ -22,10 +22,9 @@ BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("--", ":")  # of the first theory, and the second
-LABELS = {  # of axes that several figures have; of any other the key of its values
+LABELS = {  # of an axis by the key of its values
     "mean_cosine": "mean cosine between sequences",
     "sequence_length": "tokens in a sequence",
-    "step": "training step",
     "position": "position i",
     "d_model": "width d",
 }
@@ -41,8 +40,8 @@ def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
 
 def legend_below(figure, axes) -> None:
     """Name below the figure what is drawn on some axes."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    drawn = axes.get_legend_handles_labels()
+    figure.legend(*drawn, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
 
 
 def save_figure(figure, path) -> None:
