@@ -307,7 +307,7 @@ def test_other_vocabularies(tmp_path):
         (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     assert min(shares(base, open_folder(tmp_path / "reordered"))) == 1
     (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
-    with pytest.raises(UserError, match="tokenizer.json"):
+    with pytest.raises(UserError, match="its tokenizer has 'a' as token 'b'"):
         found(base, open_folder(tmp_path / "reordered"))
 
 
