@@ -311,7 +311,7 @@ def dissect(settings: Settings, spec, model):
             row = {name: values[position - 1].item() for name, values in columns.items()}
             rows.append({"layer": layer, "position": position} | row)
         at_first = rows[-T]
-        others = {name: np.median(values[1:]) for name, values in columns.items()}
+        others = {name: float(np.median(values[1:])) for name, values in columns.items()}
         output = model.model.layers[layer - 1].self_attn.o_proj.weight
         summary = {
             "layer": layer,
