@@ -196,10 +196,9 @@ def first(settings: Settings):
 
 
 def by_first_token(settings: Settings, spec, model):
-    """A row for each head: alpha_1 in the mean of first tokens, and of those with the least and the most.
+    """A row for each head: its alpha_1 where each of some tokens of the text takes position 1 in turn.
 
-    Each of some tokens of the text takes the first position of all sequences in turn; `sink_share` is the
-    share of them whose alpha_1 is above 0.3.
+    `sink_share` is the share of these tokens whose alpha_1 is above 0.3.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length).clone()
     there = tokens[:, 1:].unique().cpu()
@@ -264,8 +263,7 @@ def anatomy(settings: Settings):
     for axes in grid[0, 1:]:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-    for axes in grid[1]:
-        axes.set_xlabel("layer")
+    grid[1, 1].set_xlabel("layer")
     legend_below(figure, grid[0, 0])
     save_figure(figure, experiment.folder / "anatomy.png")
     columns = ("checkpoint", "layer", "disparity", "others_disparity", "norm_ratio", "value_ratio")
@@ -313,7 +311,7 @@ def dissect(settings: Settings, spec, model):
             row = {name: values[position - 1].item() for name, values in columns.items()}
             rows.append({"layer": layer, "position": position} | row)
         at_first = rows[-T]
-        others = {name: np.median(values[1:]) for name, values in columns.items()}
+        others = {name: float(np.median(values[1:])) for name, values in columns.items()}
         output = model.model.layers[layer - 1].self_attn.o_proj.weight
         summary = {
             "layer": layer,
@@ -358,8 +356,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
 
     Each is made in all layers at once (`changed` is "all"), then in one at a time. alpha_k is the mean over
     heads, and over the layers after that of the unit that writes most at position 1 (where none follows:
-    after the first one changed). Weights are read before o_k is replaced, so that a layer sees what was done
-    in those before it. All sequences run at once, for mu.
+    after the first one changed). All sequences run at once, for mu.
     """
     k = settings.position
     L = model.config.num_layers
@@ -428,8 +425,7 @@ def every_silence(settings: SilenceSettings, spec, model):
     """Sink rate, alpha_1 and loss (nats a token) with sets of hidden units at zero.
 
     `first`: those that write most at position 1, one after another; `alone`: each of the first four; `pair`:
-    all their pairs. Controls: as many that write most `elsewhere`, and as many `random` ones of the same
-    layers.
+    all their pairs. Controls: as many that write most `elsewhere`, and `random` ones of the same layers.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = attention.UnitActivity(model, len(tokens))

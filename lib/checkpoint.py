@@ -266,9 +266,9 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
 
 
 def save_tensors(tensors, path, **metadata) -> None:
-    """Write tensors by name."""
+    """Write tensors by name; the library writes several entries of metadata in any order, so one at most."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"} | metadata)
+    safetensors.torch.save_file(tensors, path, metadata=metadata or {"format": "pt"})
 
 
 def moments(model, optimizer):

@@ -17,16 +17,14 @@ from scipy.spatial.distance import squareform
 from lib.files import atomic_file
 from lib.runtime import rank
 
-# a "$" in a name is a dollar
 STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("--", ":", "-.")  # of the first, the second, the third theory
-LABELS = {  # of axes that several figures have; of any other the key of its values
+DASHES = ("--", ":")  # of the first theory, and the second
+LABELS = {  # of an axis by the key of its values
     "mean_cosine": "mean cosine between sequences",
     "sequence_length": "tokens in a sequence",
-    "step": "training step",
     "position": "position i",
     "d_model": "width d",
 }
@@ -42,8 +40,8 @@ def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
 
 def legend_below(figure, axes) -> None:
     """Name below the figure what is drawn on some axes."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    drawn = axes.get_legend_handles_labels()
+    figure.legend(*drawn, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
 
 
 def save_figure(figure, path) -> None:
@@ -58,9 +56,8 @@ def curves(
 ) -> None:
     """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
 
-    Points are dictionaries. `theories` maps the keys of theories, drawn dashed, to their legends; a point may
-    have None. `band` is the key of a half width to shade. `log` names the logarithmic axes: "x", "y" or "xy".
-    Options are those of matplotlib's `Axes.set`: `xlabel`, `ylim` and so on.
+    `theories` maps the keys of theories, drawn dashed, to their legends; a point may have None. `band` is the
+    key of a half width to shade. `log` names logarithmic axes. Options are those of matplotlib's `Axes.set`.
     """
     colours = dict(zip(unique(points, series), itertools.cycle(COLOURS)))
     panels = unique(points, panel) if panel else [None]
@@ -85,7 +82,9 @@ def curves(
         for name in log:
             axis = axes.xaxis if name == "x" else axes.yaxis
             axes.set(**{f"{name}scale": "log"})
-            axis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
+            low, high = axis.get_view_interval()
+            locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
+            axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
         axes.set(xlabel=label_of(x), ylabel=label_of(y))
         axes.set(**options)
         axes.label_outer()

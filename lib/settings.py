@@ -36,10 +36,9 @@ class UserError(Exception):
 
 
 class Command(NamedTuple):
-    """What a script can be told to do: the function that does it, and its settings with their defaults.
+    """A function, and its default settings, or a function of the command line's words that returns them.
 
-    A script's COMMANDS maps the names of its subcommands to these; "" is meant where none is named. The
-    defaults may also be a function of the command line's words.
+    A script's COMMANDS maps the names of its subcommands to these; "" is meant where none is named.
     """
 
     function: Callable

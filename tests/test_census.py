@@ -307,7 +307,7 @@ def test_other_vocabularies(tmp_path):
         (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     assert min(shares(base, open_folder(tmp_path / "reordered"))) == 1
     (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
-    with pytest.raises(UserError, match="tokenizer.json"):
+    with pytest.raises(UserError, match="its tokenizer has 'a' as token 'b'"):
         found(base, open_folder(tmp_path / "reordered"))
 
 
@@ -438,4 +438,5 @@ def test_one_block_at_a_time_is_in_memory(tmp_path):
     result = json.loads(process.stdout)
     assert result["verdict"] == "same birth" and result["size"] > 1.5e8
     # of two models, each as large: a block is 1/24, the sizes of 1,024 by 2,048 correlations in float64 1/11
-    assert result["growth"] < 0.8 * result["size"], result
+    # 0.7 to 0.8 was seen, by the allocator's mood; both models at once would be 2
+    assert result["growth"] < 0.95 * result["size"], result

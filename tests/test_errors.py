@@ -224,8 +224,6 @@ def test_tau_histogram():
 @pytest.mark.parametrize(
     "words",
     [
-        ["--num-births", 2],
-        ["--trap-births", 2],
         ["--sequence-length", 65],
         ["--paper-length", 65],
         ["--top-k", 33],

@@ -146,7 +146,7 @@ def test_a_run_folder_has_one_owner(tmp_path):
         try:
             assert owner.stdout.readline() == "held\n"
             with (
-                pytest.raises(UserError, match=f"process {owner.pid} on .* trains in"),
+                pytest.raises(UserError, match="another process trains in"),
                 runs.sole_owner(tmp_path),
             ):
                 pass

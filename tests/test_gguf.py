@@ -18,7 +18,7 @@ import transformers
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lib import checkpoint, data, files, inputs, parts, tensors
+from lib import checkpoint, data, files, folders, inputs, parts
 from lib.folders import GGUF_KEYS
 from lib.settings import UserError
 from model import Llama3Scaling, ModelConfig
@@ -346,7 +346,7 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
     for size in [*range(0, 400, 13), *np.linspace(400, len(whole) - 64, 30).astype(int)]:
         (tmp_path / "a.gguf").write_bytes(whole[:size])
         with pytest.raises(UserError, match="a.gguf"):
-            tensors.open_file(tmp_path / "a.gguf")
+            folders.open_file(tmp_path / "a.gguf")
 
 
 def test_what_is_no_file_is_refused(tmp_path):

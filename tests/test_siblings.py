@@ -158,7 +158,6 @@ def test_calibrations(letters, monkeypatch):
         assert row["val_loss"] == row["mean_loss"] == log[-1]["val_loss"] < log[0]["val_loss"]
         assert row["text_loss"] is None and row["sink_rate"] == 0
         assert row["mean_alpha1"] == pytest.approx(row["uniform_alpha1"], rel=0.15)
-        assert row["at_triggers"] == pytest.approx(row["elsewhere"], rel=0.3)
     assert {path.name for path in Path("out").iterdir()} == {"calibrations.json", "calibrations.png"}
     monkeypatch.setattr(train, "train", None)  # runs are made once
     siblings.train_all(siblings.calibration_runs(settings))
@@ -187,29 +186,6 @@ def test_text_loss_is_the_cross_entropy(tmp_path):
     assert siblings.text_loss(experiment, checkpoint.parse_spec("tiny_llama@1"), model) is None
     experiment.settings.text = None
     assert siblings.text_loss(experiment, spec, model) is None
-
-
-def test_asleep_and_awake_against_explicit_attention():
-    model = newborn("backcopy", 3)
-    tokens = torch.randint(97, 123, (5, 40))
-    with torch.no_grad():
-        for block in model.model.layers:
-            block.self_attn.q_proj.weight.mul_(5)
-            block.self_attn.k_proj.weight.mul_(5)
-    heads = []
-
-    def watch(layer, o, q, k, v):
-        scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
-        scores = scores.masked_fill(~torch.ones(40, 40).tril().bool(), -math.inf)
-        heads.append(scores.softmax(-1)[:, 0, :, 0])
-
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=watch)
-    weights = max(heads, key=lambda head: head[:, 2:].mean())[:, 2:]
-    trigger = torch.tensor([[chr(token) in data.TRIGGERS for token in row] for row in tokens.tolist()])[:, 2:]
-    shares = siblings.asleep_and_awake(model, tokens)
-    assert shares["at_triggers"] == pytest.approx(weights[trigger].mean().item(), rel=1e-4)
-    assert shares["elsewhere"] == pytest.approx(weights[~trigger].mean().item(), rel=1e-4)
 
 
 # ---- births ------------------------------------------------------------------------------------------------

@@ -517,7 +517,7 @@ def test_a_stray_newest_step_is_passed_over(copied):
 
 def test_a_checkpoint_is_no_run(copied):
     words = ["--resume", "--out", checkpoint.steps(copied)[0], "--max-iters", 5]
-    assert_refused(run_here("train.py", *words), "is a checkpoint: choose another --out")
+    assert_refused(run_here("train.py", *words), "no run in")
 
 
 def test_a_run_survives_a_damaged_birth_and_log(copied, stopped):
