@@ -355,8 +355,8 @@ def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
     Each is made in all layers at once (`changed` is "all"), then in one at a time. alpha_k is the mean over
-    heads, and over the layers after that of the unit that writes most at position 1 (where none follows:
-    after the first one changed). All sequences run at once, for mu.
+    heads, and over the layers after that of the unit that writes most at position 1, and after the first one
+    changed. All sequences run at once, for mu.
     """
     k = settings.position
     L = model.config.num_layers
@@ -385,7 +385,9 @@ def every_intervention(settings: InterveneSettings, spec, model):
         activation = activity.at_position[neuron["layer"]][:, neuron["neuron"]]  # (n,)
         if not alpha.isfinite().all():
             raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        seen_from = neuron["layer"] if neuron["layer"] < L else min(places[place])
+        seen_from = min(places[place])  # the first layer changed, or the super neuron's if that comes later
+        if neuron["layer"] < L:
+            seen_from = max(seen_from, neuron["layer"])
         alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
         is_awake = activation >= AWAKE * neuron["first"]
         key = {"position": k, "changed": place, "intervention": kind, "factor": factor}

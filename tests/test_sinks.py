@@ -353,7 +353,8 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
                 None if kind == "none" else attention.replace_values(model, 3, layers, kind, factor, *state)
             )
 
-        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
+        seen_from = 1 if place == "all" else 2  # of layers 2 and 3, those that can see what was changed
+        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, seen_from:].mean((1, 2))
         activation = units_of(model, tokens, on_heads)[1][:, 2, 7].abs()
         awake = activation >= 0.1 * first
         assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
