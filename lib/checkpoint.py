@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -157,7 +158,7 @@ def default_model():
     try:
         files.smollm2()
     except UserError as error:
-        runtime.warn(f"measuring a newborn; {error}")
+        print(f"measuring a newborn; {error}", file=sys.stderr)
         return "tiny_llama"
     return "smollm2"
 

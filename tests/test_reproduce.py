@@ -22,7 +22,7 @@ ENGAGE = "contraction.py engage --model tiny_gpt2 --seed 1 2 --num-sequences 200
 def few(tmp_path, monkeypatch):
     """`reproduce` with three results, one of which cannot be made, in a folder with a blank."""
     folder = tmp_path / "a b"
-    commands = {"deep/probe": PROBE, "smollm2/rate": "sinks.py rate --model nowhere", "engage": ENGAGE}
+    commands = {"deep/probe": PROBE, "persistence": "sinks.py rate --model nowhere", "engage": ENGAGE}
     monkeypatch.setattr(main, "RESULTS", commands)
     claims = [claim for claim in CLAIMS if claim.result in (None, *commands)]
     monkeypatch.setattr(main, "CLAIMS", claims)
@@ -37,12 +37,12 @@ def report_lines(text: str) -> list[list[str]]:
 
 def test_a_failure_stops_nothing_and_is_reported(few, capsys):
     folder = Path(few.out)
-    with pytest.raises(UserError, match="smollm2/rate failed .*nowhere"):
+    with pytest.raises(UserError, match="persistence failed .*nowhere"):
         main.reproduce(few)
     assert {"engage.json", "engage.png", "deep", "README.md"} <= {path.name for path in folder.iterdir()}
     lines = {line[0]: line for line in report_lines((folder / "README.md").read_text())}
     assert {len(line) for line in lines.values()} == {7}
-    assert lines["Figure 12, baseline"][3:6] == ["not run here", "", ""]
+    assert lines["Figure 11"][3:6] == ["not run here", "", ""]
     assert lines["Figure 6"][4:6] == ["holds", "[figure](engage.png)"]
     assert f"--out '{folder}'" in lines["Figure 6"][6]
     assert lines["Table 6"][3] == "not run here"
