@@ -29,10 +29,11 @@ from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import lineage
-from measure.comparison import compare_pair, read_model, state_fingerprint
+from measure.verdict import compare_pair, read_model
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
+TIE = 1e-3  # distances that differ by no more are equal
 
 Models = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
@@ -40,33 +41,21 @@ Models = Annotated[
 
 
 @dataclass
-class PairSettings(RunSettings):
-    """What every comparison can be told."""
+class CompareSettings(RunSettings):
+    """What `compare` can be told, and `matrix`."""
 
     models: Models = ()
-    """BASE and SUSPECTs (persistence: one run folder): checkpoint folders, or PRESET@SEED"""
-    input_seed: int = 0
-    """seed of the random sequences and of the permutations"""
+    """BASE and SUSPECTs: checkpoint folders, or PRESET@SEED"""
     init: Literal[SCHEMES] = "gpt2"
     """how newborns are drawn"""
-
-
-@dataclass
-class StateSettings(PairSettings):
-    """What the exact test reads, and how often it permutes."""
-
+    input_seed: int = 0
+    """seed of the random sequences and of the permutations"""
     num_sequences: at_least(1) = 16
-    """random sequences; each of their positions is a row"""
+    """random sequences; each of their positions is a row of states"""
     sequence_length: int = 64
     """tokens in a sequence"""
     permutations: at_least(199) = 9999
     """relabellings; the smallest p is 1 / (1 + this)"""
-
-
-@dataclass
-class CompareSettings(StateSettings):
-    """What `matrix` can be told, and `compare`."""
-
     layers: at_least(1) | None = None
     """layers whose hidden units are looked for, evenly spaced (default: all; 8 of large models)"""
     units: at_least(2) = 1024
@@ -74,13 +63,19 @@ class CompareSettings(StateSettings):
 
 
 @dataclass
-class PaperSettings(PairSettings):
+class PaperSettings(RunSettings):
     """What the paper's test can be told."""
 
+    models: Models = ()
+    """BASE and SUSPECTs: checkpoint folders, or PRESET@SEED"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how newborns are drawn"""
+    input_seed: int = 0
+    """seed of the random sequences"""
     inputs: Literal["tokens", "gaussian"] = "tokens"
     """what the models read; gaussian makes strangers look like kin"""
     paper_sequences: at_least(3) = 1000
-    """random sequences of the paper's test; in the paper 10000"""
+    """random sequences; in the paper 10000"""
     paper_length: int = 64
     """tokens in each of them; in the paper 1024"""
     side: Literal["top", "bottom"] = "top"
@@ -88,15 +83,23 @@ class PaperSettings(PairSettings):
     top_k: at_least(1) | None = None
     """how many of them, in each model (default: half of the width)"""
     softmax_temperature: at_least(1e-6, float) | None = None
-    """of a softmax over the chosen dimensions; in the authors' code 10"""
+    """of a softmax over the chosen columns; in the authors' code 10"""
 
 
 @dataclass
-class PersistenceSettings(PaperSettings, StateSettings):
-    """What `persistence` can be told: the settings of both tests."""
+class PersistenceSettings(PaperSettings):
+    """What `persistence` can be told: what the paper's test can, and the exact test of states."""
 
+    models: Models = ()
+    """one run folder"""
     stranger: str | None = None
     """run of another birth (default: a newborn of another seed)"""
+    num_sequences: at_least(1) = 16
+    """random sequences of the exact test; each of their positions is a row"""
+    sequence_length: int = 64
+    """tokens in a sequence of the exact test"""
+    permutations: at_least(199) = 9999
+    """relabellings; the smallest p is 1 / (1 + this)"""
 
 
 @dataclass
@@ -137,6 +140,15 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
+def random_rows(settings, vocab_size):
+    """The random sequences, (n, T), each of whose positions is a row of the exact test of states."""
+    indices = range(settings.num_sequences)
+    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
+    if tokens.numel() < 3:
+        raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
+    return tokens
+
+
 def last_outputs(source, vocab_size, settings: PaperSettings):
     """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
     d = source.config.d_model
@@ -162,7 +174,7 @@ def compare(settings: CompareSettings):
     experiment, (base, *suspects) = begin("compare", "BB 6.1", settings)
     rows, details = [], []
     for suspect in progress(suspects, desc="suspects"):
-        row, detail = compare_pair(base, suspect, settings)
+        row, detail = compare_models(base, suspect, experiment.settings)
         rows.append({"base": base.name, "suspect": suspect.name} | row)
         details.append(detail)
     more = {key: [detail[key] for detail in details] for key in details[0]}
@@ -175,13 +187,20 @@ def compare(settings: CompareSettings):
     return result
 
 
+def compare_models(base, suspect, settings: CompareSettings):
+    """What `compare_pair` says of two models."""
+    numbers = (settings.input_seed, settings.permutations, settings.units, settings.layers)
+    return compare_pair(base, suspect, *numbers)
+
+
 def say_closest(rows, key, other):
-    """Print for each model in the column `key` which of those in `other` is its closest relative."""
+    """Print for each model in the column `key` which of those in `other` are its closest relatives."""
     for name in dict.fromkeys(row[key] for row in rows):
         relatives = [row for row in rows if row[key] == name and row["distance"] is not None]
         if len(relatives) > 1:
-            closest = min(relatives, key=lambda row: row["distance"])
-            print(f"closest to {name}: {closest[other]}, at a distance of {closest['distance']:.2g}")
+            least = min(row["distance"] for row in relatives)
+            closest = [row[other] for row in relatives if row["distance"] <= least + TIE]
+            print(f"closest to {name}: {' and '.join(closest)}, at a distance of {least:.2g}")
 
 
 def begin(name, paper, settings: CompareSettings):
@@ -189,19 +208,21 @@ def begin(name, paper, settings: CompareSettings):
     specs = comparable_models(settings.models, settings.init, any_architecture=True)
     sources = [spec.open(any_architecture=True) for spec in specs]
     readable = [source for source in sources if source.config is not None]
-    vocab_size = 0
+    tokens = None
     if readable:
         check_lengths((settings.sequence_length,), shortest_context(readable))
-        vocab_size = common_vocabulary(readable)
+        tokens = random_rows(settings, common_vocabulary(readable))
     experiment = Experiment(name, paper, settings)
-    settings = experiment.settings
-    models = [read_model(spec.name, source, vocab_size, settings) for spec, source in zip(specs, sources)]
-    return experiment, models
+    where = (experiment.device, experiment.dtype)
+    return experiment, [read_model(spec.name, source, tokens, *where) for spec, source in zip(specs, sources)]
 
 
 def draw_compare(rows, details, path) -> None:
     """A row for each suspect: units found by layer, the map of layers, and coordinates."""
-    names = [f"{row['suspect']}: {row['verdict']}" for row in rows]
+    names = []
+    for row in rows:
+        found = f" ({row['units_found']:,} of {row['units']:,} units)" if row["units"] else ""
+        names.append(f"{row['suspect']}: {row['verdict']}{found}")
     panels = zip(names, details["layers"], details["points"], details["layer_map"])
     evidence(path, list(panels), "Which of the base's hidden units and coordinates has each suspect?")
 
@@ -211,7 +232,7 @@ def matrix(settings: CompareSettings):
     experiment, models = begin("matrix", "BB Table 4", settings)
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, settings)[0])
+        rows.append({"a": a.name, "b": b.name} | compare_models(a, b, experiment.settings)[0])
     draw_matrix(rows, settings.models, experiment.folder / "matrix.png")
     result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
     if rank() == 0:
@@ -331,7 +352,13 @@ def persistence(settings: PersistenceSettings):
 
     birth = specs[0].open()
     birth_outputs = outputs_of(birth)
-    birth_print = state_fingerprint(birth, vocab_size, settings)
+    tokens = random_rows(settings, vocab_size)
+
+    def fingerprint_of(source):
+        states = final_states(source, tokens, settings.device, settings.torch_dtype)  # (n, T, d)
+        return lineage.fingerprint(states.flatten(0, 1))
+
+    birth_print = fingerprint_of(birth)
     top_k = settings.top_k or birth.config.d_model // 2
     chosen = lineage.top_dimensions(birth_outputs, settings.side, top_k)
 
@@ -348,7 +375,7 @@ def persistence(settings: PersistenceSettings):
         stranger_taus = last_stranger_taus
         if step in strangers:
             stranger_taus = taus_with_birth(outputs_of(strangers[step].open()))
-        C = lineage.relation(birth_print, state_fingerprint(child, vocab_size, settings))
+        C = lineage.relation(birth_print, fingerprint_of(child))
         test = lineage.diagonal_test(C, ("relabel", settings.input_seed), settings.permutations)
         row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
         row |= {"stranger_mean_tau": stranger_taus.mean(), "stranger_std_tau": stranger_taus.std()}

@@ -1,15 +1,12 @@
 """Whose hidden units are these? A census finds a model's units again in another, by weights alone (ours).
 
     >>> from lib import checkpoint
-    >>> from measure.census import Units, unit_census
+    >>> from measure.census import Units, equal_ids, unit_census
     >>> base = Units(checkpoint.parse_spec("tiny_llama@1000").open())
     >>> suspect = Units(checkpoint.parse_spec("runs/lineage/tiny_llama-1000").open())
-    >>> ids = torch.arange(4096)
-    >>> rows, layer_map = unit_census(base, suspect, (ids, ids))
-    >>> rows[0]["found"], rows[0]["units"]
+    >>> census = unit_census(base, suspect, equal_ids(base, suspect))
+    >>> census.matches[0].found, census.matches[0].units
     (704, 704)
-    >>> layer_map["share"][0][:2]
-    [1.0, 0.0]
 
 A thief can rotate the residual basis, reorder the hidden units of every MLP, flip their signs and rescale
 them without changing what the model computes. What no such change alters is what a unit reads of the token
@@ -27,6 +24,7 @@ unit that was split into several, nor new MLPs on copied attention.
 """
 
 import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,12 +36,13 @@ from lib import parts
 from lib.runtime import progress
 from lib.settings import UserError
 
-ROW_BATCH = 4096  # tokens whose embeddings are multiplied at once
+ROW_BATCH = 4096  # tokens, or units, whose products are made at once
 FEW_UNITS = 128  # of each MLP of a base, that are looked for in each of a suspect, to find the closest
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
-STANDS_OUT = 0.1  # share of these from which on an MLP is the closest
+STANDS_OUT = 0.25  # share of these from which on an MLP is the closest; unrelated ones share up to 0.16
 AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
 FEWEST_UNITS = 8  # found, from which on a distance is worth a number
+NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
 SMALLEST_EIGENVALUE = 1e-6  # of a token table's Gram matrix, in units of their mean: smaller ones are raised
 RIDGE = 3.0  # of decorrelation: a third more units are found under noise of three std than with 0.03
 
@@ -51,13 +50,44 @@ RIDGE = 3.0  # of decorrelation: a third more units are found under noise of thr
 # ---- what a unit reads and writes, by tokens ---------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a checkpoint's names leave open: where there is a choice, all are tried."""
+
+    table: str
+    head: str
+    interleaved: bool = False  # gate and up in one matrix: row by row, or one above the other
+    swapped: bool = False  # gate and up, whose names do not tell
+    from_one: bool = False  # gains are stored less one
+
+
+def readings(source):
+    """Every Reading of a source, the likeliest first; [] without a token table or MLPs."""
+    found = parts.find(source)
+    if found.missing:
+        return []
+    from_one = [any(family in parts.GAINS_FROM_ONE for family in source.family.split())]
+    norms = {mlp.norm for mlp in found.mlps if mlp.norm}
+    if norms:
+        gains = torch.cat([source.read(norm).float() for norm in sorted(norms)])
+        if ((gains <= 0).float().mean() > NEGATIVE_GAINS) != from_one[0]:  # the family's name may be wrong
+            from_one.append(not from_one[0])
+    interleaved = [False, True] if any("gate_up" in mlp.matrices for mlp in found.mlps) else [False]
+    swapped = (
+        [False] if all(mlp.is_named or "gate" not in mlp.matrices for mlp in found.mlps) else [False, True]
+    )
+    choices = itertools.product(found.tables, found.heads, interleaved, swapped, from_one)
+    return [Reading(*choice) for choice in choices]
+
+
 class Units:
     """The hidden units of a source's MLPs, as its tokens see them."""
 
-    def __init__(self, source, name="the model"):
+    def __init__(self, source, reading=None):
         self.source = source
         self.parts = parts.find(source)
-        self.missing = f"no {self.parts.missing} found in {name}" if self.parts.missing else ""
+        self.width = self.parts.width
+        self.reading = reading or readings(source)[0]
         self.inputs_first = parts.stores_inputs_first(source)
         self.roots = {}  # by the table's name
         self.kept_views = {}  # by the MLP's number, for many suspects
@@ -71,7 +101,7 @@ class Units:
     @property
     def num_tokens(self):
         """The number of token ids that the model's tables have."""
-        return min(self.source.shapes[name][0] for name in (self.parts.table, self.parts.head))
+        return min(self.source.shapes[name][0] for name in (self.reading.table, self.reading.head))
 
     @property
     def numbers(self):
@@ -88,9 +118,8 @@ class Units:
 
     def hidden_units(self, number, limit):
         """The numbers of up to `limit` hidden units of an MLP, evenly spaced."""
-        name = self.parts.mlps[number].matrices["down"]
-        *_, rows, columns = self.source.shapes[name]
-        return evenly_spaced(rows * columns // self.source.width, limit)
+        shape = self.source.shapes[self.parts.mlps[number].matrices["down"]]
+        return torch.tensor(evenly_spaced(parts.units_of(shape, self.width), limit))
 
     def kept(self, number, limit):
         """The views of an MLP, up to `limit` of its units, made once."""
@@ -106,8 +135,6 @@ class Units:
         """
         mlp = self.parts.mlps[number]
         matrices = self.matrices(mlp)
-        if len({len(rows) for rows in matrices.values()}) > 1:
-            raise UserError(f"{mlp.label}: its matrices have different numbers of hidden units")
         alive = torch.stack([rows.any(dim=1) for rows in matrices.values()]).all(dim=0)
         chosen = evenly_spaced(len(alive), limit or len(alive))
         values = {}
@@ -126,7 +153,7 @@ class Units:
 
     def table_of(self, view):
         """The table that a view is seen through: the head for what is written, else the token table."""
-        return self.parts.head if view == "down" else self.parts.table
+        return self.reading.head if view == "down" else self.reading.table
 
     def matrices(self, mlp):
         """An MLP's matrices by view, (m, d) float32 each, with the gains of the norms around them."""
@@ -135,55 +162,41 @@ class Units:
             weight = self.source.read(name)
             if mlp.expert is not None:
                 weight = weight[mlp.expert]
-            matrix = parts.residual_rows(weight, name, self.source.width, self.inputs_first).float()
-            if role == "gate_up":
-                rows["gate"], rows["up"] = matrix.chunk(2)
-            else:
+            matrix = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
+            if role != "gate_up":
                 rows[role] = matrix
-        for view in rows:
-            if view == "down":
-                written = rows[view] * self.gain(mlp.norm_behind)
-                rows[view] = self.through(self.parts.norm, written, writes=True)
+            elif self.reading.interleaved:
+                rows["gate"], rows["up"] = matrix[0::2], matrix[1::2]
             else:
-                rows[view] = self.through(mlp.norm, rows[view])
+                rows["gate"], rows["up"] = matrix.chunk(2)
+        if self.reading.swapped and "gate" in rows:
+            rows["gate"], rows["up"] = rows["up"], rows["gate"]
+        for view in rows:
+            if view == "down":  # what is written meets the mean first, what reads meets the gain first
+                written = rows[view] * self.gain(mlp.norm_behind)
+                rows[view] = self.without_mean(self.parts.norm, written) * self.gain(self.parts.norm)
+            else:
+                rows[view] = self.without_mean(mlp.norm, rows[view] * self.gain(mlp.norm))
         return rows
 
-    def through(self, norm, rows, writes=False) -> Tensor:
-        """Rows (m, d) as they act through a norm: times its gain, and without a mean if a norm takes it out.
-
-        What is written meets the mean first, what reads meets the gain first.
-        """
-        if writes and self.takes_out_mean(norm):
-            rows = rows - rows.mean(dim=1, keepdim=True)
-        rows = rows * self.gain(norm)
-        if not writes and self.takes_out_mean(norm):
-            rows = rows - rows.mean(dim=1, keepdim=True)
+    def without_mean(self, norm, rows):
+        """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
+        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
+        if norm and (has_bias or self.source.family in parts.LAYERNORMS_WITHOUT_BIAS):
+            return rows - rows.mean(dim=1, keepdim=True)
         return rows
-
-    def takes_out_mean(self, norm):
-        """Is a norm a LayerNorm? Its bias tells, in most families."""
-        if norm is None:
-            return False
-        has_bias = f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
-        return has_bias or self.source.family in parts.LAYERNORMS_WITHOUT_BIAS
 
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
         if norm is None:
             return 1.0
-        gain = self.source.read(norm).float()
-        return gain + 1 if self.source.family in parts.GAINS_FROM_ONE else gain
+        return self.source.read(norm).float() + self.reading.from_one
 
 
 def evenly_spaced(count, limit):
     """Up to `limit` numbers of 0..count - 1, evenly spaced."""
     numbers = np.linspace(0, count - 1, min(count, limit)).round()
     return np.unique(numbers.astype(int)).tolist()
-
-
-def some_units(views, limit):
-    """Views (d, m) of up to `limit` units, evenly spaced."""
-    return {view: columns[:, evenly_spaced(columns.shape[1], limit)] for view, columns in views.items()}
 
 
 def decorrelated(columns: Tensor, chosen):
@@ -225,15 +238,116 @@ def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
 # ---- two models --------------------------------------------------------------------------------------------
 
 
-def bridges_between(base: Units, suspect: Units, tokens, order=None):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e).
+@dataclass
+class Match:
+    """An MLP of a suspect, the closest of the base, and how many of its units are found again in it."""
 
-    `tokens` holds the ids of the tokens that both have, for each model (n,). `order` (n,), a permutation of
-    them, breaks what ties the models and keeps what ties a model to itself: this pair's null.
+    layer: str
+    number: int  # of the suspect's layer, from 1
+    base_layer: str
+    base_number: int
+    found: int
+    units: int  # that live, in the model with fewer
+    expected: float  # found in strangers
+    by_chance: int  # found where one model's tokens are permuted: this pair's own null
+    in_place: int  # of the units found: those that stand where they stood
+    distance: float | None
+
+    @property
+    def share(self):
+        """The share of units found."""
+        return self.found / max(1, self.units)
+
+
+@dataclass
+class Census:
+    """What `unit_census` finds: a Match for each MLP of the suspect that was read, and a map of layers."""
+
+    matches: list
+    layer_map: dict
+    num_tokens: int  # that the models share
+    width: int  # of the narrower model
+    tables: float  # how alike the token tables are in any basis: 1, or width / num_tokens of strangers
+
+
+def equal_ids(base: Units, suspect: Units):
+    """Tokens of one number are the same token: the numbers of those that both models have, for each."""
+    ids = torch.arange(min(base.num_tokens, suspect.num_tokens))
+    return ids, ids
+
+
+def best_census(bases, suspects, vocabularies, limit, layers, key):
+    """The `unit_census` that finds most, of all readings of two models and ways to tell equal tokens.
+
+    `vocabularies` have each model's tokens' numbers by their strings, if known. A Match's `by_chance` is the
+    largest of all.
+    """
+    results = []
+    for base, suspect in itertools.product(bases, suspects):
+        pairings = [equal_ids(base, suspect)]
+        ours, theirs = vocabularies
+        count = len(pairings[0][0])
+        shared = [token for token in ours if max(ours[token], theirs.get(token, count)) < count]
+        numbers = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
+        if shared and not torch.equal(*numbers):
+            pairings.append(tuple(numbers))
+        results += [unit_census(base, suspect, tokens, limit, layers, key) for tokens in pairings]
+    best = max(results, key=lambda census: sum(match.share for match in census.matches))
+    for place, match in enumerate(best.matches):
+        match.by_chance = max(census.matches[place].by_chance for census in results)
+    return best
+
+
+def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0):
+    """How many units of a base are found again in each MLP of a suspect; and a map of their layers.
+
+    `tokens` are the ids (n,) of the tokens that both have, for each. Up to `limit` units of an MLP are looked
+    for, in up to `layers` layers; if the depths differ, in all of the base. The map has the `share` of a few
+    units whose largest correlations agree in two views, for each MLP of the base (row) and of the suspect
+    (column). `key` permutes one model's tokens, which breaks what ties the two and nothing within each.
     """
     ids_a, ids_b = tokens
-    if order is not None:
-        ids_b = ids_b[order]
+    order = torch.from_numpy(keyed_generator("census", key).permutation(len(ids_b)))
+    bridges = bridges_between(base, suspect, tokens)
+    null = bridges_between(base, suspect, (ids_a, ids_b[order]))
+    has_same_depth = len(base.numbers) == len(suspect.numbers)
+    ours = base.chosen(layers if has_same_depth else len(base.numbers))
+    theirs = suspect.chosen(layers)
+    matches = []
+    shares = np.zeros((len(ours), len(theirs)))
+    few = few_units([base.kept(number, limit) for number in ours], bridges)
+    for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
+        views = suspect.views(number)
+        shares[:, column] = shares_agreed(few, views, len(ours))
+        closest = ours[closest_place(shares[:, column], column * len(ours) // len(theirs))]
+        kept = base.kept(closest, limit)
+        places, partners = units_found(kept, views, bridges)
+        fewer, more = sorted(int(next(iter(each.values())).any(dim=0).sum()) for each in (kept, views))
+        places_in_base = base.hidden_units(closest, limit)[places]
+        match = Match(
+            layer=suspect.parts.mlps[number].label,
+            number=suspect.parts.mlps[number].layer + 1,
+            base_layer=base.parts.mlps[closest].label,
+            base_number=base.parts.mlps[closest].layer + 1,
+            found=len(places),
+            units=fewer,
+            expected=fewer / max(1, more),
+            by_chance=len(units_found(kept, views, null)[0]),
+            in_place=int((places_in_base == partners).sum()),
+            distance=distance(base.reads(closest)[places_in_base], suspect.reads(number)[partners]),
+        )
+        matches.append(match)
+    layer_map = {"share": shares.tolist(), "base_layers": base.numbers, "suspect_layers": suspect.numbers}
+    layer_map["base"] = [base.parts.mlps[number].label for number in ours]
+    layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
+    width = min(base.width, suspect.width)
+    alike = bridges["up"].square().sum().item() / width
+    return Census(matches, layer_map, len(ids_a), width, alike)
+
+
+def bridges_between(base: Units, suspect: Units, tokens):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
+    ids_a, ids_b = tokens
     bridges = {}
     for view in ("up", "down"):
         table_a = base.table_of(view)
@@ -245,23 +359,42 @@ def bridges_between(base: Units, suspect: Units, tokens, order=None):
     return bridges
 
 
+def few_units(mlps, bridges):
+    """A few units of each of a base's MLPs, seen by a suspect: by view (MLPs x FEW_UNITS, e), some 0."""
+    few = {}
+    for view in set.intersection(*(set(views) for views in mlps)):
+        blocks = torch.zeros(len(mlps), FEW_UNITS, bridges[view].shape[1])
+        for block, views in zip(blocks, mlps):
+            columns = views[view][:, evenly_spaced(views[view].shape[1], FEW_UNITS)]
+            block[: columns.shape[1]] = columns.T @ bridges[view]
+        few[view] = blocks.flatten(0, 1)
+    return few
+
+
+def shares_agreed(few, views, count):
+    """The share of each of `count` MLPs' few units for which two views name the same unit as the closest."""
+    nearest = []
+    for view in few.keys() & views.keys():
+        rows = few[view].split(ROW_BATCH)
+        nearest.append(torch.cat([(part @ views[view]).abs_().argmax(dim=1) for part in rows]))
+    alive = few["up"].any(dim=1)
+    agreed = [((x == y) & alive).view(count, -1).sum(dim=1) for x, y in itertools.combinations(nearest, 2)]
+    return torch.stack(agreed).amax(dim=0) / alive.view(count, -1).sum(dim=1).clamp(min=1)
+
+
 def units_found(a, b, bridges):
-    """How many of a base's units are found again in a suspect's MLP, of how many, and `expected` by chance.
+    """Which units of a base are found again in a suspect's MLP: their places in `a`, and in `b`, as tensors.
 
     `a` and `b` are `Units.views`. Each view pairs units by one assignment; a unit is found if two views name
-    the same partner. The count is that of the best two views. Dead units are left out. Returns the counts,
-    and the places of the units found in `a` and in `b`.
+    the same partner. Those of the best two views count. Dead units are left out.
     """
     partners = [partners_of(a[view], b[view], bridges[view]) for view in a.keys() & b.keys()]
-    agreed = torch.zeros(0, dtype=torch.long)
+    best = places = torch.zeros(0, dtype=torch.long)
     for x, y in itertools.combinations(partners, 2):
-        places = ((x == y) & (x >= 0)).nonzero().flatten()
-        if len(places) > len(agreed):
-            agreed, partner = places, x[places]
-    alive = [int(next(iter(views.values())).any(dim=0).sum()) for views in (a, b)]  # in all views alike
-    fewer, more = sorted(alive)
-    count = {"found": len(agreed), "units": fewer, "expected": fewer / max(1, more)}
-    return count, (agreed, partner if len(agreed) else agreed)
+        agreed = ((x == y) & (x >= 0)).nonzero().flatten()
+        if len(agreed) > len(places):
+            places, best = agreed, x[agreed]
+    return places, best
 
 
 def partners_of(columns_a, columns_b, bridge):
@@ -288,45 +421,6 @@ def distance(rows_a, rows_b):
         cosines.append((rows @ rows.T).fill_diagonal_(0).flatten())
     agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
     return 1 - agreement**0.5
-
-
-def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0):
-    """How many units of a base are found again in each MLP of a suspect; and a map of their layers.
-
-    Returns rows and a map. A row has `layer` and `number`, the suspect's, `base_layer` and `base_number`, the
-    closest of the base, what `units_found` says of the two, their `distance`, and `by_chance`, the count
-    where `key` permutes one model's tokens. The map has the `share` of units found for each MLP of the base
-    (row) and of the suspect (column), by a few units. Up to `limit` units of an MLP are looked for, in up to
-    `layers` layers; if the depths differ, in all of the base. `tokens` are as in `bridges_between`.
-    """
-    order = torch.from_numpy(keyed_generator("census", key).permutation(len(tokens[0])))
-    bridges = bridges_between(base, suspect, tokens)
-    null = bridges_between(base, suspect, tokens, order)
-    has_same_depth = len(base.numbers) == len(suspect.numbers)
-    ours = base.chosen(layers if has_same_depth else len(base.numbers))
-    theirs = suspect.chosen(layers)
-    rows = []
-    shares = np.zeros((len(ours), len(theirs)))
-    for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
-        views = suspect.views(number)
-        for place, other in enumerate(ours):
-            few = some_units(base.kept(other, limit), FEW_UNITS)
-            count, _ = units_found(few, views, bridges)
-            shares[place, column] = count["found"] / max(1, count["units"])
-        closest = ours[closest_place(shares[:, column], column * len(ours) // len(theirs))]
-        row = {"layer": suspect.parts.mlps[number].label, "number": suspect.parts.mlps[number].layer + 1}
-        row |= {"base_layer": base.parts.mlps[closest].label}
-        row |= {"base_number": base.parts.mlps[closest].layer + 1}
-        count, pairs = units_found(base.kept(closest, limit), views, bridges)
-        by_chance, _ = units_found(base.kept(closest, limit), views, null)
-        row |= count | {"share": count["found"] / max(1, count["units"]), "by_chance": by_chance["found"]}
-        chosen = torch.tensor(base.hidden_units(closest, limit))
-        row["distance"] = distance(base.reads(closest)[chosen[pairs[0]]], suspect.reads(number)[pairs[1]])
-        rows.append(row)
-    layer_map = {"share": shares.tolist(), "base_layers": base.numbers, "suspect_layers": suspect.numbers}
-    layer_map["base"] = [base.parts.mlps[number].label for number in ours]
-    layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
-    return rows, layer_map
 
 
 def closest_place(shares, own_place):

@@ -33,7 +33,6 @@ from lib.runtime import bfloat16_is_fast, progress
 from lib.settings import UserError
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
-CERTAIN_Z = 4.75  # of a normal variable: the same p, one in a million
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
 
@@ -134,9 +133,7 @@ class Correlation:
         if not self.squares.isfinite().all():
             raise UserError("a model's weights are not finite: check them for NaN")
         scale = torch.outer(*self.squares).sqrt()
-        if not scale.any():
-            return None
-        return torch.where(scale > 0, self.products / scale, 0.0)
+        return torch.where(scale > 0, self.products / scale, 0.0) if scale.any() else None
 
 
 def weight_correlations(a, b):
@@ -187,8 +184,9 @@ def diagonal_test(C: Tensor, key, permutations=9999):
 
     S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
     doubly centred (Hoeffding 1951). Returns `matched` and `mismatched`, the means of the diagonal and of the
-    rest; what `outcome` says of S, its p being (1 + #{S(pi) >= S}) / (1 + permutations), which `key`
-    draws; and `smallest_visible`, the least matched - mismatched whose normal tail would be 10^-6.
+    rest; `smallest_visible`, the least matched - mismatched whose normal tail would be 10^-6; `z` and its
+    tail `log10_p`, an approximation: a z of 250 is an effect, no probability; the exact `p`,
+    (1 + #{S(pi) >= S}) / (1 + permutations), which `key` draws; and whether the two say `same` birth.
     """
     d = len(C)
     mean = C.mean().item()
@@ -207,33 +205,25 @@ def diagonal_test(C: Tensor, key, permutations=9999):
         sampled = values[coordinates, orders].mean(axis=1)
         exceeding += int((sampled >= matched).sum())
     z = (matched - mean) / std
+    log10_p = stats.norm.logsf(z) / math.log(10)
     return {
         "matched": matched,
         "mismatched": (C.sum().item() - matched * d) / (d * (d - 1)),
         "smallest_visible": stats.norm.isf(10**SAME_LOG10_P).item() * std * d / (d - 1),
-        **outcome(z, stats.norm.logsf(z) / math.log(10), exceeding, permutations),
+        "z": z,
+        "log10_p": log10_p,
+        "p": (1 + exceeding) / (1 + permutations),
+        "same": bool(log10_p <= SAME_LOG10_P and exceeding == 0),
     }
-
-
-def outcome(z, log10_p, exceeding, permutations):
-    """`z`, its tail `log10_p`, the exact `p` of the permutations, and whether the two say `same` birth.
-
-    The tail is an approximation: a z of 250 is an effect, not a probability.
-    """
-    same = log10_p <= SAME_LOG10_P and exceeding == 0
-    p = (1 + exceeding) / (1 + permutations)
-    return {"z": z, "log10_p": log10_p, "p": p, "same": bool(same)}
 
 
 def histogram(C):
     """Shares in % of matched and of mismatched correlations C (d, d) by size: points of a figure."""
     edges = np.linspace(-1, 1, 201)
     points = []
-    mismatched = C[~torch.eye(len(C), dtype=bool)]
-    for coordinates, values in (("mismatched", mismatched), ("matched", C.diagonal())):
+    for coordinates, values in (("mismatched", C[~torch.eye(len(C), dtype=bool)]), ("matched", C.diagonal())):
         shares = 100 * np.histogram(values.numpy(), edges)[0] / len(values)
-        for left, right, share in zip(edges, edges[1:], shares):
-            correlation = (left + right) / 2
+        for correlation, share in zip((edges[:-1] + edges[1:]) / 2, shares):
             points.append({"coordinates": coordinates, "correlation": correlation, "share": share})
     return points
 
@@ -267,14 +257,10 @@ def closest_births(source, parameter, count, seeds):
     rows = []
     for cosine, seed in best:
         t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-        family_log10_p = min(0.0, student_log10_tail(t, m - 1) + math.log10(len(seeds)))
+        log10_p = max(-300.0, stats.t.logsf(t, m - 1) / math.log(10))  # scipy has no numbers below
+        family_log10_p = min(0.0, log10_p + math.log10(len(seeds)))
         rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
     return rows
-
-
-def student_log10_tail(t, dof):
-    """log10 of the one-sided P[T > t] of Student's t, at least -300: scipy has no numbers below."""
-    return max(-300.0, stats.t.logsf(t, dof) / math.log(10))
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

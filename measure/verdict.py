@@ -1,19 +1,30 @@
-"""What do the tests of two models say together? A verdict, and a sentence with its reason.
+"""What do all tests say of two models? A verdict, and a sentence with its reason.
 
-    >>> from measure.verdict import verdict
-    >>> row = {"number": 1, "base_number": 1, "base_layer": "layer 1", "found": 2, "units": 704}
-    >>> verdict({}, [row | {"share": 2 / 704, "expected": 1, "by_chance": 0}])
-    ('no evidence', 'at most 2 of 704 hidden units of a layer found again, as chance has it')
+    >>> from lib import checkpoint
+    >>> from measure.verdict import compare_pair, read_model
+    >>> sources = [checkpoint.parse_spec(name).open() for name in ("tiny_llama@1", "tiny_llama@2")]
+    >>> models = [read_model("one", sources[0]), read_model("other", sources[1])]
+    >>> compare_pair(*models)[0]["sentence"]
+    'at most 4 of 704 hidden units of a layer found again, as chance has it; its token table is another'
 
 Hidden units decide, where there are any (`measure/census.py`): no change of basis or order hides them, and a
-copied token table does not give them. Else coordinates of the blocks' weights do (`measure/lineage.py`). The
+copied token table does not give them. Where a model has none, coordinates of the blocks' weights do
+(`measure/lineage.py`). "No evidence" is a claim, too: it is made where a child would have been seen. The
 thresholds are ours.
 """
 
 import math
+from dataclasses import asdict, dataclass
 
+import numpy as np
+import torch
 from scipy import stats
 
+from lib import parts
+from lib.checkpoint import final_states
+from lib.folders import token_ids
+from measure import lineage
+from measure.census import Units, best_census, readings
 from measure.lineage import SAME_LOG10_P
 
 UNDECIDED_P = 0.01  # up to here a common birth is not ruled out
@@ -22,56 +33,214 @@ NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 KIN_SHARE = 0.2  # of a layer's hidden units found again: from here on it is the base's
 STRANGERS_SHARE = 0.1  # of a layer's units: strangers that learn one text reach 0.062
+FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell kin from strangers
+TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
+COPY = 1e-3  # up to here a distance is that of rounding
+SAME_TABLE, CHANGED_TABLE = 0.99, 0.5  # how alike token tables are, in any basis
+WIDE = 2048  # wider models are large: a census takes half a minute a layer, or more,
+MANY = 64  # and so are models with more MLPs, or experts
+LAYERS_OF_LARGE_MODELS = 8  # that are looked at
 
 
-def verdict(tests, rows, layer_map=None, missing=""):
-    """The verdict, and its reason, of the tests by name that were made and of what a census returned.
+@dataclass
+class Model:
+    """A model as it is compared: name, source of weights, and final states, if it is ours."""
 
-    Without rows, `missing` says why units could not be looked for.
+    name: str
+    source: object
+    units: list  # its hidden units, by each reading of its weights
+    missing: str  # what they would be looked for with
+    has_mlps: bool  # or matrices that might be MLPs
+    vocabulary: dict  # tokens' numbers by their strings
+    states: torch.Tensor | None
+
+
+def read_model(name, source, tokens=None, device="cpu", dtype=torch.float32):
+    """The Model of a source; its final states, of tokens (n, T), only if `model.py` is it."""
+    states = None
+    if source.config is not None and tokens is not None:
+        states = lineage.fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1))
+    found = parts.find(source)
+    missing = f"no {found.missing} found in {name}" if found.missing else ""
+    units = [Units(source, reading) for reading in readings(source)]
+    place = getattr(source, "place", None)  # a newborn has none
+    vocabulary = {} if place is None else token_ids(place)
+    return Model(name, source, units, missing, bool(found.mlps or found.unknown), vocabulary, states)
+
+
+def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
+    """A pair's row, and what is behind it: the census, its map of layers, correlations, matrices left out.
+
+    Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in a few of
+    large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
     """
-    if rows:
-        return verdict_of_units(tests, rows, layer_map)
-    return verdict_of_coordinates(tests.get("body"), missing)
+    correlations, skipped = lineage.weight_correlations(base.source, suspect.source)
+    if base.states is not None and suspect.states is not None and base.source.width == suspect.source.width:
+        correlations["relabel"] = lineage.relation(base.states, suspect.states)
+    tests = {kind: lineage.diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
+    census = None
+    if base.units and suspect.units:
+        vocabularies = (base.vocabulary, suspect.vocabulary)
+        layers = layers or usual_layers(base.units[0], suspect.units[0])
+        census = best_census(base.units, suspect.units, vocabularies, units, layers, seed)
+    answer, sentence = verdict(tests, census, lack(base, suspect, census), condition(base, suspect))
+    told = told_match(answer, census.matches) if census else None
+    row = {"verdict": answer, "sentence": sentence, "units": told and told.units}
+    row |= {"units_found": told and told.found, "units_share": told and told.share}
+    distances = [match.distance for match in census.matches if match.distance is not None] if census else []
+    row["distance"] = float(np.mean(distances)) if answer == SAME_BIRTH and distances else None
+    row["num_rows"] = len(base.states) if "relabel" in tests else None
+    for kind, prefix in (("relabel", ""), ("body", "body_"), ("embedding", "embedding_")):
+        test = tests.get(kind, {})
+        for name in ("matched", "mismatched", "smallest_visible"):
+            row[prefix + name] = test.get(name)
+        for name in ("z", "log10_p", "p"):
+            row[f"{kind}_{name}"] = test.get(name)
+    row["permutation_p"] = row["relabel_p"]
+    detail = {"layers": [], "layer_map": {}, "points": [], "skipped": skipped}
+    if census:
+        detail["layers"] = [asdict(match) | {"share": match.share} for match in census.matches]
+        detail["layer_map"] = census.layer_map
+    if "body" in correlations:
+        detail["points"] = lineage.histogram(correlations["body"])
+    return row, detail
 
 
-def verdict_of_units(tests, rows, layer_map):
-    """The verdict where hidden units were looked for."""
-    judged = judge_units(rows)
-    if judged == SAME_BIRTH:
-        return SAME_BIRTH, f"{found_again(rows)} found again{where(rows, layer_map)}"
-    most = max(rows, key=lambda row: row["share"])
-    count = f"at most {most['found']:,} of {most['units']:,} hidden units of a layer found again"
-    if judged == INCONCLUSIVE:
-        return INCONCLUSIVE, f"{count}: more than chance has it, fewer than a child of the base would have"
+def usual_layers(base: Units, suspect: Units):
+    """How many layers are looked at, if nobody says so: all, or LAYERS_OF_LARGE_MODELS."""
+    if any(units.width > WIDE or len(units.parts.mlps) > MANY for units in (base, suspect)):
+        return LAYERS_OF_LARGE_MODELS
+    return max(len(base.numbers), len(suspect.numbers))
+
+
+# ---- what could have been seen -----------------------------------------------------------------------------
+
+
+@dataclass
+class Lack:
+    """Why hidden units could not tell, "" if they could; and whether a model has none at all."""
+
+    reason: str
+    is_of_mlps: bool
+
+
+def lack(base: Model, suspect: Model, census):
+    """The Lack of a comparison: here, and nowhere else, it is decided what "no evidence" takes."""
+    reason = base.missing or suspect.missing
+    if census and census.num_tokens < TOKENS_A_DIMENSION * census.width:
+        reason = f"the models share {census.num_tokens:,} tokens, too few for their width of {census.width:,}"
+    elif census and max(match.units for match in census.matches) < FEWEST_UNITS:
+        reason = f"no layer has {FEWEST_UNITS} hidden units that live in both models"
+    return Lack(reason, not (base.has_mlps and suspect.has_mlps))
+
+
+def condition(base: Model, suspect: Model):
+    """What "no evidence" rests on, where models have token tables; "" for two newborns."""
+    if base.vocabulary and suspect.vocabulary:
+        return ", if their tokenizers tell the truth"
+    sources = (base.source, suspect.source)
+    is_of_files = any(getattr(source, "place", None) is not None for source in sources)
+    return ", if their token numbers mean the same" if is_of_files else ""
+
+
+def verdict(tests, census, lack, condition=""):
+    """The verdict, and its reason, of the tests by name that were made, a Census, if any, and its Lack."""
+    body = tests.get("body")
+    if census and judge_units(census.matches) == SAME_BIRTH:
+        return SAME_BIRTH, "; ".join([found_again(census), *changes(tests, census)])
+    if lack.reason:
+        return verdict_of_coordinates(body, lack, has_living_units=bool(census) and has_units(census))
+    told = told_match(NO_EVIDENCE, census.matches)
+    count = f"at most {told.found:,} of {told.units:,} hidden units of a layer found again"
+    table = f"its token table is {table_of(tests, census)}"
+    if judge_units(census.matches) == INCONCLUSIVE:
+        return INCONCLUSIVE, (
+            f"{count}: more than chance has it, fewer than a child of the base would have; {table}; "
+            "a common ancestor, or an earlier checkpoint of the suspect, would tell"
+        )
     agreeing = {kind for kind, test in tests.items() if test["same"]}
     if "body" in agreeing:
         return INCONCLUSIVE, (
-            f"{effect(tests['body'])}, but {count}. Such are children whose token table or MLPs were drawn "
+            f"{effect(body)}, but {count}; {table}. Such are children whose token table or MLPs were drawn "
             "anew, and strangers trained on a copied table; an earlier checkpoint of the suspect would tell"
         )
     if "relabel" in agreeing and "embedding" not in agreeing:
-        return INCONCLUSIVE, f"final states agree, but {count}: the suspect may have learnt the base's states"
-    if beyond_chance(rows):
+        return INCONCLUSIVE, (
+            f"final states agree, but {count}; {table}: the suspect may have learnt the base's states; "
+            "an earlier checkpoint of it would tell"
+        )
+    if beyond_chance(census.matches):
         count += ", more than chance has it, but no more than strangers come to share if they learn one text"
     else:
         count += ", as chance has it"
-    if "embedding" in agreeing:
-        count += "; the token table is the base's, but can be copied"
-    return NO_EVIDENCE, count
+    if table_of(tests, census) == "another":
+        return NO_EVIDENCE, f"{count}{condition}; {table}"
+    return NO_EVIDENCE, f"{count}{condition}; {table}, which can be copied"
 
 
-def verdict_of_coordinates(body, missing):
-    """The verdict where only the weights' coordinates could be compared."""
+def has_units(census):
+    """Does any hidden unit live?"""
+    return any(match.units > 0 for match in census.matches)
+
+
+def verdict_of_coordinates(body, lack, has_living_units):
+    """The verdict where hidden units cannot tell."""
     if body is None:
-        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {missing}"
-    if body["same"]:
-        return SAME_BIRTH, f"{effect(body)}; hidden units were not looked for: {missing}"
-    if body["p"] <= UNDECIDED_P:
-        return INCONCLUSIVE, f"{effect(body)}: too much for chance, too little for a child of the base"
-    return NO_EVIDENCE, (
-        f"coordinates of the blocks' weights do not agree (z = {body['z']:.1f}); a correlation of "
-        f"{body['smallest_visible']:.1g} would have been seen"
-    )
+        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {lack.reason}"
+    if body["same"] and not has_living_units:
+        return SAME_BIRTH, f"{effect(body)}; hidden units were not looked for: {lack.reason}"
+    if body["same"] or body["p"] <= UNDECIDED_P:
+        return INCONCLUSIVE, (
+            f"{effect(body)}: too much for chance, too little for a child of the base; hidden units cannot "
+            f"tell: {lack.reason}"
+        )
+    nothing = f"coordinates of the blocks' weights do not agree (z = {body['z']:.1f})"
+    if lack.is_of_mlps:
+        return NO_EVIDENCE, (
+            f"{nothing}; a correlation of {body['smallest_visible']:.1g} would have been seen, a child whose "
+            f"basis was changed would not: {lack.reason}"
+        )
+    return INCONCLUSIVE, f"{nothing}, but a changed basis would hide a child, and {lack.reason}"
+
+
+# ---- units -------------------------------------------------------------------------------------------------
+
+
+def judge_units(matches):
+    """The verdict of a census: kin from KIN_SHARE of a layer's units on.
+
+    There is no evidence if chance explains every count, or if none reaches STRANGERS_SHARE.
+    """
+    largest = max([match.share for match in beyond_chance(matches)], default=0)
+    if largest >= KIN_SHARE:
+        return SAME_BIRTH
+    return INCONCLUSIVE if largest >= STRANGERS_SHARE else NO_EVIDENCE
+
+
+def beyond_chance(matches):
+    """The matches whose counts chance does not explain."""
+    return [match for match in matches if chance_log10_p(match, len(matches)) <= SAME_LOG10_P]
+
+
+def chance_log10_p(match, searches):
+    """log10 of the chance that strangers have as many units as a match, or more, in the best of many counts.
+
+    Each of three pairs of views counts a Poisson number of units, in each of `searches` layers of both. Its
+    mean is the expected one, or the count of this pair's own null, if that is larger: ties may make it so.
+    """
+    log_p = stats.poisson.logsf(match.found - 1, max(match.expected, match.by_chance))
+    return min(0.0, (log_p + math.log(3 * searches**2)) / math.log(10))
+
+
+def told_match(answer, matches):
+    """The match that the row and the sentence tell: the least of those found again, else the largest."""
+    if answer != SAME_BIRTH:
+        return max(matches, key=lambda match: match.share)
+    found = [match for match in matches if match.share >= KIN_SHARE]
+    return min(found or matches, key=lambda match: match.share)
+
+
+# ---- sentences ---------------------------------------------------------------------------------------------
 
 
 def effect(body):
@@ -80,51 +249,21 @@ def effect(body):
     return f"coordinates of the blocks' weights agree ({numbers})"
 
 
-# ---- units -------------------------------------------------------------------------------------------------
-
-
-def judge_units(rows):
-    """The verdict of a census: kin from KIN_SHARE of a layer's units on.
-
-    There is no evidence if chance explains every count, or if none reaches STRANGERS_SHARE.
-    """
-    largest = max([row["share"] for row in beyond_chance(rows)], default=0)
-    if largest >= KIN_SHARE:
-        return SAME_BIRTH
-    return INCONCLUSIVE if largest >= STRANGERS_SHARE else NO_EVIDENCE
-
-
-def beyond_chance(rows):
-    """The rows whose counts chance does not explain."""
-    return [row for row in rows if chance_log10_p(row, len(rows)) <= SAME_LOG10_P]
-
-
-def chance_log10_p(row, searches):
-    """log10 of the chance that strangers have as many units as a row, or more, in the best of many counts.
-
-    Each of three pairs of views counts a Poisson number of units, in each of `searches` layers of both. Its
-    mean is the expected one, or the count of this pair's own null, if that is larger: ties may make it so.
-    """
-    log_p = stats.poisson.logsf(row["found"] - 1, max(row["expected"], row["by_chance"]))
-    return min(0.0, (log_p + math.log(3 * searches**2)) / math.log(10))
-
-
-def found_again(rows):
-    """How many units were found, and in which layers."""
-    found = [row for row in rows if row["share"] >= KIN_SHARE]
-    least = min(found, key=lambda row: row["share"])
-    is_least = all(row["share"] == least["share"] for row in found)
-    count = f"{'' if is_least else 'at least '}{least['found']:,} of {least['units']:,} hidden units"
-    layers = "every layer" if len(found) == len(rows) else f"{len(found)} of {len(rows)} layers"
-    return f"{count} of {layers}"
-
-
-def where(rows, layer_map):
-    """Which layers of the base the units of the suspect's layers are from; "" if each is in its own place."""
-    origins = {row["number"]: row["base_number"] for row in rows if row["share"] >= KIN_SHARE}
-    has_same_depth = len(layer_map["base_layers"]) == len(layer_map["suspect_layers"])
-    if has_same_depth and origins == {row["number"]: row["number"] for row in rows}:
-        return ""
+def found_again(census):
+    """How many units were found, and in which layers; of the base's, unless each is in its own place."""
+    matches = census.matches
+    found = [match for match in matches if match.share >= KIN_SHARE]
+    least = told_match(SAME_BIRTH, matches)
+    is_least = all(match.share == least.share for match in found)
+    layers = "every layer" if len(found) == len(matches) else f"{len(found)} of {len(matches)} layers"
+    sentence = (
+        f"{'' if is_least else 'at least '}{least.found:,} of {least.units:,} hidden units of {layers} "
+    )
+    sentence += "found again"
+    origins = {match.number: match.base_number for match in found}
+    depths = [len(census.layer_map[key]) for key in ("base_layers", "suspect_layers")]
+    if depths[0] == depths[1] and all(match.number == match.base_number for match in found):
+        return sentence
     runs = []  # of consecutive layers
     for number in origins.values():
         if runs and number == runs[-1][-1] + 1:
@@ -132,4 +271,30 @@ def where(rows, layer_map):
         else:
             runs.append([number])
     spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f", in layers {', '.join(spans)} of the base"
+    return f"{sentence}, in layers {', '.join(spans)} of the base"
+
+
+def changes(tests, census):
+    """What was done to a suspect whose units were found again."""
+    found = [match for match in census.matches if match.share >= KIN_SHARE]
+    body, embedding = tests.get("body"), tests.get("embedding")
+    if embedding and not embedding["same"] and not (body and body["same"]):
+        yield "its residual basis was changed"
+    elif body and body["same"] and len(found) < len(census.matches):
+        yield effect(body)
+    if sum(match.in_place for match in found) < 0.5 * sum(match.found for match in found):
+        yield "its hidden units stand in another order"
+    distances = [match.distance for match in census.matches if match.distance is not None]
+    if distances and np.mean(distances) > COPY:
+        yield f"its weights are at a distance of {np.mean(distances):.2g}, by training, noise or rounding"
+    elif distances:
+        yield "its weights are the base's"
+    yield f"its token table is {table_of(tests, census)}"
+
+
+def table_of(tests, census):
+    """Is the suspect's token table the base's, in whatever basis, or its coordinates?"""
+    if census.tables > SAME_TABLE:
+        return "the base's"
+    has_same_coordinates = "embedding" in tests and tests["embedding"]["same"]
+    return "the base's, changed" if has_same_coordinates or census.tables > CHANGED_TABLE else "another"

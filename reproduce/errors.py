@@ -24,8 +24,7 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from measure import lineage
-from measure.census import Units, unit_census
-from measure.comparison import tokens_of
+from measure.census import Units, equal_ids, unit_census
 from measure.cosines import wilson
 from measure.verdict import NO_EVIDENCE, judge_units
 from model import PRESETS
@@ -152,10 +151,10 @@ def units_found(newborns, settings: Settings):
         model.views = functools.cache(model.views)  # each model is a suspect many times
     rejected, shares = [], []
     for i, j in itertools.combinations(range(len(models)), 2):
-        tokens = tokens_of(models[i], models[j])
-        layers, _ = unit_census(models[i], models[j], tokens, settings.units, settings.layers, (i, j))
-        rejected.append(judge_units(layers) != NO_EVIDENCE)
-        shares += [layer["share"] for layer in layers]
+        tokens = equal_ids(models[i], models[j])
+        census = unit_census(models[i], models[j], tokens, settings.units, settings.layers, (i, j))
+        rejected.append(judge_units(census.matches) != NO_EVIDENCE)
+        shares += [match.share for match in census.matches]
     return np.array(rejected), max(shares)
 
 

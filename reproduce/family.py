@@ -13,10 +13,10 @@ from lib.checkpoint import parse_spec
 from lib.data import TokenData, default_folder
 from lib.runtime import progress
 from lib.settings import Command, run_script
-from measure.comparison import compare_pair, read_model
+from measure.verdict import read_model
 from reproduce.rivals import RIVALS, similarities
 from reproduce.siblings import SEEDS, Settings, begin
-from seedprint import CompareSettings, PaperSettings, last_outputs, paper_test
+from seedprint import CompareSettings, PaperSettings, compare_models, last_outputs, paper_test, random_rows
 
 STYLES = {  # steps of each seed's training; steps on the second corpus
     "llama": ({42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
@@ -92,13 +92,15 @@ def compare_all(pairs, data, experiment):
         """A model as `compare` reads it, and what the paper's test reads."""
         source = parse_spec(folder).open()
         vocab_size = source.config.vocab_size
-        return read_model(folder, source, vocab_size, ours), last_outputs(source, vocab_size, theirs)
+        tokens = random_rows(ours, vocab_size)
+        model = read_model(folder, source, tokens, experiment.device, experiment.dtype)
+        return model, last_outputs(source, vocab_size, theirs)
 
     rows = []
     for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
         a, outputs_a = read(base)
         b, outputs_b = read(suspect)
-        row, _ = compare_pair(a, b, ours)
+        row, _ = compare_models(a, b, ours)
         row |= paper_test(outputs_a, outputs_b, theirs)
         row |= similarities(a.source, b.source, text, experiment.device, experiment.dtype)
         rows.append({"table": table, "base": base, "suspect": suspect, "kin": kin} | row)

@@ -25,15 +25,13 @@ from lib import checkpoint
 from lib.inputs import random_tokens
 from lib.settings import Command, UserError, run_script
 from measure.attention import attention_to
-from measure.comparison import compare_pair, read_model
 from measure.cosines import pairwise_cosine
 from measure.lineage import SAME_LOG10_P, paper_test
 from measure.theory import hermite_kernel, one_block_cosine
-from measure.verdict import SAME_BIRTH
+from measure.verdict import SAME_BIRTH, compare_pair, read_model
 from model import ACTIVATIONS, PRESETS, Transformer
 from probe import count_predictions
 from reproduce import answers
-from seedprint import CompareSettings
 
 LENGTH = 64  # tokens in a sequence
 OLD_ACTIVATIONS = ("gelu", "relu", "tanh", "swiglu")
@@ -233,9 +231,8 @@ def child_hidden():
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder, "hidden"), thief)
         specs = [checkpoint.parse_spec(name) for name in ("tiny_llama@1", str(Path(folder, "hidden")))]
-        settings = CompareSettings(dtype="float32", device="cpu", permutations=199)
-        models = [read_model(spec.name, spec.open(), model.config.vocab_size, settings) for spec in specs]
-        row, _ = compare_pair(*models, settings)
+        rows = random_tokens(0, range(16), 64, model.config.vocab_size)
+        row, _ = compare_pair(*(read_model(spec.name, spec.open(), rows) for spec in specs), permutations=199)
     for test, rows in (("relabel", "states"), ("body", "weights"), ("embedding", "table")):
         known = row[f"{test}_log10_p"] <= SAME_LOG10_P
         z = row[f"{test}_z"]

@@ -8,15 +8,17 @@ tokens here, and held-out text in `reproduce/family.py`.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from init import SCHEMES
 from lib.checkpoint import check_lengths, final_states, shortest_context
 from lib.inputs import random_tokens
 from lib.results import Experiment
 from lib.runtime import progress
-from lib.settings import Command, UserError, at_least, run_script
-from seedprint import PairSettings, common_vocabulary, comparable_models
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from seedprint import Models, common_vocabulary, comparable_models
 
 RIVALS = ("intrinsic", "reef", "pcs", "ics")
 THRESHOLD = 0.8  # of all four (BB B.3.2, after REEF)
@@ -24,9 +26,15 @@ TABLES = ("model.embed_tokens", "lm_head")
 
 
 @dataclass
-class Settings(PairSettings):
+class Settings(RunSettings):
     """What `python -m reproduce.rivals` can be told."""
 
+    models: Models = ()
+    """BASE and SUSPECTs: checkpoint folders, or PRESET@SEED"""
+    init: Literal[SCHEMES] = "gpt2"
+    """how newborns are drawn"""
+    input_seed: int = 0
+    """seed of the random sequences"""
     num_sequences: at_least(2) = 200
     """random sequences that REEF reads"""
     sequence_length: int = 64

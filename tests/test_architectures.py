@@ -35,7 +35,7 @@ ARCHITECTURES = {  # class: its configuration's, the arguments, and how many MLP
     "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", EXPERTS | {"shared_expert_intermediate_size": 128}, 15),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", EXPERTS, 12),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", EXPERTS | LATENT | DEEPSEEK, 11),
-    "MambaForCausalLM": ("MambaConfig", SIZES, 0),
+    "MambaForCausalLM": ("MambaConfig", SIZES, 3),
     "BertForMaskedLM": ("BertConfig", PLAIN, 3),
     "T5ForConditionalGeneration": ("T5Config", T5_SIZES, 6),
     "MistralForCausalLM": ("MistralConfig", GATED, 3),

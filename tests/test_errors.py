@@ -139,7 +139,7 @@ def test_units_rate_by_hand():
     ids = torch.arange(97)
     shares = []
     for a, b in itertools.combinations(models, 2):
-        shares += [layer["share"] for layer in unit_census(a, b, (ids, ids), 20, 2)[0]]
+        shares += [match.share for match in unit_census(a, b, (ids, ids), 20, 2).matches]
     assert largest_share == max(shares)
     assert rejected.tolist() == [False] * 6
 

@@ -7,7 +7,8 @@ import seedprint
 from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.files import read_json
-from measure import comparison, lineage
+from lib.inputs import random_tokens
+from measure import lineage, verdict
 from model import PRESETS, ModelConfig
 from reproduce import power, thief
 
@@ -51,8 +52,9 @@ def test_power(tmp_path):
     states = {"num_sequences": 4, "sequence_length": 16, "permutations": 199}
     settings = power.Settings(**states, layers=1, paper_sequences=20, paper_length=8, **CPU)
     sources = [Newborn(SMALL, 1), checkpoint.parse_spec(str(tmp_path / "run/step_0000008")).open()]
-    pair = [comparison.read_model("", source, 97, settings) for source in sources]
-    compared, _ = comparison.compare_pair(*pair, settings)
+    tokens = random_tokens(0, range(4), 16, 97)
+    pair = [verdict.read_model("", source, tokens) for source in sources]
+    compared, _ = verdict.compare_pair(*pair, permutations=199, layers=1)
     row = by_change[power.STEPS, 8]
     assert (row["body_z"], row["relabel_z"]) == (compared["body_z"], compared["relabel_z"])
     outputs = [seedprint.last_outputs(source, 97, settings) for source in sources]
