@@ -177,8 +177,14 @@ def compare(settings: CompareSettings):
         row, detail = compare_models(base, suspect, experiment.settings)
         rows.append({"base": base.name, "suspect": suspect.name} | row)
         details.append(detail)
+    panels = []
+    for row, detail in zip(rows, details):
+        found = f" ({row['units_found']:,} of {row['units']:,} units)" if row["units"] else ""
+        name = f"{row['suspect']}: {row['verdict']}{found}"
+        panels.append((name, detail["layers"], detail["points"], detail["layer_map"]))
+    question = "Which of the base's hidden units and coordinates has each suspect?"
+    evidence(experiment.folder / "compare.png", panels, question)
     more = {key: [detail[key] for detail in details] for key in details[0]}
-    draw_compare(rows, more, experiment.folder / "compare.png")
     result = experiment.save(rows, VERDICT_COLUMNS, **more)
     if rank() == 0:
         for row in rows:
@@ -217,40 +223,25 @@ def begin(name, paper, settings: CompareSettings):
     return experiment, [read_model(spec.name, source, tokens, *where) for spec, source in zip(specs, sources)]
 
 
-def draw_compare(rows, details, path) -> None:
-    """A row for each suspect: units found by layer, the map of layers, and coordinates."""
-    names = []
-    for row in rows:
-        found = f" ({row['units_found']:,} of {row['units']:,} units)" if row["units"] else ""
-        names.append(f"{row['suspect']}: {row['verdict']}{found}")
-    panels = zip(names, details["layers"], details["points"], details["layer_map"])
-    evidence(path, list(panels), "Which of the base's hidden units and coordinates has each suspect?")
-
-
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
     experiment, models = begin("matrix", "BB Table 4", settings)
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         rows.append({"a": a.name, "b": b.name} | compare_models(a, b, experiment.settings)[0])
-    draw_matrix(rows, settings.models, experiment.folder / "matrix.png")
+    found = []
+    for row in rows:
+        by_share = row["units_share"] or row["body_matched"] or 0
+        found.append(by_share if row["distance"] is None else 1 - row["distance"])
+    names = [model.name for model in models]
+    label = "closeness: 1 - distance of hidden units"
+    closeness = squareform(found) + np.eye(len(names))
+    family_tree(experiment.folder / "matrix.png", names, closeness, label, "Which models are kin?")
     result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
     if rank() == 0:
         reversed_rows = [row | {"a": row["b"], "b": row["a"]} for row in rows]
         say_closest(rows + reversed_rows, "a", "b")
     return result
-
-
-def draw_matrix(rows, names, path) -> None:
-    """How close every two models are, and a tree of them."""
-    found = []
-    for row in rows:
-        closeness = row["units_share"] or row["body_matched"] or 0
-        if row["distance"] is not None:
-            closeness = 1 - row["distance"]
-        found.append(closeness)
-    closeness = squareform(found) + np.eye(len(names))
-    family_tree(path, names, closeness, "closeness: 1 - distance of hidden units", "Which models are kin?")
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

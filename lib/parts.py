@@ -33,19 +33,9 @@ ROLES = {  # of an MLP's matrices
 }
 MLP_MATRIX = {role: re.compile(rf"^(?:(.*)\.)?(?:{names})(?:\.weight)?$") for role, names in ROLES.items()}
 NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's and Phi's attention shares it
-    "pre_feedforward_layernorm",
-    "post_attention_layernorm",
-    "norm_2",
-    "ln_2",
-    "ln_mlp",
-    "ffn_norm",
-    "mlp_norm",
-    "final_layer_norm",
-    "attention.output.LayerNorm",
-    "layer_norm",
-    "input_layernorm",
-    "ln_1",
-)
+    "pre_feedforward_layernorm post_attention_layernorm norm_2 ln_2 ln_mlp ffn_norm mlp_norm "
+    "final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
+).split()
 NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 GAINS_FROM_ONE = (
     "gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split()
@@ -73,6 +63,11 @@ class MLP:
     norm_behind: str | None
     is_named: bool  # or else found by shapes, so that gate and up may be each other
 
+    @property
+    def views(self):
+        """What there is to see of a unit: its gate, where MLPs have them, its up and its down weights."""
+        return ("gate", "up", "down") if self.matrices.keys() & {"gate", "gate_up"} else ("up", "down")
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -96,57 +91,57 @@ class Parts:
 
 def find(source):
     """The Parts of a source. Where config.json's width fits no token table, the table's is right."""
-    outside, layers = {}, {}
-    for name, shape in source.shapes.items():
+    outside, layers = {}, defaultdict(dict)
+    for name in sorted(name for name, shape in source.shapes.items() if 0 not in shape):
         match = LAYER.search(name)
-        if 0 in shape:
-            continue
         if match is None:
-            outside[name] = shape
+            outside[name] = source.shapes[name]
         else:
-            prefix = name[: match.end()]
-            layers.setdefault((prefix[: match.start(1)], int(match[1])), {})[name[match.end() :]] = name
-    matrices = sorted(name for name, shape in outside.items() if len(shape) == 2)
-    named = [name for name in matrices if TABLE.search(name)]
+            layers[name[: match.start(1)], int(match[1])][name[match.end() :]] = name
+    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
+    tables = [name for name in matrices if TABLE.search(name)]
     width = source.width
-    if named and all(outside[name][1] != width for name in named):
-        width = outside[named[0]][1]
-    matrices = [name for name in matrices if outside[name][1] == width]
+    if tables and all(matrices[name][1] != width for name in tables):
+        width = matrices[tables[0]][1]
+    matrices = {name: shape for name, shape in matrices.items() if shape[1] == width}
     heads = [name for name in matrices if HEAD.search(name)]
-    tables = [name for name in matrices if name in named]
-    others = [name for name in matrices if name not in heads and outside[name][0] > width]
-    if not tables and others:
-        tables = [max(others, key=lambda name: outside[name][0])]
-    gains = sorted(name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name))
+    tables = [name for name in tables if name in matrices]
+    if not tables:  # the largest matrix that is higher than wide
+        others = [name for name in matrices if name not in heads and matrices[name][0] > width]
+        tables = sorted(others, key=lambda name: matrices[name][0])[-1:]
+    norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
     mlps, unknown = [], []
     stacks = {stack for stack, _ in layers}
     for layer, (stack, number) in enumerate(sorted(layers)):
         place = f"layer {number + 1}"
         if len(stacks) > 1:  # an encoder and a decoder
             place = f"{stack.split('.')[0]} {place}"
-        names = {rest: name for rest, name in layers[stack, number].items() if not ATTENTION.search(rest)}
-        shapes = {name: source.shapes[name] for name in names.values()}
-        shapes = {name: shape for name, shape in shapes.items() if is_matrix(name, shape, width)}
-        found = named_mlps(names, shapes, width)
-        is_named = len(found) > 0
-        if not is_named:
-            found = mlps_by_shape(shapes, width)
-        if not found:
-            unknown += shapes
-        norms = norms_of_layer(source, layers[stack, number], width)
-        for owner, roles in found.items():
-            for expert in experts_of(source.shapes[roles["down"]]):
-                number = expert
-                if number is None and re.search(r"\.experts\.(\d+)", f".{owner}"):
-                    number = int(re.search(r"\.experts\.(\d+)", f".{owner}")[1])
-                label = place if number is None else f"{place}, expert {number + 1}"
-                mlps.append(MLP(layer, label, roles, expert, *norms, is_named))
-    return Parts(width, tables, heads or tables[:1], next(iter(gains), None), mlps, unknown)
+        found, others = mlps_of_layer(source, layer, place, layers[stack, number], width)
+        mlps += found
+        unknown += others
+    return Parts(width, tables, heads or tables[:1], next(iter(norms), None), mlps, unknown)
 
 
-def experts_of(shape):
-    """The places of the experts in a stack of matrices; one None for a matrix."""
-    return [None] if len(shape) == 2 else range(min(shape[0], MOST_EXPERTS))
+def mlps_of_layer(source, layer, place, names, width):
+    """The MLPs of a layer, and matrices of which nothing is known. `names` are full ones by their rest."""
+    shapes = {}
+    for rest, name in names.items():
+        if is_matrix(name, source.shapes[name], width) and not ATTENTION.search(rest):
+            shapes[rest] = source.shapes[name]
+    named = named_mlps(shapes, width)
+    mlps = []
+    for owner, roles in (named or mlps_by_shape(shapes, width)).items():
+        matrices = {role: names[rest] for role, rest in roles.items()}
+        shape = shapes[roles["down"]]
+        number = re.search(r"\.experts\.(\d+)$", f".{owner}")
+        experts = [None] if len(shape) == 2 else range(min(shape[0], MOST_EXPERTS))
+        for expert in experts:
+            label = place
+            if number or expert is not None:
+                label = f"{place}, expert {(int(number[1]) if number else expert) + 1}"
+            norms = norms_of_layer(source, names, width)
+            mlps.append(MLP(layer, label, matrices, expert, *norms, is_named=bool(named)))
+    return mlps, [] if mlps else list(shapes)
 
 
 def units_of(shape, width):
@@ -154,44 +149,44 @@ def units_of(shape, width):
     return shape[-2] if shape[-1] == width else shape[-1]
 
 
-def named_mlps(names, shapes, width):
-    """The matrices of each MLP by their role, by the name of their owner, where names tell."""
+def named_mlps(shapes, width):
+    """The matrices of each MLP by role, by the name of their owner, where the rest of their names tells."""
     owners = defaultdict(dict)
-    for rest, name in sorted(names.items()):
+    for rest in shapes:
         for role, pattern in MLP_MATRIX.items():
             match = pattern.match(rest)
-            if match and name in shapes:
-                owners[match[1] or ""].setdefault(role, name)
+            if match:
+                owners[match[1] or ""].setdefault(role, rest)
     found = {}
     for owner, roles in owners.items():
-        if "down" in roles and len(roles) > 1:
-            if "gate" in roles and "up" not in roles:  # w1 and w2, without a w3
-                roles["up"] = roles.pop("gate")
-            units = {role: units_of(shapes[name], width) for role, name in roles.items()}
-            if len(roles) == 2 and units.get("up") == 2 * units["down"]:
-                roles["gate_up"] = roles.pop("up")
-            if {units[role] for role in units} in ({units["down"]}, {units["down"], 2 * units["down"]}):
-                found[owner] = roles
+        if "down" not in roles or len(roles) < 2:
+            continue
+        if "gate" in roles and "up" not in roles:  # w1 and w2, without a w3
+            roles["up"] = roles.pop("gate")
+        units = {role: units_of(shapes[rest], width) for role, rest in roles.items()}
+        if len(roles) == 2 and units.get("up") == 2 * units["down"]:
+            roles["gate_up"] = roles.pop("up")
+        if set(units.values()) <= {units["down"], 2 * units["down"]}:
+            found[owner] = roles
     return found
 
 
 def mlps_by_shape(shapes, width):
-    """The same of a layer's matrices whose names tell nothing: one writes what one or two others read."""
+    """The same where names tell nothing: one matrix writes what one or two others read."""
     reads, writes = defaultdict(list), defaultdict(list)
-    for name, shape in sorted(shapes.items()):
+    for rest, shape in shapes.items():
         if shape[-1] != shape[-2]:
             kind = reads if shape[-1] == width else writes
-            kind[units_of(shape, width), shape[:-2]].append(name)
+            kind[units_of(shape, width)].append(rest)
     if sum(map(len, writes.values())) > sum(map(len, reads.values())):  # matrices are (inputs, outputs)
         reads, writes = writes, reads
-    for (units, stack), down in writes.items():
-        single, double = reads[units, stack], reads[2 * units, stack]
-        if len(down) == 1 and len(single) == 2:
-            return {"": {"gate": single[0], "up": single[1], "down": down[0]}}
-        if len(down) == 1 and len(single) == 1:
-            return {"": {"up": single[0], "down": down[0]}}
-        if len(down) == 1 and len(double) == 1:
-            return {"": {"gate_up": double[0], "down": down[0]}}
+    for units, down in writes.items():
+        inputs = reads[units]
+        names = {2: ("gate", "up"), 1: ("up",)}.get(len(inputs))
+        if not inputs and len(reads[2 * units]) == 1:
+            inputs, names = reads[2 * units], ("gate_up",)
+        if names and len(down) == 1:
+            return {"": dict(zip(names, inputs)) | {"down": down[0]}}
     return {}
 
 
@@ -200,7 +195,7 @@ def norms_of_layer(source, names, width):
     gains = {rest: name for rest, name in names.items() if source.shapes[name] == (width,)}
     behind = gains.get(f"{NORM_BEHIND}.weight")
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
-        rests = [rest for rest in sorted(gains) if rest.endswith(f"{norm}.weight")]
+        rests = [rest for rest in gains if rest.endswith(f"{norm}.weight")]
         if rests:
             return gains[rests[-1]], behind  # T5's feed-forward layer is a layer's last
     return None, behind
@@ -212,16 +207,6 @@ def norms_of_layer(source, names, width):
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
     return len(shape) in (2, 3) and width in shape[-2:] and not NO_WEIGHTS.search(name)
-
-
-def is_in_a_layer(name):
-    """Is a tensor of a layer, not a table?"""
-    return LAYER.search(name) is not None
-
-
-def plain_name(name):
-    """A tensor's name without what wraps the model, which differs between folders of one architecture."""
-    return PREFIX.sub("", name)
 
 
 def stores_inputs_first(source):

@@ -56,9 +56,9 @@ class Reading:
 
     table: str
     head: str
-    interleaved: bool = False  # gate and up in one matrix: row by row, or one above the other
-    swapped: bool = False  # gate and up, whose names do not tell
-    from_one: bool = False  # gains are stored less one
+    interleaved: bool  # gate and up in one matrix: row by row, or one above the other
+    swapped: bool  # gate and up, whose names do not tell
+    from_one: bool  # gains are stored less one
 
 
 def readings(source):
@@ -66,16 +66,16 @@ def readings(source):
     found = parts.find(source)
     if found.missing:
         return []
-    from_one = [any(family in parts.GAINS_FROM_ONE for family in source.family.split())]
-    norms = {mlp.norm for mlp in found.mlps if mlp.norm}
-    if norms:
-        gains = torch.cat([source.read(norm).float() for norm in sorted(norms)])
-        if ((gains <= 0).float().mean() > NEGATIVE_GAINS) != from_one[0]:  # the family's name may be wrong
-            from_one.append(not from_one[0])
-    interleaved = [False, True] if any("gate_up" in mlp.matrices for mlp in found.mlps) else [False]
-    swapped = (
-        [False] if all(mlp.is_named or "gate" not in mlp.matrices for mlp in found.mlps) else [False, True]
-    )
+    from_one = [bool(set(source.family.split()) & set(parts.GAINS_FROM_ONE))]
+    norms = sorted({mlp.norm for mlp in found.mlps if mlp.norm})
+    gains = torch.cat([torch.ones(1), *(source.read(norm).float() for norm in norms)])
+    if (gains <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
+        from_one = [True, False]
+    interleaved, swapped = [False], [False]
+    if any("gate_up" in mlp.matrices for mlp in found.mlps):
+        interleaved = [False, True]
+    if any("gate" in mlp.matrices and not mlp.is_named for mlp in found.mlps):
+        swapped = [False, True]
     choices = itertools.product(found.tables, found.heads, interleaved, swapped, from_one)
     return [Reading(*choice) for choice in choices]
 
@@ -89,8 +89,9 @@ class Units:
         self.width = self.parts.width
         self.reading = reading or readings(source)[0]
         self.inputs_first = parts.stores_inputs_first(source)
+        self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
         self.roots = {}  # by the table's name
-        self.kept_views = {}  # by the MLP's number, for many suspects
+        self.kept = {}  # views of a base, for many suspects, by the MLP's number
 
     def root(self, table):
         """R (d, d) of the token table, or of the head: centred over tokens, it is Q R, as in a QR."""
@@ -98,34 +99,17 @@ class Units:
             self.roots[table] = root_of(self.source.read(table))
         return self.roots[table]
 
-    @property
-    def num_tokens(self):
-        """The number of token ids that the model's tables have."""
-        return min(self.source.shapes[name][0] for name in (self.reading.table, self.reading.head))
+    def table_of(self, view):
+        """The table that a view is seen through: the head for what is written, else the token table."""
+        return self.reading.head if view == "down" else self.reading.table
 
-    @property
-    def numbers(self):
-        """The numbers of the layers that have MLPs, from 1."""
-        return sorted({mlp.layer + 1 for mlp in self.parts.mlps})
-
-    def chosen(self, layers):
-        """The numbers of the MLPs in up to `layers` layers, evenly spaced; of many experts MOST_EXPERTS."""
+    def chosen(self, limit):
+        """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
         numbers = []
-        for place in evenly_spaced(len(self.numbers), layers):
-            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer + 1 == self.numbers[place]]
+        for place in evenly_spaced(len(self.layers), limit):
+            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer == self.layers[place]]
             numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
         return numbers
-
-    def hidden_units(self, number, limit):
-        """The numbers of up to `limit` hidden units of an MLP, evenly spaced."""
-        shape = self.source.shapes[self.parts.mlps[number].matrices["down"]]
-        return torch.tensor(evenly_spaced(parts.units_of(shape, self.width), limit))
-
-    def kept(self, number, limit):
-        """The views of an MLP, up to `limit` of its units, made once."""
-        if number not in self.kept_views:
-            self.kept_views[number] = self.views(number, limit)
-        return self.kept_views[number]
 
     def views(self, number, limit=None):
         """The views of an MLP's units, by name: (d, m) float32, columns of norm 1, or 0 for a dead unit.
@@ -134,7 +118,7 @@ class Units:
         from other units: what all share no longer drowns what is theirs. Up to `limit` units, evenly spaced.
         """
         mlp = self.parts.mlps[number]
-        matrices = self.matrices(mlp)
+        matrices = {view: self.rows(number, view) for view in mlp.views}
         alive = torch.stack([rows.any(dim=1) for rows in matrices.values()]).all(dim=0)
         chosen = evenly_spaced(len(alive), limit or len(alive))
         values = {}
@@ -146,38 +130,25 @@ class Units:
             values[view] = decorrelated(columns, chosen)
         return values
 
-    def reads(self, number):
-        """The rows (m, d) of an MLP's weights that its activation acts on: no sign can be flipped there."""
-        matrices = self.matrices(self.parts.mlps[number])
-        return matrices.get("gate", matrices["up"])
-
-    def table_of(self, view):
-        """The table that a view is seen through: the head for what is written, else the token table."""
-        return self.reading.head if view == "down" else self.reading.table
-
-    def matrices(self, mlp):
-        """An MLP's matrices by view, (m, d) float32 each, with the gains of the norms around them."""
-        rows = {}
-        for role, name in mlp.matrices.items():
-            weight = self.source.read(name)
-            if mlp.expert is not None:
-                weight = weight[mlp.expert]
-            matrix = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
-            if role != "gate_up":
-                rows[role] = matrix
-            elif self.reading.interleaved:
-                rows["gate"], rows["up"] = matrix[0::2], matrix[1::2]
-            else:
-                rows["gate"], rows["up"] = matrix.chunk(2)
-        if self.reading.swapped and "gate" in rows:
-            rows["gate"], rows["up"] = rows["up"], rows["gate"]
-        for view in rows:
-            if view == "down":  # what is written meets the mean first, what reads meets the gain first
-                written = rows[view] * self.gain(mlp.norm_behind)
-                rows[view] = self.without_mean(self.parts.norm, written) * self.gain(self.parts.norm)
-            else:
-                rows[view] = self.without_mean(mlp.norm, rows[view] * self.gain(mlp.norm))
-        return rows
+    def rows(self, number, view):
+        """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
+        mlp = self.parts.mlps[number]
+        role = view
+        if self.reading.swapped and view != "down" and "gate" in mlp.matrices:
+            role = {"gate": "up", "up": "gate"}[view]
+        name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
+        weight = self.source.read(name)
+        if mlp.expert is not None:
+            weight = weight[mlp.expert]
+        rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
+        if role not in mlp.matrices:
+            halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
+            rows = halves[view == "up"]
+        if view == "down":  # what is written meets the mean first, what reads meets the gain first
+            return self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind)) * self.gain(
+                self.parts.norm
+            )
+        return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
 
     def without_mean(self, norm, rows):
         """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
@@ -188,9 +159,7 @@ class Units:
 
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
-        if norm is None:
-            return 1.0
-        return self.source.read(norm).float() + self.reading.from_one
+        return self.source.read(norm).float() + self.reading.from_one if norm else 1.0
 
 
 def evenly_spaced(count, limit):
@@ -265,22 +234,26 @@ class Census:
 
     matches: list
     layer_map: dict
+    has_same_depth: bool
     num_tokens: int  # that the models share
     width: int  # of the narrower model
     tables: float  # how alike the token tables are in any basis: 1, or width / num_tokens of strangers
 
 
 def equal_ids(base: Units, suspect: Units):
-    """Tokens of one number are the same token: the numbers of those that both models have, for each."""
-    ids = torch.arange(min(base.num_tokens, suspect.num_tokens))
+    """The ids (n,) of the tokens that two models share, in each of them, if one number is one token."""
+    tables = [
+        units.source.shapes[units.table_of(view)] for units in (base, suspect) for view in ("up", "down")
+    ]
+    ids = torch.arange(min(shape[0] for shape in tables))
     return ids, ids
 
 
 def best_census(bases, suspects, vocabularies, limit, layers, key):
     """The `unit_census` that finds most, of all readings of two models and ways to tell equal tokens.
 
-    `vocabularies` have each model's tokens' numbers by their strings, if known. A Match's `by_chance` is the
-    largest of all.
+    `vocabularies` have the numbers of each model's tokens by their strings, if known. A Match's `by_chance`
+    is the largest of all.
     """
     results = []
     for base, suspect in itertools.product(bases, suspects):
@@ -290,7 +263,7 @@ def best_census(bases, suspects, vocabularies, limit, layers, key):
         shared = [token for token in ours if max(ours[token], theirs.get(token, count)) < count]
         numbers = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
         if shared and not torch.equal(*numbers):
-            pairings.append(tuple(numbers))
+            pairings.append(numbers)
         results += [unit_census(base, suspect, tokens, limit, layers, key) for tokens in pairings]
     best = max(results, key=lambda census: sum(match.share for match in census.matches))
     for place, match in enumerate(best.matches):
@@ -310,39 +283,44 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
     order = torch.from_numpy(keyed_generator("census", key).permutation(len(ids_b)))
     bridges = bridges_between(base, suspect, tokens)
     null = bridges_between(base, suspect, (ids_a, ids_b[order]))
-    has_same_depth = len(base.numbers) == len(suspect.numbers)
-    ours = base.chosen(layers if has_same_depth else len(base.numbers))
+    has_same_depth = len(base.layers) == len(suspect.layers)
+    ours = base.chosen(layers if has_same_depth else len(base.layers))
     theirs = suspect.chosen(layers)
+    for number in ours:
+        if number not in base.kept:
+            base.kept[number] = base.views(number, limit)
+    few = few_units([base.kept[number] for number in ours], bridges)
     matches = []
     shares = np.zeros((len(ours), len(theirs)))
-    few = few_units([base.kept(number, limit) for number in ours], bridges)
     for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
         views = suspect.views(number)
-        shares[:, column] = shares_agreed(few, views, len(ours))
+        shares[:, column] = shares_agreed(few, views)
         closest = ours[closest_place(shares[:, column], column * len(ours) // len(theirs))]
-        kept = base.kept(closest, limit)
+        kept = base.kept[closest]
+        mlp, base_mlp = suspect.parts.mlps[number], base.parts.mlps[closest]
         places, partners = units_found(kept, views, bridges)
-        fewer, more = sorted(int(next(iter(each.values())).any(dim=0).sum()) for each in (kept, views))
-        places_in_base = base.hidden_units(closest, limit)[places]
+        units, more = sorted(int(each["up"].any(dim=0).sum()) for each in (kept, views))
+        num_units = parts.units_of(base.source.shapes[base_mlp.matrices["down"]], base.width)
+        places_in_base = torch.tensor(evenly_spaced(num_units, limit))[places]
+        view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"  # no sign can be flipped in a gate
         match = Match(
-            layer=suspect.parts.mlps[number].label,
-            number=suspect.parts.mlps[number].layer + 1,
-            base_layer=base.parts.mlps[closest].label,
-            base_number=base.parts.mlps[closest].layer + 1,
+            layer=mlp.label,
+            number=mlp.layer + 1,
+            base_layer=base_mlp.label,
+            base_number=base_mlp.layer + 1,
             found=len(places),
-            units=fewer,
-            expected=fewer / max(1, more),
+            units=units,
+            expected=units / max(1, more),
             by_chance=len(units_found(kept, views, null)[0]),
             in_place=int((places_in_base == partners).sum()),
-            distance=distance(base.reads(closest)[places_in_base], suspect.reads(number)[partners]),
+            distance=distance(base.rows(closest, view)[places_in_base], suspect.rows(number, view)[partners]),
         )
         matches.append(match)
-    layer_map = {"share": shares.tolist(), "base_layers": base.numbers, "suspect_layers": suspect.numbers}
-    layer_map["base"] = [base.parts.mlps[number].label for number in ours]
+    layer_map = {"share": shares.tolist(), "base": [base.parts.mlps[number].label for number in ours]}
     layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
     width = min(base.width, suspect.width)
     alike = bridges["up"].square().sum().item() / width
-    return Census(matches, layer_map, len(ids_a), width, alike)
+    return Census(matches, layer_map, has_same_depth, len(ids_a), width, alike)
 
 
 def bridges_between(base: Units, suspect: Units, tokens):
@@ -360,26 +338,25 @@ def bridges_between(base: Units, suspect: Units, tokens):
 
 
 def few_units(mlps, bridges):
-    """A few units of each of a base's MLPs, seen by a suspect: by view (MLPs x FEW_UNITS, e), some 0."""
+    """A few units of each of a base's MLPs in two views, as a suspect sees them: (MLPs, few, e), some 0."""
     few = {}
-    for view in set.intersection(*(set(views) for views in mlps)):
-        blocks = torch.zeros(len(mlps), FEW_UNITS, bridges[view].shape[1])
-        for block, views in zip(blocks, mlps):
+    for view in ("up", "down"):
+        few[view] = torch.zeros(len(mlps), FEW_UNITS, bridges[view].shape[1])
+        for block, views in zip(few[view], mlps):
             columns = views[view][:, evenly_spaced(views[view].shape[1], FEW_UNITS)]
             block[: columns.shape[1]] = columns.T @ bridges[view]
-        few[view] = blocks.flatten(0, 1)
     return few
 
 
-def shares_agreed(few, views, count):
-    """The share of each of `count` MLPs' few units for which two views name the same unit as the closest."""
+def shares_agreed(few, views):
+    """The share (MLPs,) of few units whose largest correlations in two views are with the same unit."""
     nearest = []
-    for view in few.keys() & views.keys():
-        rows = few[view].split(ROW_BATCH)
-        nearest.append(torch.cat([(part @ views[view]).abs_().argmax(dim=1) for part in rows]))
-    alive = few["up"].any(dim=1)
-    agreed = [((x == y) & alive).view(count, -1).sum(dim=1) for x, y in itertools.combinations(nearest, 2)]
-    return torch.stack(agreed).amax(dim=0) / alive.view(count, -1).sum(dim=1).clamp(min=1)
+    for view, blocks in few.items():
+        parts_of_rows = blocks.flatten(0, 1).split(ROW_BATCH)
+        nearest.append(torch.cat([(rows @ views[view]).abs_().argmax(dim=1) for rows in parts_of_rows]))
+    alive = few["up"].any(dim=2)
+    agreed = (nearest[0] == nearest[1]).view(alive.shape) & alive
+    return agreed.sum(dim=1) / alive.sum(dim=1).clamp(min=1)
 
 
 def units_found(a, b, bridges):
@@ -388,7 +365,7 @@ def units_found(a, b, bridges):
     `a` and `b` are `Units.views`. Each view pairs units by one assignment; a unit is found if two views name
     the same partner. Those of the best two views count. Dead units are left out.
     """
-    partners = [partners_of(a[view], b[view], bridges[view]) for view in a.keys() & b.keys()]
+    partners = [partners_of(a[view], b[view], bridges[view]) for view in a if view in b]
     best = places = torch.zeros(0, dtype=torch.long)
     for x, y in itertools.combinations(partners, 2):
         agreed = ((x == y) & (x >= 0)).nonzero().flatten()

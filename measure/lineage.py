@@ -4,7 +4,7 @@
     >>> from measure import lineage
     >>> a = checkpoint.parse_spec("nano_llama@42").open()
     >>> b = checkpoint.parse_spec("nano_llama@43").open()
-    >>> correlations, skipped = lineage.weight_correlations(a, b)  # {"body": (d, d), "embedding": (d, d)}
+    >>> correlations = lineage.weight_correlations(a, b)  # {"body": (d, d), "embedding": (d, d)}
     >>> lineage.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: strangers
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
@@ -137,43 +137,34 @@ class Correlation:
 
 
 def weight_correlations(a, b):
-    """Correlations of the residual coordinates over the rows of all weight matrices, and the names left out.
+    """Correlations of the residual coordinates over the rows of all weight matrices that two sources share.
 
     Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
     the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
     missing; models of different width have none.
     """
     if a.width != b.width:
-        return {}, []
-    names_a, skipped_a = matrices(a)
-    names_b, skipped_b = matrices(b)
+        return {}
+    matrices = [plain_matrices(source) for source in (a, b)]
     inputs_first = [parts.stores_inputs_first(source) for source in (a, b)]
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
-    alone = names_a.keys() ^ names_b.keys()
-    skipped = {*skipped_a, *skipped_b, *((names_a | names_b)[name] for name in alone)}
-    shared = [name for name in names_a if name in names_b]
+    shared = [name for name in matrices[0] if name in matrices[1]]
     for name in progress(shared, desc="weights", leave=False):
-        kind = "body" if parts.is_in_a_layer(name) else "embedding"
-        if kind == "body" and a.shapes[names_a[name]] != b.shapes[names_b[name]]:
-            skipped.add(names_a[name])
-            continue
-        rows_a = parts.residual_rows(a.read(names_a[name]), name, a.width, inputs_first[0])
-        rows_b = parts.residual_rows(b.read(names_b[name]), name, b.width, inputs_first[1])
-        count = min(len(rows_a), len(rows_b))
-        sums[kind].update(rows_a[:count], rows_b[:count])
+        names = (matrices[0][name], matrices[1][name])
+        kind = "body" if parts.LAYER.search(name) else "embedding"
+        if kind == "embedding" or a.shapes[names[0]] == b.shapes[names[1]]:
+            rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
+            rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
+            count = min(len(rows_a), len(rows_b))
+            sums[kind].update(rows_a[:count], rows_b[:count])
     values = {kind: total.value() for kind, total in sums.items()}
-    return {kind: value for kind, value in values.items() if value is not None}, sorted(skipped)
+    return {kind: value for kind, value in values.items() if value is not None}
 
 
-def matrices(source):
-    """A source's names of tensors with rows along the residual stream, by plain name; and those without."""
-    named, skipped = {}, []
-    for name, shape in source.shapes.items():
-        if parts.is_matrix(name, shape, source.width):
-            named[parts.plain_name(name)] = name
-        elif len(shape) > 1:
-            skipped.append(name)
-    return named, skipped
+def plain_matrices(source):
+    """The names of a source's matrices, by what they are without wrappers, which differ between folders."""
+    named = [name for name, shape in source.shapes.items() if parts.is_matrix(name, shape, source.width)]
+    return {parts.PREFIX.sub("", name): name for name in named}
 
 
 # ---- the exact test of coordinates -------------------------------------------------------------------------

@@ -49,9 +49,7 @@ class Model:
     name: str
     source: object
     units: list  # its hidden units, by each reading of its weights
-    missing: str  # what they would be looked for with
-    has_mlps: bool  # or matrices that might be MLPs
-    vocabulary: dict  # tokens' numbers by their strings
+    vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
     states: torch.Tensor | None
 
 
@@ -60,35 +58,37 @@ def read_model(name, source, tokens=None, device="cpu", dtype=torch.float32):
     states = None
     if source.config is not None and tokens is not None:
         states = lineage.fingerprint(final_states(source, tokens, device, dtype).flatten(0, 1))
-    found = parts.find(source)
-    missing = f"no {found.missing} found in {name}" if found.missing else ""
     units = [Units(source, reading) for reading in readings(source)]
     place = getattr(source, "place", None)  # a newborn has none
-    vocabulary = {} if place is None else token_ids(place)
-    return Model(name, source, units, missing, bool(found.mlps or found.unknown), vocabulary, states)
+    return Model(name, source, units, {} if place is None else token_ids(place), states)
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
-    """A pair's row, and what is behind it: the census, its map of layers, correlations, matrices left out.
+    """A pair's row, and what is behind it: the census, its map of layers, and correlations.
 
     Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in a few of
     large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
     """
-    correlations, skipped = lineage.weight_correlations(base.source, suspect.source)
+    correlations = lineage.weight_correlations(base.source, suspect.source)
     if base.states is not None and suspect.states is not None and base.source.width == suspect.source.width:
         correlations["relabel"] = lineage.relation(base.states, suspect.states)
     tests = {kind: lineage.diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
     census = None
     if base.units and suspect.units:
+        readers = (base.units[0], suspect.units[0])
+        is_large = any(reader.width > WIDE or len(reader.parts.mlps) > MANY for reader in readers)
+        usual = LAYERS_OF_LARGE_MODELS if is_large else max(len(reader.layers) for reader in readers)
         vocabularies = (base.vocabulary, suspect.vocabulary)
-        layers = layers or usual_layers(base.units[0], suspect.units[0])
-        census = best_census(base.units, suspect.units, vocabularies, units, layers, seed)
-    answer, sentence = verdict(tests, census, lack(base, suspect, census), condition(base, suspect))
-    told = told_match(answer, census.matches) if census else None
-    row = {"verdict": answer, "sentence": sentence, "units": told and told.units}
-    row |= {"units_found": told and told.found, "units_share": told and told.share}
-    distances = [match.distance for match in census.matches if match.distance is not None] if census else []
-    row["distance"] = float(np.mean(distances)) if answer == SAME_BIRTH and distances else None
+        census = best_census(base.units, suspect.units, vocabularies, units, layers or usual, seed)
+    answer, sentence = verdict(tests, census, *power(base, suspect, census))
+    row = {"verdict": answer, "sentence": sentence, "units": None, "units_found": None, "units_share": None}
+    detail = {"layers": [], "layer_map": {}, "points": []}
+    if census:
+        told = told_match(answer, census.matches)
+        row |= {"units": told.units, "units_found": told.found, "units_share": told.share}
+        detail["layers"] = [asdict(match) | {"share": match.share} for match in census.matches]
+        detail["layer_map"] = census.layer_map
+    row["distance"] = mean_distance(census) if answer == SAME_BIRTH else None
     row["num_rows"] = len(base.states) if "relabel" in tests else None
     for kind, prefix in (("relabel", ""), ("body", "body_"), ("embedding", "embedding_")):
         test = tests.get(kind, {})
@@ -97,59 +97,38 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         for name in ("z", "log10_p", "p"):
             row[f"{kind}_{name}"] = test.get(name)
     row["permutation_p"] = row["relabel_p"]
-    detail = {"layers": [], "layer_map": {}, "points": [], "skipped": skipped}
-    if census:
-        detail["layers"] = [asdict(match) | {"share": match.share} for match in census.matches]
-        detail["layer_map"] = census.layer_map
     if "body" in correlations:
         detail["points"] = lineage.histogram(correlations["body"])
     return row, detail
 
 
-def usual_layers(base: Units, suspect: Units):
-    """How many layers are looked at, if nobody says so: all, or LAYERS_OF_LARGE_MODELS."""
-    if any(units.width > WIDE or len(units.parts.mlps) > MANY for units in (base, suspect)):
-        return LAYERS_OF_LARGE_MODELS
-    return max(len(base.numbers), len(suspect.numbers))
+def power(base: Model, suspect: Model, census):
+    """What kept hidden units from being looked for, ""; if they have none, that too; and what that rests on.
 
-
-# ---- what could have been seen -----------------------------------------------------------------------------
-
-
-@dataclass
-class Lack:
-    """Why hidden units could not tell, "" if they could; and whether a model has none at all."""
-
-    reason: str
-    is_of_mlps: bool
-
-
-def lack(base: Model, suspect: Model, census):
-    """The Lack of a comparison: here, and nowhere else, it is decided what "no evidence" takes."""
-    reason = base.missing or suspect.missing
+    Here, and nowhere else, it is decided what "no evidence" takes. Returns `lack`, `has_mlps` and `proviso`.
+    """
+    found = {model.name: parts.find(model.source) for model in (base, suspect)}
+    lacks = [f"no {there.missing} found in {name}" for name, there in found.items() if there.missing]
     if census and census.num_tokens < TOKENS_A_DIMENSION * census.width:
-        reason = f"the models share {census.num_tokens:,} tokens, too few for their width of {census.width:,}"
+        lacks = [f"the models share {census.num_tokens:,} tokens, too few for a width of {census.width:,}"]
     elif census and max(match.units for match in census.matches) < FEWEST_UNITS:
-        reason = f"no layer has {FEWEST_UNITS} hidden units that live in both models"
-    return Lack(reason, not (base.has_mlps and suspect.has_mlps))
-
-
-def condition(base: Model, suspect: Model):
-    """What "no evidence" rests on, where models have token tables; "" for two newborns."""
+        lacks = [f"no layer has {FEWEST_UNITS} hidden units that live in both models"]
+    has_mlps = all(there.mlps or there.unknown for there in found.values())
+    proviso = ""
     if base.vocabulary and suspect.vocabulary:
-        return ", if their tokenizers tell the truth"
-    sources = (base.source, suspect.source)
-    is_of_files = any(getattr(source, "place", None) is not None for source in sources)
-    return ", if their token numbers mean the same" if is_of_files else ""
+        proviso = ", if their tokenizers tell the truth"
+    elif any(getattr(model.source, "place", None) for model in (base, suspect)):  # not both are newborns
+        proviso = ", if their token numbers mean the same"
+    return " and ".join(lacks), has_mlps, proviso
 
 
-def verdict(tests, census, lack, condition=""):
-    """The verdict, and its reason, of the tests by name that were made, a Census, if any, and its Lack."""
-    body = tests.get("body")
+def verdict(tests, census, lack="", has_mlps=True, proviso=""):
+    """The verdict, and its reason, of the tests by name that were made, a Census, if any, and its `power`."""
     if census and judge_units(census.matches) == SAME_BIRTH:
         return SAME_BIRTH, "; ".join([found_again(census), *changes(tests, census)])
-    if lack.reason:
-        return verdict_of_coordinates(body, lack, has_living_units=bool(census) and has_units(census))
+    if lack:
+        are_dead = census is None or all(match.units == 0 for match in census.matches)
+        return verdict_of_coordinates(tests.get("body"), lack, has_mlps, are_dead)
     told = told_match(NO_EVIDENCE, census.matches)
     count = f"at most {told.found:,} of {told.units:,} hidden units of a layer found again"
     table = f"its token table is {table_of(tests, census)}"
@@ -161,8 +140,8 @@ def verdict(tests, census, lack, condition=""):
     agreeing = {kind for kind, test in tests.items() if test["same"]}
     if "body" in agreeing:
         return INCONCLUSIVE, (
-            f"{effect(body)}, but {count}; {table}. Such are children whose token table or MLPs were drawn "
-            "anew, and strangers trained on a copied table; an earlier checkpoint of the suspect would tell"
+            f"{effect(tests['body'])}, but {count}; {table}. Such are children whose token table or MLPs "
+            "were drawn anew, and strangers trained on a copied table; an earlier checkpoint would tell"
         )
     if "relabel" in agreeing and "embedding" not in agreeing:
         return INCONCLUSIVE, (
@@ -173,34 +152,25 @@ def verdict(tests, census, lack, condition=""):
         count += ", more than chance has it, but no more than strangers come to share if they learn one text"
     else:
         count += ", as chance has it"
-    if table_of(tests, census) == "another":
-        return NO_EVIDENCE, f"{count}{condition}; {table}"
-    return NO_EVIDENCE, f"{count}{condition}; {table}, which can be copied"
+    copied = "" if table.endswith("another") else ", which can be copied"
+    return NO_EVIDENCE, f"{count}{proviso}; {table}{copied}"
 
 
-def has_units(census):
-    """Does any hidden unit live?"""
-    return any(match.units > 0 for match in census.matches)
-
-
-def verdict_of_coordinates(body, lack, has_living_units):
-    """The verdict where hidden units cannot tell."""
+def verdict_of_coordinates(body, lack, has_mlps, are_dead):
+    """The verdict where hidden units cannot tell: they are missing, or `are_dead`, or were not looked for."""
     if body is None:
-        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {lack.reason}"
-    if body["same"] and not has_living_units:
-        return SAME_BIRTH, f"{effect(body)}; hidden units were not looked for: {lack.reason}"
+        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {lack}"
+    if body["same"] and are_dead:
+        return SAME_BIRTH, f"{effect(body)}; hidden units were not looked for: {lack}"
     if body["same"] or body["p"] <= UNDECIDED_P:
-        return INCONCLUSIVE, (
-            f"{effect(body)}: too much for chance, too little for a child of the base; hidden units cannot "
-            f"tell: {lack.reason}"
-        )
+        return INCONCLUSIVE, f"{effect(body)}, but hidden units do not say the same: {lack}"
     nothing = f"coordinates of the blocks' weights do not agree (z = {body['z']:.1f})"
-    if lack.is_of_mlps:
-        return NO_EVIDENCE, (
-            f"{nothing}; a correlation of {body['smallest_visible']:.1g} would have been seen, a child whose "
-            f"basis was changed would not: {lack.reason}"
-        )
-    return INCONCLUSIVE, f"{nothing}, but a changed basis would hide a child, and {lack.reason}"
+    if has_mlps:
+        return INCONCLUSIVE, f"{nothing}, but a changed basis would hide a child, and {lack}"
+    return NO_EVIDENCE, (
+        f"{nothing}; a correlation of {body['smallest_visible']:.1g} would have been seen, a child whose "
+        f"basis was changed would not: {lack}"
+    )
 
 
 # ---- units -------------------------------------------------------------------------------------------------
@@ -261,8 +231,7 @@ def found_again(census):
     )
     sentence += "found again"
     origins = {match.number: match.base_number for match in found}
-    depths = [len(census.layer_map[key]) for key in ("base_layers", "suspect_layers")]
-    if depths[0] == depths[1] and all(match.number == match.base_number for match in found):
+    if census.has_same_depth and all(match.number == match.base_number for match in found):
         return sentence
     runs = []  # of consecutive layers
     for number in origins.values():
@@ -284,12 +253,18 @@ def changes(tests, census):
         yield effect(body)
     if sum(match.in_place for match in found) < 0.5 * sum(match.found for match in found):
         yield "its hidden units stand in another order"
-    distances = [match.distance for match in census.matches if match.distance is not None]
-    if distances and np.mean(distances) > COPY:
-        yield f"its weights are at a distance of {np.mean(distances):.2g}, by training, noise or rounding"
-    elif distances:
+    far = mean_distance(census)
+    if far is not None and far > COPY:
+        yield f"its weights are at a distance of {far:.2g}, by training, noise or rounding"
+    elif far is not None:
         yield "its weights are the base's"
     yield f"its token table is {table_of(tests, census)}"
+
+
+def mean_distance(census):
+    """The mean distance of the units found again; None where few were."""
+    distances = [match.distance for match in census.matches if match.distance is not None] if census else []
+    return float(np.mean(distances)) if distances else None
 
 
 def table_of(tests, census):

@@ -138,7 +138,7 @@ def weights_p(newborns, settings: Settings):
     """The p of the exact tests of the blocks' weights and of token tables, for all pairs of newborns."""
     blocks, tables = [], []
     for i, j in itertools.combinations(range(len(newborns)), 2):
-        correlations, _ = lineage.weight_correlations(newborns[i], newborns[j])
+        correlations = lineage.weight_correlations(newborns[i], newborns[j])
         blocks.append(coordinates_p(correlations["body"], i, j, settings))
         tables.append(coordinates_p(correlations["embedding"], i, j, settings))
     return {"weights": np.array(blocks), "token tables": np.array(tables)}

@@ -97,7 +97,8 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
     assert verdicts == dict.fromkeys(names[:5], "same birth") | dict.fromkeys(names[5:], "no evidence")
     for name in names[:5]:
         assert (rows[name]["units_found"], rows[name]["units"]) == (96, 96)
-        assert rows[name]["sentence"] == "96 of 96 hidden units of every layer found again"
+        assert rows[name]["sentence"].startswith("96 of 96 hidden units of every layer found again; ")
+        assert ("basis was changed" in rows[name]["sentence"]) == (name in ("rotate", "permute"))
     for name in ("base", "child"):
         assert rows[name]["body_z"] > 30
     assert rows["base"]["relabel_z"] > 30
@@ -111,8 +112,6 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
     for row in result["rows"]:
         assert row["base"] == str(family / "base") and row["num_rows"] == 48
         assert f"{row['suspect']}: {row['verdict']}: {row['sentence']}" in text
-    skipped = dict(zip(names, result["skipped"]))
-    assert skipped["child"] == [] and "lm_head.weight" in skipped["other"]
     assert np.array(result["layer_map"][1]["share"]).shape == (3, 3)
     assert np.array(result["layer_map"][names.index("other")]["share"]).shape == (3, 2)
     np.testing.assert_array_equal(np.array(result["layer_map"][1]["share"]) > 0.5, np.eye(3) > 0)

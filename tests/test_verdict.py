@@ -18,7 +18,6 @@ from measure.verdict import (
     INCONCLUSIVE,
     NO_EVIDENCE,
     SAME_BIRTH,
-    Lack,
     chance_log10_p,
     compare_pair,
     read_model,
@@ -34,7 +33,7 @@ OUTCOMES = {
     "nothing": {"same": False, "p": 0.5, "z": 0.1, "matched": 0.0, "smallest_visible": 0.004},
 }
 STRENGTH = {NO_EVIDENCE: 0, INCONCLUSIVE: 1, SAME_BIRTH: 2}
-NO_MLPS = Lack("no MLPs found in B", True)
+NO_MLPS = ("no MLPs found in B", False)
 
 
 def census(*counts, units: int = 704, base_layers=None, tables=0.06, distance=0.2) -> Census:
@@ -43,8 +42,7 @@ def census(*counts, units: int = 704, base_layers=None, tables=0.06, distance=0.
     for number, count in enumerate(counts, start=1):
         base = base_layers[number - 1] if base_layers else number
         matches.append(Match("", number, "", base, count, units, 1.0, 1, count, distance))
-    layers = {"base_layers": range(max(match.base_number for match in matches))}
-    return Census(matches, layers | {"suspect_layers": range(len(counts))}, 4096, 256, tables)
+    return Census(matches, {}, base_layers is None, 4096, 256, tables)
 
 
 CENSUSES = {
@@ -59,7 +57,7 @@ CENSUSES = {
 def answer(units: str, outcomes: dict) -> str:
     """The verdict alone; a test of None was not made."""
     tests = {name: OUTCOMES[outcome] for name, outcome in outcomes.items() if outcome}
-    judged, sentence = verdict(tests, CENSUSES[units], NO_MLPS if units == "none" else Lack("", False))
+    judged, sentence = verdict(tests, CENSUSES[units], *(NO_MLPS if units == "none" else ()))
     assert sentence and "\n" not in sentence
     return judged
 
@@ -111,7 +109,7 @@ def test_more_likeness_of_blocks_never_weakens_a_verdict(units):
         (census(2, 1), {}, "at most 2 of 704 hidden units of a layer found again, as chance has it"),
         (census(2, 1, tables=1.0), {}, "its token table is the base's, which can be copied"),
         (census(25, 1), {}, "at most 25 of 704 hidden units of a layer found again, more than chance has it"),
-        (census(2, 1), {"body": "same"}, "an earlier checkpoint of the suspect would tell"),
+        (census(2, 1), {"body": "same"}, "an earlier checkpoint would tell"),
         (census(2, 100), {}, "a common ancestor, or an earlier checkpoint"),
         (None, {"body": "same"}, "correlation 0.7, z = 250"),
         (None, {"body": "nothing"}, "a correlation of 0.004 would have been seen, a child whose basis"),
@@ -120,7 +118,7 @@ def test_more_likeness_of_blocks_never_weakens_a_verdict(units):
 )
 def test_sentences(evidence, tests, said):
     outcomes = {name: OUTCOMES[word] for name, word in tests.items()}
-    _, sentence = verdict(outcomes, evidence, Lack("", False) if evidence else NO_MLPS)
+    _, sentence = verdict(outcomes, evidence, *(() if evidence else NO_MLPS))
     assert said in sentence
 
 
@@ -131,7 +129,7 @@ def test_chance_is_poisson_over_all_counts():
     assert chance_log10_p(census(0).matches[0], 4) == 0
     assert chance_log10_p(replace(match, by_chance=704), 4) == 0  # ties explain it
     # A small MLP's few units are no birth: 7 of 32 are 22 %, but chance has them once in 250 comparisons
-    assert verdict({}, census(7, 1, 0, 2, units=32), Lack("", False))[0] == NO_EVIDENCE
+    assert verdict({}, census(7, 1, 0, 2, units=32))[0] == NO_EVIDENCE
 
 
 # ---- folders that were made to fool it ---------------------------------------------------------------------
