@@ -2,20 +2,29 @@
 
     python -m reproduce.family                  # BB Tables 4a-c, 5, 8-12: trains 12 models, 90 minutes
     python -m reproduce.family --scale smoke    # does it work?
+    python -m reproduce.family real             # ours: SmolLM2-135M and its children, 10 minutes
 
 Two models are kin if their weights go back to one birth, strangers if not. Here strangers saw the same text
 in the same order; kin are a newborn and its child, and a child after a second corpus. Each run is made once.
 """
 
 import functools
+from dataclasses import dataclass
 
-from lib.checkpoint import parse_spec
+import torch
+import torch.nn.functional as F
+
+from lib.checkpoint import Newborn, parse_spec
 from lib.data import TokenData, default_folder
+from lib.figures import COLOURS, legend_below, new_figure, save_figure
+from lib.inputs import TextSettings, read_tokens
+from lib.results import Experiment
 from lib.runtime import progress
-from lib.settings import Command, run_script
-from measure.verdict import read_model
+from lib.settings import Command, RunSettings, at_least, run_script
+from measure.verdict import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH, compare_pair, read_model
 from reproduce.rivals import RIVALS, similarities
 from reproduce.siblings import SEEDS, Settings, begin
+from reproduce.thief import as_source, cut, hidden, narrowed, noised, pruned, rounded, weights_of
 from seedprint import CompareSettings, PaperSettings, compare_models, last_outputs, paper_test, random_rows
 
 STYLES = {  # steps of each seed's training; steps on the second corpus
@@ -107,7 +116,96 @@ def compare_all(pairs, data, experiment):
     return rows
 
 
-COMMANDS = {"": Command(lineage, Settings())}
+# ---- a real model ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RealSettings(RunSettings):
+    """What `real` can be told."""
+
+    base: str = "smollm2"
+    """a model of this project's architecture: a checkpoint folder, a .gguf file, or PRESET@SEED"""
+    text: str | None = "python"
+    """what its child learns, as in sinks.py: the standard library's source"""
+    steps: at_least(1) = 20
+    """of the child's training, of two sequences each"""
+    sequence_length: int = 128
+    """tokens in a sequence"""
+    layers: at_least(1) | None = None
+    """layers of each suspect whose hidden units are looked for (default: all)"""
+
+
+def real(settings: RealSettings):
+    """What does `compare` say of a real model's children, hidden and damaged, and of strangers? (ours)"""
+    experiment = Experiment("real", "", settings)
+    spec = parse_spec(settings.base)
+    base = read_model(spec.name, spec.open())
+    rows = []
+    for name, kin, source in progress(relatives(spec, experiment.settings), desc="real", unit=" suspects"):
+        row, detail = compare_pair(base, read_model(name, source), layers=settings.layers)
+        shares = [match["share"] for match in detail["layers"]]
+        places = [match["base_number"] for match in detail["layers"]]
+        about = {"base": base.name, "suspect": name, "kin": kin, "least": min(shares), "largest": max(shares)}
+        rows.append(about | row | {"base_layers": places})
+    draw_real(rows, experiment.folder / "real.png")
+    return experiment.save(rows, ("suspect", "kin", "verdict", "units_found", "units", "distance", "body_z"))
+
+
+def relatives(spec, settings: RealSettings):
+    """(name, whether it is kin, source) of a model's children, one after another, and of strangers."""
+    source = spec.open()
+    yield "itself", True, spec.open()
+    child = trained_child(spec, settings)
+    yield "trained", True, child
+    yield "trained, hidden", True, hidden(child)
+    child = hidden(source)
+    yield "hidden", True, child
+    yield "hidden, noise of 0.3 std", True, noised(child, 0.3)
+    yield "hidden, 50 % pruned", True, pruned(child, 0.5)
+    yield "hidden, 90 % pruned", True, pruned(child, 0.9)
+    yield "hidden, 4 bits", True, rounded(child, 4)
+    layers = [layer for layer in range(source.config.num_layers) if layer % 5 != 2]
+    yield f"hidden, cut to {len(layers)} layers", True, cut(child, layers)
+    yield "hidden, 3/4 of the width", True, narrowed(child, 0.75)
+    stranger = Newborn(source.config, 1)
+    yield "newborn", False, stranger
+    weights = weights_of(stranger)
+    weights["model.embed_tokens.weight"] = source.read("model.embed_tokens.weight")
+    yield "newborn, the base's token table", False, as_source(weights, source.config)
+
+
+def trained_child(spec, settings: RealSettings):
+    """A source of a model after some steps of AdamW at a constant learning rate of 1e-4."""
+    reading = TextSettings(text=settings.text, num_sequences=2 * settings.steps, device=settings.device)
+    tokens = read_tokens(reading, spec, settings.sequence_length)
+    model = spec.load(settings.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in progress(tokens.split(2), desc="training", leave=False):
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return as_source(weights, model.config)
+
+
+def draw_real(rows, path) -> None:
+    """The share of units found in each suspect, from its least layer to its largest; a colour a verdict."""
+    figure, grid = new_figure("Whose hidden units are found again?", width=7, height=0.35 * len(rows) + 0.8)
+    axes = grid[0, 0]
+    for verdict, colour in zip((SAME_BIRTH, INCONCLUSIVE, NO_EVIDENCE), COLOURS):
+        axes.plot([], [], "o-", color=colour, label=verdict)
+        for place, row in enumerate(rows):
+            if row["verdict"] == verdict:
+                axes.plot([100 * row["least"], 100 * row["largest"]], [place, place], "o-", color=colour)
+    axes.set(xlim=(-3, 103), xlabel="% of a layer's units found again, in the least and in the largest layer")
+    axes.set_yticks(range(len(rows)), [row["suspect"] for row in rows])
+    axes.invert_yaxis()
+    legend_below(figure, axes)
+    save_figure(figure, path)
+
+
+COMMANDS = {"": Command(lineage, Settings()), "real": Command(real, RealSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -72,3 +72,19 @@ def test_every_method_answers_for_every_pair(tmp_path, monkeypatch):
     assert rows[2] == {"table": "4b, 8", "kin": True} | expected
     monkeypatch.setattr(train, "train", None)  # runs are made once
     siblings.train_all(family.lineage_runs(settings))
+
+
+def test_children_of_a_real_model(tmp_path, monkeypatch):
+    """A newborn in its place: every child is found, no stranger is, and layers are named."""
+    config = model.ModelConfig(300, 64, 6, 4, 64, 96, num_kv_heads=2)
+    monkeypatch.setitem(model.PRESETS, "tiny_llama", replace(config, context_length=256))
+    settings = family.RealSettings(base="tiny_llama@1", text=None, steps=2, out=str(tmp_path), **CPU)
+    rows = family.real(settings)["rows"]
+    assert len(rows) == 12 and (tmp_path / "real.png").exists()
+    for row in rows:
+        assert row["verdict"] == ("same birth" if row["kin"] else "no evidence"), row["sentence"]
+        assert row["least"] <= row["units_share"] <= row["largest"]
+        assert ("basis was changed" in row["sentence"]) == ("hidden" in row["suspect"]), row
+    by_name = {row["suspect"]: row for row in rows}
+    assert by_name["hidden, cut to 5 layers"]["base_layers"] == [1, 2, 4, 5, 6]
+    assert 0 < by_name["trained"]["distance"] < 0.1
