@@ -33,7 +33,6 @@ from measure.verdict import compare_pair, read_model
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
-TIE = 1e-3  # distances that differ by no more are equal
 
 Models = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
@@ -189,7 +188,6 @@ def compare(settings: CompareSettings):
     if rank() == 0:
         for row in rows:
             print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
-        say_closest(rows, "base", "suspect")
     return result
 
 
@@ -197,16 +195,6 @@ def compare_models(base, suspect, settings: CompareSettings):
     """What `compare_pair` says of two models."""
     numbers = (settings.input_seed, settings.permutations, settings.units, settings.layers)
     return compare_pair(base, suspect, *numbers)
-
-
-def say_closest(rows, key, other):
-    """Print for each model in the column `key` which of those in `other` are its closest relatives."""
-    for name in dict.fromkeys(row[key] for row in rows):
-        relatives = [row for row in rows if row[key] == name and row["distance"] is not None]
-        if len(relatives) > 1:
-            least = min(row["distance"] for row in relatives)
-            closest = [row[other] for row in relatives if row["distance"] <= least + TIE]
-            print(f"closest to {name}: {' and '.join(closest)}, at a distance of {least:.2g}")
 
 
 def begin(name, paper, settings: CompareSettings):
@@ -237,11 +225,7 @@ def matrix(settings: CompareSettings):
     label = "closeness: 1 - distance of hidden units"
     closeness = squareform(found) + np.eye(len(names))
     family_tree(experiment.folder / "matrix.png", names, closeness, label, "Which models are kin?")
-    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
-    if rank() == 0:
-        reversed_rows = [row | {"a": row["b"], "b": row["a"]} for row in rows]
-        say_closest(rows + reversed_rows, "a", "b")
-    return result
+    return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

@@ -106,9 +106,9 @@ def find(source):
     matrices = {name: shape for name, shape in matrices.items() if shape[1] == width}
     heads = [name for name in matrices if HEAD.search(name)]
     tables = [name for name in tables if name in matrices]
-    if not tables:  # the largest matrix that is higher than wide
-        others = [name for name in matrices if name not in heads and matrices[name][0] > width]
-        tables = sorted(others, key=lambda name: matrices[name][0])[-1:]
+    if not tables:  # those with the most rows, of whatever name
+        most = max([shape[0] for shape in matrices.values()], default=0)
+        tables = [name for name, shape in matrices.items() if shape[0] == most and name not in heads]
     norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
     mlps, unknown = [], []
     stacks = {stack for stack, _ in layers}
@@ -119,7 +119,7 @@ def find(source):
         found, others = mlps_of_layer(source, layer, place, layers[stack, number], width)
         mlps += found
         unknown += others
-    return Parts(width, tables, heads or tables[:1], next(iter(norms), None), mlps, unknown)
+    return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, unknown)
 
 
 def mlps_of_layer(source, layer, place, names, width):
@@ -206,7 +206,7 @@ def norms_of_layer(source, names, width):
 
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
-    return len(shape) in (2, 3) and width in shape[-2:] and not NO_WEIGHTS.search(name)
+    return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
 
 
 def stores_inputs_first(source):

@@ -236,7 +236,7 @@ class Census:
     layer_map: dict
     has_same_depth: bool
     num_tokens: int  # that the models share
-    width: int  # of the narrower model
+    widths: tuple  # of base and suspect
     tables: float  # how alike the token tables are in any basis: 1, or width / num_tokens of strangers
 
 
@@ -318,9 +318,9 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
         matches.append(match)
     layer_map = {"share": shares.tolist(), "base": [base.parts.mlps[number].label for number in ours]}
     layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
-    width = min(base.width, suspect.width)
-    alike = bridges["up"].square().sum().item() / width
-    return Census(matches, layer_map, has_same_depth, len(ids_a), width, alike)
+    widths = (base.width, suspect.width)
+    alike = bridges["up"].square().sum().item() / min(widths)
+    return Census(matches, layer_map, has_same_depth, len(ids_a), widths, alike)
 
 
 def bridges_between(base: Units, suspect: Units, tokens):

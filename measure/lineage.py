@@ -29,7 +29,7 @@ from torch import Tensor
 
 from init import STD, draw, keyed_generator
 from lib import parts
-from lib.runtime import bfloat16_is_fast, progress
+from lib.runtime import progress
 from lib.settings import UserError
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
@@ -67,13 +67,9 @@ def fingerprint(rows) -> Tensor:
 
 def unit_ranks(rows) -> Tensor:
     """Columns of (n, d) by their ranks, ties averaged, centred, of norm 1 (0 if constant); float32."""
-    parts = []
-    columns_at_once = max(1, 2**24 // len(rows))  # ranks come in float64
-    for part in rows.cpu().split(columns_at_once, dim=1):
-        centred = stats.rankdata(part.numpy(), axis=0) - (len(rows) + 1) / 2
-        norms = np.maximum(np.linalg.norm(centred, axis=0), 1e-30)
-        parts.append(torch.from_numpy(centred / norms).float())
-    return torch.cat(parts, dim=1)
+    centred = stats.rankdata(rows.cpu().numpy(), axis=0) - (len(rows) + 1) / 2
+    norms = np.maximum(np.linalg.norm(centred, axis=0), 1e-30)
+    return torch.from_numpy(centred / norms).float()
 
 
 def decorrelated(ranks: Tensor, ridge=0.03) -> Tensor:
@@ -111,18 +107,14 @@ class Correlation:
         self.squares = torch.zeros(2, d, dtype=torch.float64)
 
     def update(self, A: Tensor, B: Tensor) -> None:
-        """Add rows (n, d) of each. Two bfloat16 matrices are multiplied as such: rounding is no bias here."""
-        dtype = torch.float32
-        if A.dtype == B.dtype == torch.bfloat16 and bfloat16_is_fast():
-            dtype = torch.bfloat16
-        mean_a = A.mean(0, dtype=torch.float32)
-        mean_b = B.mean(0, dtype=torch.float32)
+        """Add rows (n, d) of each."""
+        means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
         products = torch.zeros(self.products.shape)
         squares = torch.zeros_like(self.squares)
         for a, b in zip(A.split(ROW_BATCH), B.split(ROW_BATCH)):
-            a = a.float() - mean_a
-            b = b.float() - mean_b
-            products += a.to(dtype).T @ b.to(dtype)
+            a = a.float() - means[0]
+            b = b.float() - means[1]
+            products += a.T @ b
             squares += torch.stack([a.square().sum(0), b.square().sum(0)])
         mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
         self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())

@@ -109,8 +109,10 @@ def power(base: Model, suspect: Model, census):
     """
     found = {model.name: parts.find(model.source) for model in (base, suspect)}
     lacks = [f"no {there.missing} found in {name}" for name, there in found.items() if there.missing]
-    if census and census.num_tokens < TOKENS_A_DIMENSION * census.width:
-        lacks = [f"the models share {census.num_tokens:,} tokens, too few for a width of {census.width:,}"]
+    if census and census.num_tokens < TOKENS_A_DIMENSION * min(census.widths):
+        lacks = [
+            f"the models share {census.num_tokens:,} tokens, too few for a width of {min(census.widths):,}"
+        ]
     elif census and max(match.units for match in census.matches) < FEWEST_UNITS:
         lacks = [f"no layer has {FEWEST_UNITS} hidden units that live in both models"]
     has_mlps = all(there.mlps or there.unknown for there in found.values())
@@ -247,6 +249,8 @@ def changes(tests, census):
     """What was done to a suspect whose units were found again."""
     found = [match for match in census.matches if match.share >= KIN_SHARE]
     body, embedding = tests.get("body"), tests.get("embedding")
+    if census.widths[0] != census.widths[1]:
+        yield "its width is {1:,}, not {0:,}".format(*census.widths)
     if embedding and not embedding["same"] and not (body and body["same"]):
         yield "its residual basis was changed"
     elif body and body["same"] and len(found) < len(census.matches):

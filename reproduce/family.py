@@ -25,7 +25,15 @@ from measure.verdict import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH, compare_pair,
 from reproduce.rivals import RIVALS, similarities
 from reproduce.siblings import SEEDS, Settings, begin
 from reproduce.thief import as_source, cut, hidden, narrowed, noised, pruned, rounded, weights_of
-from seedprint import CompareSettings, PaperSettings, compare_models, last_outputs, paper_test, random_rows
+from seedprint import (
+    STRANGER_SEED,
+    CompareSettings,
+    PaperSettings,
+    compare_models,
+    last_outputs,
+    paper_test,
+    random_rows,
+)
 
 STYLES = {  # steps of each seed's training; steps on the second corpus
     "llama": ({42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
@@ -167,7 +175,7 @@ def relatives(spec, settings: RealSettings):
     layers = [layer for layer in range(source.config.num_layers) if layer % 5 != 2]
     yield f"hidden, cut to {len(layers)} layers", True, cut(child, layers)
     yield "hidden, 3/4 of the width", True, narrowed(child, 0.75)
-    stranger = Newborn(source.config, 1)
+    stranger = Newborn(source.config, STRANGER_SEED)
     yield "newborn", False, stranger
     weights = weights_of(stranger)
     weights["model.embed_tokens.weight"] = source.read("model.embed_tokens.weight")

@@ -84,7 +84,8 @@ def test_children_of_a_real_model(tmp_path, monkeypatch):
     for row in rows:
         assert row["verdict"] == ("same birth" if row["kin"] else "no evidence"), row["sentence"]
         assert row["least"] <= row["units_share"] <= row["largest"]
-        assert ("basis was changed" in row["sentence"]) == ("hidden" in row["suspect"]), row
+        if "width" not in row["suspect"]:
+            assert ("basis was changed" in row["sentence"]) == ("hidden" in row["suspect"]), row
     by_name = {row["suspect"]: row for row in rows}
     assert by_name["hidden, cut to 5 layers"]["base_layers"] == [1, 2, 4, 5, 6]
     assert 0 < by_name["trained"]["distance"] < 0.1

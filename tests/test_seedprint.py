@@ -107,7 +107,7 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
         assert abs(rows[name]["body_z"]) < 4.5  # 6e-6 of normal ones are beyond
     assert rows["transplanted"]["embedding_z"] > 30
     assert rows["transplanted"]["relabel_z"] > 10
-    assert "the token table is the base's" in rows["transplanted"]["sentence"]
+    assert "its token table is the base's" in rows["transplanted"]["sentence"]
     assert rows["other"]["units"] == 80  # of another width of the MLP
     for row in result["rows"]:
         assert row["base"] == str(family / "base") and row["num_rows"] == 48

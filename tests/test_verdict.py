@@ -42,7 +42,7 @@ def census(*counts, units: int = 704, base_layers=None, tables=0.06, distance=0.
     for number, count in enumerate(counts, start=1):
         base = base_layers[number - 1] if base_layers else number
         matches.append(Match("", number, "", base, count, units, 1.0, 1, count, distance))
-    return Census(matches, {}, base_layers is None, 4096, 256, tables)
+    return Census(matches, {}, base_layers is None, 4096, (256, 256), tables)
 
 
 CENSUSES = {
