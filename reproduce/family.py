@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from lib.checkpoint import Newborn, parse_spec
 from lib.data import TokenData, default_folder
-from lib.figures import COLOURS, legend_below, new_figure, save_figure
+from lib.figures import new_figure, save_figure
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
-from measure.verdict import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH, compare_pair, read_model
+from measure.verdict import compare_pair, read_model
 from reproduce.rivals import RIVALS, similarities
 from reproduce.siblings import SEEDS, Settings, begin
 from reproduce.thief import as_source, cut, hidden, narrowed, noised, pruned, rounded, weights_of
@@ -151,11 +151,14 @@ def real(settings: RealSettings):
     rows = []
     for name, kin, source in progress(relatives(spec, experiment.settings), desc="real", unit=" suspects"):
         row, detail = compare_pair(base, read_model(name, source), layers=settings.layers)
-        shares = [match["share"] for match in detail["layers"]]
-        places = [match["base_number"] for match in detail["layers"]]
-        about = {"base": base.name, "suspect": name, "kin": kin, "least": min(shares), "largest": max(shares)}
-        rows.append(about | row | {"base_layers": places})
-    draw_real(rows, experiment.folder / "real.png")
+        origins = [match["base_number"] for match in detail["layers"]]
+        rows.append({"base": base.name, "suspect": name, "kin": kin} | row | {"base_layers": origins})
+    figure, grid = new_figure("Whose hidden units are found again?", width=7, height=4.5)
+    names = [f"{row['suspect']}: {row['verdict']}" for row in rows]
+    grid[0, 0].barh(names, [100 * row["units_share"] for row in rows])
+    grid[0, 0].invert_yaxis()
+    grid[0, 0].set(xlabel="% of a layer's units: the least of kin, the most of others")
+    save_figure(figure, experiment.folder / "real.png")
     return experiment.save(rows, ("suspect", "kin", "verdict", "units_found", "units", "distance", "body_z"))
 
 
@@ -195,22 +198,6 @@ def trained_child(spec, settings: RealSettings):
         optimizer.zero_grad()
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
-
-
-def draw_real(rows, path) -> None:
-    """The share of units found in each suspect, from its least layer to its largest; a colour a verdict."""
-    figure, grid = new_figure("Whose hidden units are found again?", width=7, height=0.35 * len(rows) + 0.8)
-    axes = grid[0, 0]
-    for verdict, colour in zip((SAME_BIRTH, INCONCLUSIVE, NO_EVIDENCE), COLOURS):
-        axes.plot([], [], "o-", color=colour, label=verdict)
-        for place, row in enumerate(rows):
-            if row["verdict"] == verdict:
-                axes.plot([100 * row["least"], 100 * row["largest"]], [place, place], "o-", color=colour)
-    axes.set(xlim=(-3, 103), xlabel="% of a layer's units found again, in the least and in the largest layer")
-    axes.set_yticks(range(len(rows)), [row["suspect"] for row in rows])
-    axes.invert_yaxis()
-    legend_below(figure, axes)
-    save_figure(figure, path)
 
 
 COMMANDS = {"": Command(lineage, Settings()), "real": Command(real, RealSettings())}

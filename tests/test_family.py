@@ -83,7 +83,6 @@ def test_children_of_a_real_model(tmp_path, monkeypatch):
     assert len(rows) == 12 and (tmp_path / "real.png").exists()
     for row in rows:
         assert row["verdict"] == ("same birth" if row["kin"] else "no evidence"), row["sentence"]
-        assert row["least"] <= row["units_share"] <= row["largest"]
         if "width" not in row["suspect"]:
             assert ("basis was changed" in row["sentence"]) == ("hidden" in row["suspect"]), row
     by_name = {row["suspect"]: row for row in rows}
