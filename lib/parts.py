@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d{1,9})\.")  # what comes first in a name; T5's has two
+LAYER = re.compile(
+    r"(?:^|\.)(?:layers?|h|blocks?)[._]?(\d{1,9})\."
+)  # what comes first in a name; T5's has two
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
 PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
@@ -49,6 +51,7 @@ WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
 NO_WEIGHTS = re.compile(r"(?:\.bias|inv_freq|attn\.masked_bias|scales?)$")  # masks are called attn.bias
 MOST_EXPERTS = 256  # of a stack that are told apart
 MOST_TABLES = 4  # that may be a model's token table
+MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Parts:
     heads: list
     norm: str | None
     mlps: list
-    unknown: list  # matrices of layers without an MLP, which are not of attention
+    unknown: list  # matrices outside of MLPs, where none was found, that are not plainly attention's
 
     @property
     def missing(self):
@@ -110,7 +113,8 @@ def find(source):
         most = max([shape[0] for shape in matrices.values()], default=0)
         tables = [name for name, shape in matrices.items() if shape[0] == most and name not in heads]
     norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
-    mlps, unknown = [], []
+    mlps = []
+    unknown = [name for name in outside if len(outside[name]) > 1 and name not in tables + heads]
     stacks = {stack for stack, _ in layers}
     for layer, (stack, number) in enumerate(sorted(layers)):
         place = f"layer {number + 1}"
@@ -129,9 +133,11 @@ def mlps_of_layer(source, layer, place, names, width):
         if is_matrix(name, source.shapes[name], width) and not ATTENTION.search(rest):
             shapes[rest] = source.shapes[name]
     named = named_mlps(shapes, width)
+    matrices = [name for name in names.values() if len(source.shapes[name]) > 1]
+    unknown = [name for name in matrices if not ATTENTION.search(name)] or matrices[MOST_OF_ATTENTION:]
     mlps = []
     for owner, roles in (named or mlps_by_shape(shapes, width)).items():
-        matrices = {role: names[rest] for role, rest in roles.items()}
+        of_roles = {role: names[rest] for role, rest in roles.items()}
         shape = shapes[roles["down"]]
         number = re.search(r"\.experts\.(\d+)$", f".{owner}")
         experts = [None] if len(shape) == 2 else range(min(shape[0], MOST_EXPERTS))
@@ -140,8 +146,8 @@ def mlps_of_layer(source, layer, place, names, width):
             if number or expert is not None:
                 label = f"{place}, expert {(int(number[1]) if number else expert) + 1}"
             norms = norms_of_layer(source, names, width)
-            mlps.append(MLP(layer, label, matrices, expert, *norms, is_named=bool(named)))
-    return mlps, [] if mlps else list(shapes)
+            mlps.append(MLP(layer, label, of_roles, expert, *norms, is_named=bool(named)))
+    return mlps, unknown
 
 
 def units_of(shape, width):
@@ -156,10 +162,11 @@ def named_mlps(shapes, width):
         for role, pattern in MLP_MATRIX.items():
             match = pattern.match(rest)
             if match:
-                owners[match[1] or ""].setdefault(role, rest)
+                owners[match[1] or ""].setdefault(role, []).append(rest)
     found = {}
-    for owner, roles in owners.items():
-        if "down" not in roles or len(roles) < 2:
+    for owner, choices in owners.items():
+        roles = {role: rests[0] for role, rests in choices.items() if len(rests) == 1}
+        if "down" not in roles or len(roles) < max(2, len(choices)):
             continue
         if "gate" in roles and "up" not in roles:  # w1 and w2, without a w3
             roles["up"] = roles.pop("gate")

@@ -417,7 +417,7 @@ models = [verdict.read_model("", source, tokens) for source in sources]
 row, _ = verdict.compare_pair(*models, permutations=199, layers=4)
 done.set()
 watcher.join()
-print(json.dumps({"verdict": row.verdict, "growth": max(peaks) - before, "size": size}))
+print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before, "size": size}))
 """
 
 

@@ -223,6 +223,7 @@ NAMES = {
     "w1, w2, w3": (ONE_TWO_THREE, ONE_TWO_THREE),
     "w1, w2, w3 and theirs": ({}, ONE_TWO_THREE),
     "DBRX": (DBRX, DBRX),
+    "layers' names": ({}, {"layers.": "block_"}),
     "a table's name": ({}, {"embed_tokens": "tokens_in", "lm_head": "tokens_out"}),
 }
 
@@ -344,6 +345,34 @@ def test_layers_of_which_nothing_is_known(tmp_path):
     sources.append(folder_with(tmp_path / "b", renamed(weights_of(thief.hidden(base)), **names)))
     answer, sentence = judged(*sources)
     assert answer == INCONCLUSIVE and "a changed basis would hide a child" in sentence
+
+
+def test_a_decoy_beside_an_mlp_without_a_gate(tmp_path):
+    base = Newborn(replace(CONFIG, mlp="gelu", norm="layernorm"), 1)
+    weights = weights_of(thief.hidden(base))
+    for layer in range(3):
+        weights[f"model.layers.{layer}.mlp.c_fc.weight"] = torch.randn(96, 64)
+    assert judged(base, folder_with(tmp_path / "a", weights))[0] == SAME_BIRTH
+
+
+CONCEALED = {
+    "MLPs called attention": {"mlp.": "self_attn."},
+    "a table of another width": {"embed_tokens": "embeddings", "lm_head": ""},
+    "parts without numbers": {"layers.0.": "first.", "layers.1.": "second.", "layers.2.": "third."},
+}
+
+
+@pytest.mark.parametrize("case", CONCEALED)
+def test_mlps_that_are_not_found_are_no_evidence_of_nothing(case, tmp_path):
+    sources = []
+    for place, source in zip("ab", (BASE, CHILD)):
+        weights = renamed(weights_of(source), **CONCEALED[case])
+        if "width" in case:
+            weights["model.embeddings.weight"] = torch.randn(300, 16)
+        sources.append(folder_with(tmp_path / place, weights))
+    answer, sentence = judged(*sources)
+    assert answer in (SAME_BIRTH, INCONCLUSIVE), sentence
+    assert answer == SAME_BIRTH or "a changed basis would hide a child" in sentence
 
 
 def test_attention_alone():
