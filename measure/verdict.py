@@ -35,7 +35,7 @@ KIN_SHARE = 0.2  # of a layer's hidden units found again: from here on it is the
 STRANGERS_SHARE = 0.1  # of a layer's units: strangers that learn one text reach 0.062
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell kin from strangers
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
-COPY = 1e-3  # up to here a distance is that of rounding
+COPY = 1e-3  # up to here a distance is that of rounding, or of little training
 SAME_TABLE, CHANGED_TABLE = 0.99, 0.5  # how alike token tables are, in any basis
 WIDE = 2048  # wider models are large: a census takes half a minute a layer, or more,
 MANY = 64  # and so are models with more MLPs, or experts
@@ -261,8 +261,8 @@ def changes(tests, census):
     if far is not None and far > COPY:
         yield f"its weights are at a distance of {far:.2g}, by training, noise or rounding"
     elif far is not None:
-        yield "its weights are the base's"
-    yield f"its token table is {table_of(tests, census)}"
+        yield f"its weights are the base's, to {far:.1g}"
+    yield "its token table is the base's" + ("" if census.tables > SAME_TABLE else ", changed")
 
 
 def mean_distance(census):

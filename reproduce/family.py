@@ -186,11 +186,11 @@ def relatives(spec, settings: RealSettings):
 
 
 def trained_child(spec, settings: RealSettings):
-    """A source of a model after some steps of AdamW at a constant learning rate of 1e-4."""
+    """A source of a model after some steps of AdamW at a constant learning rate of 5e-4."""
     reading = TextSettings(text=settings.text, num_sequences=2 * settings.steps, device=settings.device)
     tokens = read_tokens(reading, spec, settings.sequence_length)
     model = spec.load(settings.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for batch in progress(tokens.split(2), desc="training", leave=False):
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
