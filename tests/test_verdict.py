@@ -104,7 +104,7 @@ def test_more_likeness_of_blocks_never_weakens_a_verdict(units):
         (
             census(704, tables=1.0, distance=0.0),
             {},
-            "its weights to 0; its token table is the base's",
+            "are the base's, to 0; its token table is the base's",
         ),
         (census(2, 1), {}, "at most 2 of 704 hidden units of a layer found again, as chance has it"),
         (census(2, 1, tables=1.0), {}, "its token table is the base's, which can be copied"),
@@ -383,7 +383,8 @@ def test_attention_alone():
 
 
 def test_a_copy_and_an_order_are_told():
-    assert judged(BASE, BASE)[1].endswith("its weights to 0; its token table is the base's")
+    sentence = judged(BASE, BASE)[1]
+    assert "its weights are the base's, to" in sentence and sentence.endswith("its token table is the base's")
     answer, sentence = judged(BASE, thief.hidden(BASE, ("neurons",)))
     assert answer == SAME_BIRTH and "its hidden units stand in another order" in sentence
     assert "basis" not in sentence
