@@ -115,18 +115,14 @@ def find(source):
     norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
     mlps = []
     unknown = [name for name in outside if len(outside[name]) > 1 and name not in tables + heads]
-    stacks = {stack for stack, _ in layers}
-    for layer, (stack, number) in enumerate(sorted(layers)):
-        place = f"layer {number + 1}"
-        if len(stacks) > 1:  # an encoder and a decoder
-            place = f"{stack.split('.')[0]} {place}"
-        found, others = mlps_of_layer(source, layer, place, layers[stack, number], width)
+    for layer, key in enumerate(sorted(layers)):  # a decoder's come before its encoder's
+        found, others = mlps_of_layer(source, layer, layers[key], width)
         mlps += found
         unknown += others
     return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, unknown)
 
 
-def mlps_of_layer(source, layer, place, names, width):
+def mlps_of_layer(source, layer, names, width):
     """The MLPs of a layer, and matrices of which nothing is known. `names` are full ones by their rest."""
     shapes = {}
     for rest, name in names.items():
@@ -142,9 +138,9 @@ def mlps_of_layer(source, layer, place, names, width):
         number = re.search(r"\.experts\.(\d+)$", f".{owner}")
         experts = [None] if len(shape) == 2 else range(min(shape[0], MOST_EXPERTS))
         for expert in experts:
-            label = place
+            label = f"layer {layer + 1}"
             if number or expert is not None:
-                label = f"{place}, expert {(int(number[1]) if number else expert) + 1}"
+                label += f", expert {(int(number[1]) if number else expert) + 1}"
             norms = norms_of_layer(source, names, width)
             mlps.append(MLP(layer, label, of_roles, expert, *norms, is_named=bool(named)))
     return mlps, unknown
