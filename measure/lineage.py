@@ -125,7 +125,9 @@ class Correlation:
         if not self.squares.isfinite().all():
             raise UserError("a model's weights are not finite: check them for NaN")
         scale = torch.outer(*self.squares).sqrt()
-        return torch.where(scale > 0, self.products / scale, 0.0) if scale.any() else None
+        if not scale.any():
+            return None
+        return torch.where(scale > 0, self.products / scale, 0.0)
 
 
 def weight_correlations(a, b):
@@ -149,8 +151,12 @@ def weight_correlations(a, b):
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
             sums[kind].update(rows_a[:count], rows_b[:count])
-    values = {kind: total.value() for kind, total in sums.items()}
-    return {kind: value for kind, value in values.items() if value is not None}
+    correlations = {}
+    for kind, total in sums.items():
+        value = total.value()
+        if value is not None:
+            correlations[kind] = value
+    return correlations
 
 
 def plain_matrices(source):

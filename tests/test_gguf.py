@@ -175,7 +175,7 @@ def test_another_architecture_is_compared_only(tmp_path):
     source = spec.open(any_architecture=True)
     assert source.config is None and source.width == 32 and source.shapes.keys() == weights.keys()
     found = parts.find(source)
-    assert found.head == "model.embed_tokens.weight" and found.norm == "model.norm.weight"
+    assert found.heads == ["model.embed_tokens.weight"] and found.norm == "model.norm.weight"
     assert [mlp.norm for mlp in found.mlps] == [
         f"model.layers.{layer}.pre_feedforward_layernorm.weight" for layer in range(2)
     ]
