@@ -103,19 +103,24 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def power(base: Model, suspect: Model, census):
-    """What kept hidden units from being looked for, ""; if they have none, that too; and what that rests on.
+    """Could a child have been seen? Here, and nowhere else, it is decided what "no evidence" takes.
 
-    Here, and nowhere else, it is decided what "no evidence" takes. Returns `lack`, `has_mlps` and `proviso`.
+    Returns what hidden units lacked ("" if nothing), whether both models have MLPs or matrices that may be
+    some, and on what equal tokens rest.
     """
-    found = {model.name: parts.find(model.source) for model in (base, suspect)}
-    lacks = [f"no {there.missing} found in {name}" for name, there in found.items() if there.missing]
+    lacks = []
+    has_mlps = True
+    for model in (base, suspect):
+        found = parts.find(model.source)
+        has_mlps = has_mlps and bool(found.mlps or found.unknown)
+        if found.missing:
+            lacks.append(f"no {found.missing} found in {model.name}")
     if census and census.num_tokens < TOKENS_A_DIMENSION * min(census.widths):
-        lacks = [
-            f"the models share {census.num_tokens:,} tokens, too few for a width of {min(census.widths):,}"
-        ]
+        lacks.append(
+            f"they share {census.num_tokens:,} tokens, too few for a width of {min(census.widths):,}"
+        )
     elif census and max(match.units for match in census.matches) < FEWEST_UNITS:
-        lacks = [f"no layer has {FEWEST_UNITS} hidden units that live in both models"]
-    has_mlps = all(there.mlps or there.unknown for there in found.values())
+        lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
     proviso = ""
     if base.vocabulary and suspect.vocabulary:
         proviso = ", if their tokenizers tell the truth"
