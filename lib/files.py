@@ -13,7 +13,9 @@ import math
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 
@@ -21,6 +23,15 @@ from lib.settings import INSTALL, UserError
 
 LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
 LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
+MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, which `read()` reads; whoever changes what is read copies it first."""
+
+    shape: tuple
+    kind: str  # of its numbers, as the file calls it
+    read: Callable
 
 
 def check_regular(path, largest=math.inf) -> None:
@@ -60,15 +71,6 @@ def sha256(path):
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_sum(path, largest=LARGEST) -> None:
-    """UserError if a file is not the one that checksums.json, where its folder has one, was written for."""
-    check_regular(path, largest)
-    sums = path.with_name("checksums.json")
-    known = read_json(sums).get(path.name) if sums.exists() else None
-    if known is not None and known != sha256(path):
-        raise UserError(f"corrupt checkpoint: {path} is not what checksums.json says")
 
 
 def smollm2():
@@ -116,15 +118,9 @@ def atomic_folder(path):
 
 
 def remove_leftovers(folder) -> None:
-    """Remove what killed processes left unfinished in a folder that is ours alone.
-
-    What was moved aside for a new folder that did not come is moved back.
-    """
+    """Remove what killed processes left unfinished in a folder that is ours alone."""
     for leftover in folder.glob(".*.tmp"):
-        path = folder / leftover.name[1:].removesuffix(".old.tmp")
-        if leftover.name.endswith(".old.tmp") and not path.exists():
-            os.rename(leftover, path)
-        elif leftover.is_dir():
+        if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink()

@@ -1,6 +1,7 @@
 """What is in a .gguf file, as llama.cpp and Ollama keep models?
 
-    >>> GGUF(smollm2()).read("model.layers.0.self_attn.k_proj.weight").shape  # one at a time, dequantised
+    >>> tensors = GGUF(smollm2()).tensors
+    >>> tensors["model.layers.0.self_attn.k_proj.weight"].read().shape  # one at a time, dequantised
     torch.Size([192, 576])
 
 The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file. The
@@ -10,10 +11,12 @@ package `gguf` knows how numbers are packed, and what tensors are called.
 import math
 import re
 import struct
+from functools import partial
 
 import numpy as np
 import torch
 
+from lib.files import MOST_TENSORS, Stored
 from lib.settings import INSTALL, UserError
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -52,9 +55,9 @@ class Header:
 
 
 class GGUF:
-    """The tensors of a regular .gguf file, one at a time; errors of many kinds, soon, for a damaged one.
+    """A regular .gguf file; errors of many kinds, soon, for a damaged one.
 
-    Has `values`, the header's, and `shapes` and `types` by Hugging Face's names of tensors.
+    Has `values`, the header's, and `tensors`, each a Stored, by Hugging Face's names.
     """
 
     def __init__(self, path):
@@ -64,12 +67,14 @@ class GGUF:
             raise UserError(f"{path} takes a package more: {INSTALL}") from None
         self.path = path
         self.dequantize = gguf.dequantize
-        self.values, self.shapes, self.packed, self.heads = {}, {}, {}, {}
+        self.values, self.tensors, self.heads = {}, {}, {}
         data = np.memmap(path, np.uint8, "r")
         header = Header(data)
         if header.number("I") != gguf.GGUF_MAGIC or header.number("I") not in (2, 3):
             raise ValueError("expected GGUF of version 2 or 3")
         num_tensors, num_values = header.number("Q"), header.number("Q")
+        if num_tensors > MOST_TENSORS:
+            raise ValueError(f"{num_tensors:,} tensors")
         for _ in range(num_values):
             key = header.value()
             self.values[key] = header.value(header.number("I"))
@@ -97,11 +102,11 @@ class GGUF:
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             size = math.prod(shape) // block * block_bytes
             numbers = data[start + place :][:size]
-            if len(numbers) < size or 0 in shape or shape[-1] % block or name in self.shapes:
+            if len(numbers) < size or 0 in shape or shape[-1] % block or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
-            self.shapes[name] = shape
-            self.packed[name] = kind, numbers.reshape(*shape[:-1], -1)
-        self.types = dict.fromkeys(self.shapes, "F32")  # once dequantised
+            heads = self.heads.get(name.split(".")[-2])
+            packed = numbers.reshape(*shape[:-1], -1)
+            self.tensors[name] = Stored(shape, "F32", partial(self.unpacked, packed, kind, heads))
 
     @property
     def has_known_tokenizer(self):
@@ -109,11 +114,9 @@ class GGUF:
         kind = [str(self.values.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre")]
         return kind == ["gpt2", "smollm"]
 
-    def read(self, name):
-        """One tensor, float32."""
-        kind, packed = self.packed[name]
+    def unpacked(self, packed, kind, heads):
+        """A tensor of packed numbers, float32; where `heads` is given, their rows are no longer in pairs."""
         weight = torch.from_numpy(np.require(self.dequantize(packed, kind), np.float32, "W"))
-        heads = self.heads.get(name.split(".")[-2])
         if heads:
             weight = weight.view(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
         return weight

@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from lib import checkpoint, data, files, folders, inputs, parts
 from lib.folders import GGUF_KEYS
 from lib.settings import UserError
-from model import Llama3Scaling, ModelConfig
+from model import ModelConfig
 
 gguf = pytest.importorskip("gguf")
 needs_smollm2 = pytest.mark.skipif(
@@ -141,23 +141,15 @@ def test_transformers_reads_the_same(tiny):
         assert torch.equal(source.read(name), torch.as_tensor(weight)), name
 
 
-def test_factors_of_llama_3(tmp_path):
-    """A file has the factors of RoPE alone: where they are Llama 3's, so is the model; else it is refused."""
-    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    config = replace(KINDS["llama"], d_model=128, rope_theta=5e5, rope_scaling=scaling)
-    model = rounded(random_model(config))
-    raw = transformers.LlamaConfig(**checkpoint.config_json(config))
-    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](raw)
-    plain = 5e5 ** -(torch.arange(0, 32, 2) / 32)
-    factors = (plain / scaled).numpy()
-    weights = dict(model.named_parameters())
-    path = write(tmp_path / "a.gguf", "llama", config, weights, more={"rope_freqs.weight": factors})
-    tokens = torch.randint(97, (1, 600))
-    torch.testing.assert_close(checkpoint.load(path)(tokens), model(tokens), rtol=1e-4, atol=1e-4)
-    factors[3] = 2
-    path = write(tmp_path / "b.gguf", "llama", config, weights, more={"rope_freqs.weight": factors})
-    with pytest.raises(UserError, match="rope_freqs"):
+def test_factors_of_rope_are_compared_only(tmp_path):
+    """Llama 3's stand in the file without the parameters that made them."""
+    weights = dict(random_model(KINDS["llama"]).named_parameters())
+    factors = {"rope_freqs.weight": np.ones(4, np.float32)}
+    path = write(tmp_path / "a.gguf", "llama", KINDS["llama"], weights, more=factors)
+    with pytest.raises(UserError, match="RoPE of type 'rope_freqs'"):
         checkpoint.load(path)
+    source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
+    assert source.config is None and source.width == 32
 
 
 def test_another_architecture_is_compared_only(tmp_path):
@@ -346,7 +338,7 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
     for size in [*range(0, 400, 13), *np.linspace(400, len(whole) - 64, 30).astype(int)]:
         (tmp_path / "a.gguf").write_bytes(whole[:size])
         with pytest.raises(UserError, match="a.gguf"):
-            folders.open_file(tmp_path / "a.gguf")
+            folders.open_gguf(tmp_path / "a.gguf")
 
 
 def test_what_is_no_file_is_refused(tmp_path):
