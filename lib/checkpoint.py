@@ -18,9 +18,9 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from init import birth_value, newborn
 from lib import folders, runtime
@@ -247,20 +247,14 @@ class TrainingState:
 def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
-        save_tensors(dict(model.named_parameters()), new / "model.safetensors")
+        save_file(dict(model.named_parameters()), new / "model.safetensors", {"format": "pt"})
         (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
         if tokenizer is not None:
             tokenizer.save(new)
         if state is not None:
-            save_tensors(moments(model, optimizer), new / "optimizer.safetensors")
+            save_file(moments(model, optimizer), new / "optimizer.safetensors")
             sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
             (new / "state.json").write_text(json.dumps(asdict(replace(state, sha256=sums))) + "\n")
-
-
-def save_tensors(tensors, path) -> None:
-    """Write tensors by name, as .safetensors."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def moments(model, optimizer):
@@ -303,32 +297,26 @@ def restore(optimizer, model, state, tensors) -> None:
 
 def config_json(config):
     """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
-    is_llama = config.norm == "rmsnorm" and config.mlp == "swiglu"
-    is_whole = config.sublayers == "full" and config.attn_calibration == "none"
-    has_odd_heads = config.qkv_bias and (config.qk_norm or config.head_dim is not None)  # no Qwen2 has these
-    if not is_llama or not is_whole or has_odd_heads:
-        return {"model_type": "bornbiased", **asdict(config)}
+    spelled_out = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    values = asdict(spelled_out)
     family = "llama"
     if config.qkv_bias:
         family = "qwen2"
     elif config.qk_norm:
         family = "qwen3"
-    values = asdict(config) | {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
-    renamed = {theirs: values[ours] for ours, theirs in folders.KEYS.items()}
-    if family == "qwen2":
-        del renamed["head_dim"]
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        scaling = values["rope_scaling"]
-        rope |= {"rope_type": "llama3"} | {
-            theirs: scaling[ours] for ours, theirs in folders.SCALING_KEYS.items()
-        }
-    return {
+        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in folders.SCALING_KEYS.items()}
+        rope |= {"rope_type": "llama3"} | scaling
+    raw = {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **renamed,
+        **{theirs: values[ours] for ours, theirs in folders.KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "dtype": "float32",
         "rope_parameters": rope,
     }
+    if folders.described(raw, family) == spelled_out:
+        return raw
+    return {"model_type": "bornbiased", **asdict(config)}

@@ -13,9 +13,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError
 
@@ -23,15 +21,6 @@ from lib.settings import INSTALL, UserError
 
 LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
 LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
-MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
-
-
-class Stored(NamedTuple):
-    """A tensor in a file, which `read()` reads; whoever changes what is read copies it first."""
-
-    shape: tuple
-    kind: str  # of its numbers, as the file calls it
-    read: Callable
 
 
 def check_regular(path, largest=math.inf) -> None:

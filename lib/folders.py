@@ -25,8 +25,8 @@ from pathlib import Path
 import safetensors
 import torch
 
-from lib.files import LARGEST, LARGEST_TOKENIZER, MOST_TENSORS, Stored, check_regular, read_json
-from lib.gguf import GGUF
+from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_json
+from lib.gguf import GGUF, MOST_TENSORS, Stored
 from lib.parts import GAINS_FROM_ONE, TABLE
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 from model import ModelConfig, Transformer
@@ -67,7 +67,7 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
 }
-WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")  # as architectures call the residual stream's width
+LARGEST_WIDTH = 2**20  # of a residual stream
 PLAIN_WEIGHTS = "save plain ones, by transformers' dequantize() and save_pretrained()"
 TOKEN_TABLE = "model.embed_tokens.weight"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
@@ -207,14 +207,14 @@ def folder_of(place):
 
 
 def read_raw_config(folder):
-    """What config.json says, and its path; UserError for folders that only look like a checkpoint."""
+    """What config.json says; UserError for folders that only look like a checkpoint."""
     path = folder / "config.json"
     if os.path.exists(folder / "adapter_config.json") and not os.path.exists(path):
         raise UserError(f"{folder} is a LoRA adapter: save its model after peft's merge_and_unload()")
     raw = read_json(path)
     if raw.get("quantization_config") is not None:
-        raise UserError(f"{path}: the weights are quantised: {PLAIN_WEIGHTS}")
-    return raw, path
+        raise UserError(f"{folder}: the weights are quantised: {PLAIN_WEIGHTS}")
+    return raw
 
 
 def gguf_config(file):
@@ -242,56 +242,50 @@ def read_config(place):
     """The architecture of a checkpoint, without its weights; ForeignArchitecture for one that is not ours."""
     if place.suffix == ".gguf":
         return described(gguf_config(open_gguf(place)), place)
-    return described(*read_raw_config(folder_of(place)))
+    return described(read_raw_config(folder_of(place)), place)
 
 
-def described(raw, path):
-    """The architecture that the values of a config.json describe."""
+def described(raw, place):
+    """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     family = raw.get("model_type")
     if family == "bornbiased":
-        return checked_config({key: value for key, value in raw.items() if key != "model_type"}, path)
+        return checked_config({key: value for key, value in raw.items() if key != "model_type"}, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
+        known = ", ".join(FAMILIES)
         raise ForeignArchitecture(
-            f"{path}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}. "
-            "`seedprint.py compare` reads any"
+            f"{place}: foreign architecture {family!r}; expected {known}. `seedprint.py compare` reads any"
         )
-    return read_family_config(family, raw, path)
-
-
-def read_family_config(family, raw, path):
-    """A Hugging Face configuration of one of FAMILIES as ours; UserError for what our model does not do."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict | list) for value in rope.values()):
-        raise UserError(f"{path}: rope_parameters cannot be {rope!r}")
+        raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "none", "llama3"):
-        raise ForeignArchitecture(f"{path}: RoPE of type {rope_type!r} is not supported")
+        raise ForeignArchitecture(f"{place}: RoPE of type {rope_type!r} is not supported")
     for key, plain in PLAIN.items():
         value = rope.get(key, raw.get(key, plain))
         if value not in (plain, None):
-            raise ForeignArchitecture(f"{path}: {key} {value!r} is not supported; expected {plain}")
+            raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
     values = dict(FAMILIES[family])
     for ours, theirs in KEYS.items():
         if theirs in raw:
             values[ours] = raw[theirs]
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
-        scaling = {ours: rope[theirs] for ours, theirs in SCALING_KEYS.items() if theirs in rope}
-        values["rope_scaling"] = scaling
-    config = checked_config(values, path)
+        values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
+    config = checked_config(values, place)
     window = raw.get("sliding_window", 4096)
     if raw.get("use_sliding_window", family == "mistral") and type(window) is int and window > 0:
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
     return config
 
 
-def checked_config(values, path):
+def checked_config(values, place):
     """What a stranger's config.json says, as ours; UserError for wrong types and strange numbers."""
-    config = from_values(ModelConfig, values, path)
+    config = from_values(ModelConfig, values, place)
     for part in (config, config.rope_scaling):
         for name, value in vars(part or config).items():
             if type(value) in (int, float) and not 1 / LARGEST_NUMBER < value < LARGEST_NUMBER:
-                raise UserError(f"{path}: {KEYS.get(name, name)} cannot be {value}")
+                raise UserError(f"{place}: {KEYS.get(name, name)} cannot be {value}")
     return config
 
 
@@ -319,7 +313,7 @@ class Weights:
         self.place = place
         self.config = None
         self.family = "bornbiased"
-        raw, path = {}, place
+        raw = {}
         if place.suffix == ".gguf":
             file = open_gguf(place)
             raw = gguf_config(file)
@@ -327,13 +321,13 @@ class Weights:
         else:
             folder = folder_of(place)
             if os.path.isdir(place) or not any_architecture or os.path.exists(folder / "config.json"):
-                raw, path = read_raw_config(folder)
+                raw = read_raw_config(folder)
             self.tensors = open_tensors(weight_files(place))
         for name, tensor in self.tensors.items():
             if tensor.kind not in FLOATS and name.endswith("weight") and len(tensor.shape) > 1:
                 raise UserError(f"{place}: {name} is of {tensor.kind}, quantised weights: {PLAIN_WEIGHTS}")
         try:
-            self.config = described(raw, path)
+            self.config = described(raw, place)
             self.width = self.config.d_model
             self.check_parameters()
         except ForeignArchitecture:
@@ -342,7 +336,7 @@ class Weights:
             self.family = str(raw.get("model_type", ""))
             if place.suffix == ".gguf" and self.family in GAINS_FROM_ONE:
                 self.family = ""  # such a file has gains as they are
-            self.width = hidden_size(raw, path) if raw else table_width(self.tensors, place)
+            self.width = residual_width(raw, self.tensors, place)
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def check_parameters(self) -> None:
@@ -362,23 +356,15 @@ class Weights:
         return self.tensors[name].read().clone()
 
 
-def table_width(tensors, place):
-    """The residual stream's width by the token table; UserError where there is no table."""
+def residual_width(raw, tensors, place):
+    """The residual stream's width: config.json's hidden_size, or the token table's; UserError for neither."""
+    width = raw.get("hidden_size")
     for name, tensor in tensors.items():
-        if TABLE.search(name) and len(tensor.shape) == 2:
-            return tensor.shape[1]
-    raise UserError(f"{place} has no config.json beside it, and no token table that tells its width")
-
-
-def hidden_size(raw, path):
-    """The residual stream's width that config.json names; UserError if it names none."""
-    if isinstance(raw.get("text_config"), dict):  # of a model that sees, or hears
-        raw = raw | raw["text_config"]
-    for key in WIDTH_KEYS:
-        width = raw.get(key)
-        if type(width) is int and 0 < width < LARGEST_NUMBER:
-            return width
-    raise UserError(f"{path} names no hidden size; expected one of {', '.join(WIDTH_KEYS)}")
+        if width is None and TABLE.search(name) and len(tensor.shape) == 2:
+            width = tensor.shape[1]
+    if type(width) is not int or not 0 < width < LARGEST_WIDTH:
+        raise UserError(f"{place} has no hidden_size in a config.json, and no token table that tells it")
+    return width
 
 
 def weight_files(place):

@@ -11,20 +11,30 @@ package `gguf` knows how numbers are packed, and what tensors are called.
 import math
 import re
 import struct
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lib.files import MOST_TENSORS, Stored
 from lib.settings import INSTALL, UserError
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
+MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
 PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 NAMES = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({PARTS}))|lm_head")  # Hugging Face's
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, of any format; `read()` reads it, and whoever changes it copies it first."""
+
+    shape: tuple
+    kind: str  # of its numbers, as the file calls it
+    read: Callable
 
 
 class Header:

@@ -242,7 +242,7 @@ FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
         "a long number",
         changed("config.json", lambda raw: raw.replace(b"32", b"9" * 9999)),
     ),
-    (COMPARE, "checkpoint", "a list of a family", with_json("config.json", model_type=["llama"])),
+    (COMPARE, "checkpoint", "a list of a family", with_json("config.json", model_type=["llama"]), False),
     (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3)),
     (COMPARE, "checkpoint", "RoPE in RoPE", with_json("config.json", rope_parameters={"a": {}})),
     (COMPARE, "checkpoint", "another family", with_json("config.json", model_type="../x"), False),
@@ -322,7 +322,7 @@ probe --out pipe
 sinks rates
 sinks rate --text pipe
 sinks rate --text /dev/zero
-sinks intervene --layers 9
+sinks intervene --model tiny_llama@1 --layers 9
 seedprint
 seedprint compare backcopy@1
 seedprint compare pipe pipe

@@ -126,7 +126,7 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         ({"model_type": None}, "foreign architecture"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": 10**9}, "too few"),

@@ -319,19 +319,12 @@ def empty(folder: Path) -> Path:
     return folder
 
 
-def nameless(folder: Path) -> Path:
-    save(folder)
-    (folder / "config.json").write_text('{"model_type": "new"}')
-    return folder
-
-
 STEPS = {
     lora: ["LoRA adapter", "peft", "merge_and_unload"],
     quantised_by_config: ["quantised", "dequantize"],
     quantised_by_type: ["F8_E4M3", "quantised", "dequantize"],
     of_the_hub: ["no model", "hf download"],
     empty: ["config.json", "missing"],
-    nameless: ["no hidden size", "hidden_size"],
 }
 
 
