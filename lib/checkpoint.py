@@ -108,8 +108,6 @@ def parse_spec(text, scheme="gpt2"):
         return Spec(text, smollm2())
     folder = Path(text)
     if os.path.isdir(text):
-        if not os.access(text, os.R_OK | os.X_OK):
-            raise UserError(f"cannot open the folder {text}: permission denied")
         if not os.path.exists(folder / "config.json"):
             inside = steps(folder)[-1:] or list(folder.glob("*.gguf"))
             folder = inside[0] if len(inside) == 1 else folder
@@ -161,8 +159,8 @@ def load(name, device="cpu", dtype=torch.float32):
 
 def steps(run):
     """The checkpoints of a run folder, oldest first; links may lead anywhere, and are none."""
-    folders = sorted(Path(run).glob("step_" + "[0-9]" * 7)) if os.path.isdir(run) else []
-    return [folder for folder in folders if os.path.isdir(folder) and not folder.is_symlink()]
+    found = sorted(Path(run).glob("step_" + "[0-9]" * 7))
+    return [folder for folder in found if os.path.isdir(folder) and not folder.is_symlink()]
 
 
 def shortest_context(specs):

@@ -27,16 +27,17 @@ def check_regular(path, largest=math.inf) -> None:
     """UserError unless a path, or what it links to, is a regular file that we may read, not too large."""
     try:
         status = path.stat()
+        is_regular = stat.S_ISREG(status.st_mode)
+        if is_regular:
+            path.open("rb").close()
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
         raise UserError(f"cannot read {path}: {error}") from None
-    if not stat.S_ISREG(status.st_mode):
+    if not is_regular:
         raise UserError(f"cannot read {path}: it is no regular file")
     if status.st_size > largest:
         raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"cannot read {path}: permission denied")
 
 
 def read_bytes(path, largest=LARGEST):

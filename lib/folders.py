@@ -131,8 +131,6 @@ def pickled_tensors(path):
 
 def check_pickle(path) -> None:
     """UserError unless a file is a zip file as torch.save writes it of tensors, numbers and texts."""
-    if not zipfile.is_zipfile(path):
-        raise UserError(f"cannot read {path}: it is no zip file, as torch.save has written since version 1.6")
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             is_pickle = entry.filename.endswith(".pkl")

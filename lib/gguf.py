@@ -75,9 +75,7 @@ class GGUF:
             import gguf
         except ImportError:
             raise UserError(f"{path} takes a package more: {INSTALL}") from None
-        self.path = path
-        self.dequantize = gguf.dequantize
-        self.values, self.tensors, self.heads = {}, {}, {}
+        self.values, self.tensors = {}, {}
         data = np.memmap(path, np.uint8, "r")
         header = Header(data)
         if header.number("I") != gguf.GGUF_MAGIC or header.number("I") not in (2, 3):
@@ -91,10 +89,10 @@ class GGUF:
         if self.values.get("split.count", 0) > 1:
             raise ValueError("one part of several; llama-gguf-split --merge joins them")
         architecture = self.values["general.architecture"]
-        if architecture == "llama":  # each head's rows of q and k stand in pairs to rotate
-            heads = self.values["llama.attention.head_count"]
-            groups = self.values.get("llama.attention.head_count_kv", heads)
-            self.heads = {"q_proj": int(heads), "k_proj": int(groups)}
+        paired = {}  # heads whose rows of q and k stand in pairs to rotate
+        if architecture == "llama":
+            paired["q_proj"] = self.values["llama.attention.head_count"]
+            paired["k_proj"] = self.values.get("llama.attention.head_count_kv", paired["q_proj"])
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         num_layers = min(self.values.get(f"{architecture}.block_count", 0), 256)  # their names are listed
         known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
@@ -114,9 +112,8 @@ class GGUF:
             numbers = data[start + place :][:size]
             if len(numbers) < size or 0 in shape or shape[-1] % block or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
-            heads = self.heads.get(name.split(".")[-2])
-            packed = numbers.reshape(*shape[:-1], -1)
-            self.tensors[name] = Stored(shape, "F32", partial(self.unpacked, packed, kind, heads))
+            read = partial(unpacked, numbers.reshape(*shape[:-1], -1), kind, paired.get(name.split(".")[-2]))
+            self.tensors[name] = Stored(shape, "F32", read)
 
     @property
     def has_known_tokenizer(self):
@@ -124,9 +121,12 @@ class GGUF:
         kind = [str(self.values.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre")]
         return kind == ["gpt2", "smollm"]
 
-    def unpacked(self, packed, kind, heads):
-        """A tensor of packed numbers, float32; where `heads` is given, their rows are no longer in pairs."""
-        weight = torch.from_numpy(np.require(self.dequantize(packed, kind), np.float32, "W"))
-        if heads:
-            weight = weight.view(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-        return weight
+
+def unpacked(packed, kind, heads):
+    """A tensor of packed numbers, float32; where `heads` is given, their rows are no longer in pairs."""
+    import gguf
+
+    weight = torch.from_numpy(np.require(gguf.dequantize(packed, kind), np.float32, "W"))
+    if heads:
+        weight = weight.view(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight

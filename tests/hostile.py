@@ -1,6 +1,6 @@
-"""What can a hostile or damaged folder, or a bad command line, do? A hundred cases, a line each.
+"""What can a hostile or damaged folder, or a bad command line, do? Some 80 cases, a line each.
 
-    python tests/hostile.py            # all of them: three minutes
+    python tests/hostile.py            # all of them: a minute
     python tests/hostile.py 10         # every tenth
 
 A case is a folder damaged in one way and a command that reads it, or a command line that is a mistake. It
@@ -176,19 +176,12 @@ def flipped(raw: bytearray) -> bytearray:
     return raw
 
 
+def long_number(raw: bytearray) -> bytearray:
+    return raw.replace(b"32", b"9" * 9999)
+
+
 def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
-
-
-def zeros(raw: bytearray) -> bytes:
-    return bytes(len(raw))
-
-
-def many_tensors(path: Path) -> None:
-    """A header of 300,000 tensors without numbers."""
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header = json.dumps({f"t{number}": entry for number in range(300_000)}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 class Command:
@@ -223,66 +216,35 @@ FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
     (COMPARE, "checkpoint", "config.json missing", put("config.json", missing)),
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", pipe)),
     (PROBE, "checkpoint", "config.json a device", put("config.json", device)),
-    (PROBE, "checkpoint", "config.json a folder", put("config.json", Path.mkdir)),
     (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
     (COMPARE, "checkpoint", "config.json nested", put("config.json", holds(NESTED))),
-    (COMPARE, "checkpoint", "config.json noise", put("config.json", holds(random.Random(0).randbytes(4096)))),
     (COMPARE, "checkpoint", "config.json a list", put("config.json", holds("[1]"))),
     (COMPARE, "checkpoint", "tiny theta", with_json("config.json", rope_parameters={"rope_theta": 1e-300})),
-    (COMPARE, "checkpoint", "tiny epsilon", with_json("config.json", rms_norm_eps=1e-300)),
     (COMPARE, "checkpoint", "huge width", with_json("config.json", hidden_size=2**39)),
-    (COMPARE, "checkpoint", "huge vocabulary", with_json("config.json", vocab_size=2**39)),
     (COMPARE, "checkpoint", "many layers", with_json("config.json", num_hidden_layers=10**9)),
-    (COMPARE, "checkpoint", "three heads", with_json("config.json", num_attention_heads=3)),
-    (COMPARE, "checkpoint", "short context", with_json("config.json", max_position_embeddings=4)),
     (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan"))),
-    (
-        COMPARE,
-        "checkpoint",
-        "a long number",
-        changed("config.json", lambda raw: raw.replace(b"32", b"9" * 9999)),
-    ),
-    (COMPARE, "checkpoint", "a list of a family", with_json("config.json", model_type=["llama"]), False),
+    (COMPARE, "checkpoint", "a long number", changed("config.json", long_number)),
     (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3)),
-    (COMPARE, "checkpoint", "RoPE in RoPE", with_json("config.json", rope_parameters={"a": {}})),
-    (COMPARE, "checkpoint", "another family", with_json("config.json", model_type="../x"), False),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights missing", put("model.safetensors", missing)),
     (PROBE, "checkpoint", "weights a pipe", put("model.safetensors", pipe)),
-    (PROBE, "checkpoint", "weights a device", put("model.safetensors", device)),
-    (PROBE, "checkpoint", "weights of 30 GB", put("model.safetensors", sparse)),
     (PROBE, "checkpoint", "weights empty", put("model.safetensors", holds(""))),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
-    (PROBE, "checkpoint", "weights of zeros", changed("model.safetensors", zeros)),
     (PROBE, "checkpoint", "a bit of the weights", changed("model.safetensors", flipped), False),
     (COMPARE, "checkpoint", "a header of 8 GB", put("model.safetensors", holds(b"\0\0\0\0\2\0\0\0{}"))),
-    (COMPARE, "checkpoint", "many tensors", put("model.safetensors", many_tensors)),
     (COMPARE, "checkpoint", "a pickle that runs", pickled(Command())),
-    (COMPARE, "checkpoint", "a pickle of 2 GB", pickled(bytearray(9))),
-    (COMPARE, "checkpoint", "a flood of a pickle", pickled([1] * 5_000_000)),
-    (RATE, "checkpoint", "tokenizer a pipe", put("tokenizer.model", pipe), False),
     (RATE, "checkpoint", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
     (RATE, "checkpoint", "tokenizer noise", put("tokenizer.model", holds(bytes(4096)))),
-    (RATE, "checkpoint", "tokenizer cut", changed("tokenizer.model", cut), False),
-    (COMPARE, "checkpoint", "tokenizer.json nested", put("tokenizer.json", holds(NESTED))),
     (COMPARE, "checkpoint", "tokenizer.json of 30 GB", put("tokenizer.json", sparse)),
     (COMPARE, "stranger", "index a pipe", put(INDEX, pipe)),
-    (COMPARE, "stranger", "index a device", put(INDEX, device)),
-    (COMPARE, "stranger", "index of 30 GB", put(INDEX, sparse)),
-    (COMPARE, "stranger", "index without a map", with_json(INDEX, weight_map=[])),
     (COMPARE, "stranger", "index leads outside", index_of("../outside")),
-    (COMPARE, "stranger", "index leads to /etc", index_of("/etc/passwd")),
     (COMPARE, "stranger", "index of a zero byte", index_of("a\0.safetensors")),
     (COMPARE, "stranger", "index of a long name", index_of("x" * 999 + ".safetensors")),
     (COMPARE, "stranger", "index of a number", index_of(7)),
-    (LAYERS, "stranger", "shard missing", put(SHARD, missing)),
     (LAYERS, "stranger", "shard a pipe", put(SHARD, pipe)),
     (LAYERS, "stranger", "shard cut", changed(SHARD, cut)),
     (RESUME, "run", "settings nested", put("settings.json", holds(NESTED))),
-    (RESUME, "run", "settings a pipe", put("settings.json", pipe)),
-    (RESUME, "run", "settings of another kind", with_json("settings.json", max_iters="x")),
     (RESUME, "run", "settings huge", with_json("settings.json", sequence_length=10**30)),
-    (RESUME, "run", "log a pipe", put("metrics.jsonl", pipe)),
     (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
     (RESUME, "run", "log of junk", changed("metrics.jsonl", lambda raw: raw + JUNK.encode()), False),
     (RESUME, "run", "log a link", put("metrics.jsonl", outside), False),
@@ -291,69 +253,51 @@ FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
     (RESUME, "run", "step a link", put("step_0000003", outside), False),
     (RESUME, "run", "another step", with_json(STATE, step=10**15), False),
     (RESUME, "run", "state a pipe", put(STATE, pipe), False),
-    (RESUME, "run", "state nested", put(STATE, holds(NESTED)), False),
-    (RESUME, "run", "no sums", with_json(STATE, sha256={}), False),
     (RESUME, "run", "moments cut", changed(MOMENTS, cut), False),
     (RESUME, "run", "moments a device", put(MOMENTS, device), False),
-    (PROBE, "run", "a bit of config.json", changed("step_0000003/config.json", flipped), False),
-    (TRAIN, "data", "meta missing", put("meta.json", missing)),
     (TRAIN, "data", "meta a pipe", put("meta.json", pipe)),
     (TRAIN, "data", "meta nested", put("meta.json", holds(NESTED))),
     (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer="../outside")),
-    (TRAIN, "data", "tokenizer in /etc", with_json("meta.json", tokenizer="/etc/hostname")),
-    (TRAIN, "data", "vocabulary of -1", with_json("meta.json", vocab_size=-1)),
     (TRAIN, "data", "vocabulary of 499", with_json("meta.json", vocab_size=499)),
     (TRAIN, "data", "vocabulary of 2**62", with_json("meta.json", vocab_size=2**62)),
     (TRAIN, "data", "tokens a pipe", put("train.bin", pipe)),
-    (TRAIN, "data", "tokens of 30 GB", put("train.bin", sparse)),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
     (TRAIN, "data", "beyond the vocabulary", changed("train.bin", lambda raw: b"\xff" * len(raw))),
     (TRAIN, "data", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
 ]
 LINES = """
-probe --modle nano_gpt2
 probe pipe.py
-probe --seed
 probe --seed 3 3
 probe --model backcopy@1@2
-probe --sequence-length 99999
 probe --num-sequences 1e400
 probe --out pipe
-sinks rates
 sinks rate --text pipe
 sinks rate --text /dev/zero
 sinks intervene --model tiny_llama@1 --layers 9
 seedprint
 seedprint compare backcopy@1
 seedprint compare pipe pipe
-seedprint compare folder folder
 seedprint identify backcopy@1 --seeds 9-1
 train --resume --out folder
-train --data pipe
 train --source pipe.txt
 train --tokenizer pipe
-train --init-from device
 train --out /proc/x
 train --learning-rate nan
-train bad.py
 train loop.py
 lib.data bad.jsonl
 lib.data bomb.jsonl.gz
 lib.data ../text.txt --tokenizer bpe:x
 lib.data ../text.txt --out /proc/x --tokenizer bytes
-contraction layer
 contraction mlp --model nowhere
 reproduce.errors rate
 """  # command lines that are surely mistakes
 
 
 def furnish(folder: Path) -> None:
-    """What the words name: a pipe, a device, an empty folder, and files that are not what they seem."""
+    """What the words name: a pipe, an empty folder, and files that are not what they seem."""
     for name in ("pipe", "pipe.py", "pipe.txt"):
         os.mkfifo(folder / name)
-    (folder / "device").symlink_to("/dev/zero")
     (folder / "folder").mkdir()
-    (folder / "bad.py").write_text("max_iters = 1 /")
     (folder / "loop.py").write_text("def f(): f()\nf()")
     (folder / "bad.jsonl").write_text('{"text": ' + "[" * 99999)
     with gzip.open(folder / "bomb.jsonl.gz", "wb", compresslevel=1) as file:

@@ -6,17 +6,14 @@ Names and the models they mean; states with one block in memory, against the who
 import errno
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
-import sentencepiece
 import torch
 import transformers
-from conftest import KINDS, ROOT, assert_refused, random_model, run_here
+from conftest import KINDS, ROOT, random_model
 
 import init
 from lib import checkpoint, data, folders
@@ -123,15 +120,12 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     "changes, word",
     [
         ({"model_type": "gpt_neox"}, "gpt_neox"),
-        ({"model_type": None}, "foreign architecture"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"num_hidden_layers": 4}, "model.layers.3"),
-        ({"num_hidden_layers": 2}, "model.layers.2"),
         ({"num_key_value_heads": 2}, "k_proj"),
         ({"hidden_size": None}, "d_model"),
         ({"num_attention_heads": 0}, "0 heads"),
@@ -144,22 +138,6 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
     with pytest.raises(UserError, match=word) as error:
         checkpoint.load(folder)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_hostile_index_and_integer_weights(tmp_path):
-    folder, model = saved(tmp_path / "a", KINDS["llama"])
-    outside = tmp_path / "outside.safetensors"
-    (tmp_path / "a" / "model.safetensors").rename(outside)
-    for name in ("../outside.safetensors", str(outside), "model.bin", 7, "a" * 300 + ".safetensors"):
-        index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
-        (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(UserError, match="weight_map|in this folder|missing|too long"):
-            checkpoint.load(folder)
-    (tmp_path / "a" / "model.safetensors.index.json").unlink()
-    weights = {name: weight.to(torch.int8) for name, weight in model.state_dict().items()}
-    safetensors.torch.save_file(weights, tmp_path / "a" / "model.safetensors")
-    with pytest.raises(UserError, match="I8"):
-        checkpoint.load(folder)
 
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -315,16 +293,12 @@ class Full:
 
 
 def test_saving_replaces_and_survives(tmp_path):
-    """A second save takes the place of the first; a failed one, or one killed in between, leaves it alone."""
+    """A failed save leaves the first alone; a second one takes its place."""
     first, second = random_model(KINDS["llama"], 1), random_model(KINDS["llama"], 2)
     checkpoint.save(tmp_path / "a", first)
     with pytest.raises(UserError, match="cannot write"):
         checkpoint.save(tmp_path / "a", second, tokenizer=Full())
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), first(TOKENS))
-    (tmp_path / "a").rename(tmp_path / ".a.old.tmp")  # where a kill between the two renames leaves it
-    with pytest.raises(UserError):
-        checkpoint.save(tmp_path / "a", second, tokenizer=Full())
-    assert [path.name for path in tmp_path.iterdir()] == [".a.old.tmp"]
     checkpoint.save(tmp_path / "a", second)
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), second(TOKENS))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -387,47 +361,3 @@ def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=word):
         checkpoint.read_state(folder)
-
-
-def test_full_disk(tmp_path):
-    code = """
-import pathlib, resource, sys
-import init
-from lib import checkpoint
-from lib.settings import Command, RunSettings, run_script
-def work(settings):
-    "Save two megabytes where one fits."
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-    checkpoint.save(pathlib.Path(settings.out), init.newborn("tiny_llama", 1))
-run_script({"": Command(work, RunSettings(out=sys.argv.pop()))}, "What?")
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert_refused(result, "cannot write", str(tmp_path / "a"))
-    assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_scripts_take_folders_and_name_tokens(tmp_path, monkeypatch):
-    """A tokenizer beside the weights gives tokens their text; a newborn beside it has none."""
-    monkeypatch.setattr("lib.runtime.matmul_peak", lambda device, dtype: 1e11)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter((ROOT / "model.py").read_text().splitlines()),
-        model_prefix=str(tmp_path / "m"),
-        vocab_size=300,
-        minloglevel=2,
-        model_type="bpe",
-    )
-    config = replace(PRESETS["tiny_llama"], vocab_size=300)
-    checkpoint.save(
-        tmp_path / "a", init.newborn(config, 1), tokenizer=data.load_tokenizer(str(tmp_path / "m.model"))
-    )
-    small = ["--num-sequences", 30, "--sequence-length", 8, "--out", tmp_path]
-    result = run_here("probe", "--model", tmp_path / "a", "tiny_llama@4", *small)
-    assert result.returncode == 0, result.stderr
-    folder, newborn = json.loads((tmp_path / "probe.json").read_text())["rows"]
-    coder = sentencepiece.SentencePieceProcessor(str(tmp_path / "m.model"))
-    assert folder["top1_text"] == coder.id_to_piece(folder["top1_token"])
-    assert (folder["seed"], newborn["seed"]) == (None, 4) and newborn.get("top1_text") is None
-    assert "top1_text" in result.stdout
-    assert_refused(run_here("probe", "--model", tmp_path / "nothing"), "no model")

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
@@ -28,14 +30,29 @@ def test_what_is_no_regular_file(tmp_path):
         files.read_bytes(tmp_path / "zero\0byte")
 
 
-def test_what_is_closed_to_us(tmp_path, monkeypatch):
-    """As for a user who is not root, to whom no mode closes anything."""
-    (tmp_path / "a.json").write_text("{}")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UserError, match="permission denied"):
-        files.read_json(tmp_path / "a.json")
-    with pytest.raises(UserError, match="permission denied"):
-        checkpoint.parse_spec(str(tmp_path))
+def test_what_is_closed_to_us():
+    """As a user who is not root, to whom no mode closes anything."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "step_0000001").mkdir()
+        (folder / "a.json").write_text("{}")
+        (folder / "a.json").chmod(0)
+        was = os.geteuid()
+        try:
+            for mode in (0o755, 0):
+                folder.chmod(mode)
+                if was == 0:
+                    os.seteuid(65534)
+                with pytest.raises(UserError, match="denied"):
+                    files.read_json(folder / "a.json")
+                if mode == 0:
+                    with pytest.raises(UserError, match="denied"):
+                        checkpoint.load(folder)
+                    assert checkpoint.steps(folder) == []
+                os.seteuid(was)
+        finally:
+            os.seteuid(was)
+            folder.chmod(0o755)
 
 
 def test_a_file_of_any_size(tmp_path):
