@@ -1,20 +1,25 @@
-"""How fast is it, beside transformers?
+"""How fast is it, and in how much memory, beside transformers?
 
-    python -m reproduce.bench                             # all of it, five minutes on 2 cores
+    python -m reproduce.bench                             # all of it, ten minutes on 2 cores
     python -m reproduce.bench --work forward --rounds 9
 
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
-backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
-and batch and, in training, the same loop. Both take turns, in alternating order. Rows have the medians, in
-tokens a second, `ratio`, ours to theirs, and `lowest` and `highest`, those of single turns.
+backward pass in `dtype` with float32 weights, clipping, AdamW; `compiled` is the same with torch.compile.
+transformers' model has the same shape, dtype and batch and, in training, the same loop. Both take turns, in
+alternating order. Rows have the medians, in tokens a second, `ratio`, ours to theirs, and `lowest` and
+`highest`, those of single turns; `our_peak` and `their_peak` are what a step takes beyond what lies in memory
+before it, in GiB.
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Literal
 
-import pandas as pd
 import torch
+import torch.nn.functional as F
 
 from init import newborn
 from lib.checkpoint import config_json
@@ -23,7 +28,6 @@ from lib.results import Experiment
 from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from model import PRESETS, ModelConfig
-from train import loss_sum
 
 CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), tokens in a sequence
     ("forward", "nano_gpt2", 32, 64),
@@ -36,6 +40,8 @@ CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), toke
     ("training", "tiny_llama", 32, 256),
     ("training", "nano_gpt2", 4, 512),
     ("training", "nano_llama", 4, 512),
+    ("compiled", "tiny_gpt2", 32, 256),
+    ("compiled", "tiny_llama", 32, 256),
 )
 
 
@@ -43,7 +49,7 @@ CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), toke
 class Settings(RunSettings):
     """What `python -m reproduce.bench` can be told."""
 
-    work: tuple[Literal["forward", "training"], ...] = ("forward", "training")
+    work: tuple[Literal["forward", "training", "compiled"], ...] = ("forward", "training", "compiled")
     """what to time"""
     rounds: at_least(1) = 5
     """turns of each; the median counts"""
@@ -61,8 +67,10 @@ def bench(settings: Settings):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=device)
         row = {"model": name, "work": work, "batch_size": B, "sequence_length": T}
         row["dtype"] = str(dtype).removeprefix("torch.")
-        contestants = training_steps if work == "training" else forward_passes
-        ours, theirs = contestants(name, tokens, dtype)
+        if work == "forward":
+            ours, theirs = forward_passes(name, tokens, dtype)
+        else:
+            ours, theirs = training_steps(name, tokens, dtype, is_compiled=work == "compiled")
         rows.append(row | take_turns(ours, theirs, B * T, settings.rounds))
     return experiment.save(rows)
 
@@ -84,30 +92,33 @@ def forward_passes(name, tokens, dtype):
     return our_pass, their_pass
 
 
-def training_steps(name, tokens, dtype):
+def training_steps(name, tokens, dtype, is_compiled):
     """Ours and theirs: a step of train.py's loop on windows (B, T + 1)."""
     ours = newborn(name, 0, device=tokens.device).train()
     theirs = transformers_model(PRESETS[name]).to(tokens.device).train()
 
-    def their_logits(inputs):
-        return theirs(inputs, use_cache=False).logits
+    def their_loss(inputs, targets):
+        logits = theirs(inputs, use_cache=False).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     steps = []
-    for model, forward in ((ours, ours), (theirs, their_logits)):
+    for model, loss in ((ours, ours), (theirs, their_loss)):
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        steps.append(partial(training_step, model, forward, optimizer, tokens, dtype))
+        loss = torch.compile(loss) if is_compiled else loss
+        steps.append(partial(training_step, model, loss, optimizer, tokens, dtype))
     return steps
 
 
-def training_step(model, forward, optimizer, window, dtype):
-    """The loss of a step; `forward` maps tokens to the model's logits."""
-    targets = window[:, 1:]
-    loss = loss_sum(forward, window[:, :-1], targets, window.device, dtype) / targets.numel()
-    loss.backward()
+def training_step(model, loss, optimizer, window, dtype):
+    """A step on windows (B, T + 1), and its loss; `loss` maps inputs and targets to their summed loss."""
+    inputs, targets = window[:, :-1], window[:, 1:]
+    with torch.autocast(window.device.type, dtype, enabled=dtype is torch.bfloat16):
+        total = loss(inputs, targets)
+    (total / targets.numel()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
+    return total.detach() / targets.numel()
 
 
 def transformers_model(config: ModelConfig):
@@ -130,19 +141,42 @@ def transformers_model(config: ModelConfig):
 
 
 def take_turns(ours, theirs, num_tokens, rounds):
-    """Tokens a second of two works on `num_tokens` tokens, which take turns, and their ratio."""
-    works = [("ours", ours), ("transformers", theirs)]
-    for _, work in works:
-        work()  # the first call allocates
-    turns = []
+    """Tokens a second of two works on `num_tokens` tokens, which take turns, their ratio, and their peaks."""
+    works = [ours, theirs]
+    for work in works:
+        work()  # the first call allocates, and compiles
+    peaks = [peak_memory(work) for work in works]
+    speeds = {ours: [], theirs: []}
     for _ in range(rounds):
         works.reverse()
-        turns.append({name: num_tokens / seconds_of(work) for name, work in works})
-    speed = pd.DataFrame(turns)
-    ours, theirs = speed[["ours", "transformers"]].median()
-    ratios = speed["ours"] / speed["transformers"]
-    row = {"ours": ours, "transformers": theirs, "ratio": ours / theirs}
-    return row | {"lowest": ratios.min(), "highest": ratios.max()}
+        for work in works:
+            speeds[work].append(num_tokens / seconds_of(work))
+    ratios = [mine / other for mine, other in zip(speeds[ours], speeds[theirs])]
+    row = {"ours": median(speeds[ours]), "transformers": median(speeds[theirs])}
+    row |= {"ratio": row["ours"] / row["transformers"], "lowest": min(ratios), "highest": max(ratios)}
+    return row | dict(zip(("our_peak", "their_peak"), peaks))
+
+
+def resident_peak():
+    """Bytes of memory that this process had at its peak (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+
+
+def peak_memory(work):
+    """GiB that a work takes at its peak, beyond what is there before it: on CUDA, and on Linux."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+    forget_peak = Path("/proc/self/clear_refs")
+    if not forget_peak.exists():
+        return None
+    forget_peak.write_text("5")
+    before = resident_peak()
+    work()
+    return (resident_peak() - before) / 2**30
 
 
 COMMANDS = {"": Command(bench, Settings())}

@@ -1,6 +1,7 @@
 """reproduce/bench.py at a size for tests: that it measures what it says it measures."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from lib.files import read_json
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import bench
 
-COLUMNS = "model work batch_size sequence_length dtype ours transformers ratio lowest highest"
+COLUMNS = (
+    "model work batch_size sequence_length dtype ours transformers ratio lowest highest our_peak their_peak"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,9 @@ def test_both_pass_over_the_same_tokens():
 
 def test_training_steps_lower_the_loss():
     torch.manual_seed(0)
-    for step in bench.training_steps("tiny_llama", torch.randint(97, (2, 17)), torch.float32):
+    for step in bench.training_steps(
+        "tiny_llama", torch.randint(97, (2, 17)), torch.float32, is_compiled=False
+    ):
         losses = [step().item() for _ in range(3)]
         assert losses == sorted(losses, reverse=True)
 
@@ -57,15 +62,22 @@ def test_turns_alternate_and_medians_count(monkeypatch):
     seconds = iter([3.0, 30.0, 20.0, 2.0, 1.0, 5.0])
 
     def seconds_of(work):
-        order.append(work())
+        work()
         return next(seconds)
 
     monkeypatch.setattr(bench, "seconds_of", seconds_of)
-    row = bench.take_turns(lambda: "A", lambda: "B", 60, 3)
-    assert order == ["B", "A", "A", "B", "B", "A"]
+    row = bench.take_turns(lambda: order.append("A"), lambda: order.append("B"), 60, 3)
+    assert order == ["A", "B"] * 2 + ["B", "A", "A", "B", "B", "A"]
     assert row["ours"] == 60 / 20 and row["transformers"] == 60 / 2
     assert row["ratio"] == pytest.approx(0.1)
     assert row["lowest"] == pytest.approx(3 / 30) and row["highest"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process its peak")
+def test_peak_memory_is_what_a_work_takes():
+    """A block of 256 MiB; what Python itself takes meanwhile is less than 8."""
+    peak = bench.peak_memory(lambda: torch.ones(2**26).sum())
+    assert peak == pytest.approx(0.25, abs=8 / 1024)
 
 
 @pytest.mark.parametrize("name", ["nano_gpt2", "nano_llama", "nano_qwen"])
