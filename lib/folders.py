@@ -222,10 +222,7 @@ def gguf_config(file):
     values = {key.removeprefix(f"{family}."): value for key, value in numbers.items()}
     raw = {theirs: values[key] for theirs, key in GGUF_KEYS.items() if key in values}
     rope = values.get("rope.scaling.type", "none")
-    rotated = values.get("rope.dimension_count", raw.get("head_dim"))
-    if rotated != raw.setdefault("head_dim", rotated):
-        rope = "partial"
-    elif "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
+    if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
         rope = "rope_freqs"
     table = file.tensors.get(TOKEN_TABLE)
     return raw | {
