@@ -7,14 +7,16 @@
 backward pass in `dtype` with float32 weights, clipping, AdamW; `compiled` is the same with torch.compile.
 transformers' model has the same shape, dtype and batch and, in training, the same loop. Both take turns, in
 alternating order. Rows have the medians, in tokens a second, `ratio`, ours to theirs, and `lowest` and
-`highest`, those of single turns; `our_peak` and `their_peak` are what a step takes beyond what lies in memory
-before it, in GiB.
+`highest`, those of single turns; `our_peak` and `their_peak` are the memory of a process that does nothing
+else, in GiB.
 """
 
-import re
+import multiprocessing
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -27,7 +29,7 @@ from lib.folders import KEYS
 from lib.results import Experiment
 from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from model import PRESETS, ModelConfig
+from model import PRESETS, ModelConfig, Transformer
 
 CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), tokens in a sequence
     ("forward", "nano_gpt2", 32, 64),
@@ -67,46 +69,41 @@ def bench(settings: Settings):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=device)
         row = {"model": name, "work": work, "batch_size": B, "sequence_length": T}
         row["dtype"] = str(dtype).removeprefix("torch.")
-        if work == "forward":
-            ours, theirs = forward_passes(name, tokens, dtype)
-        else:
-            ours, theirs = training_steps(name, tokens, dtype, is_compiled=work == "compiled")
-        rows.append(row | take_turns(ours, theirs, B * T, settings.rounds))
+        makers = [partial(make_work, whose, work, name, tokens, dtype) for whose in ("ours", "transformers")]
+        row |= take_turns(makers[0](), makers[1](), B * T, settings.rounds)
+        row |= dict(zip(("our_peak", "their_peak"), map(peak_memory, makers)))
+        rows.append(row)
     return experiment.save(rows)
 
 
-def forward_passes(name, tokens, dtype):
-    """Ours and theirs: the last position's final state of all tokens (B, T + 1) but the last, (B, d)."""
-    ours = newborn(name, 0, device=tokens.device, dtype=dtype)
-    theirs = transformers_model(PRESETS[name]).to(tokens.device, dtype).base_model
-    tokens = tokens[:, :-1]
+def make_work(whose, work, name, tokens, dtype):
+    """A function to time: a forward pass, or a training step, on windows (B, T + 1)."""
+    if whose == "ours":
+        model = newborn(name, 0, device=tokens.device)
+    else:
+        model = transformers_model(PRESETS[name]).to(tokens.device)
+    if work == "forward":
+        model = model.cast_blocks(dtype) if whose == "ours" else model.to(dtype).base_model
+        return partial(forward_pass, model, tokens[:, :-1])
+    loss = model if whose == "ours" else partial(their_loss, model)
+    if work == "compiled":
+        loss = torch.compile(loss)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return partial(training_step, model.train(), loss, optimizer, tokens, dtype)
 
-    @torch.inference_mode()
-    def our_pass():
-        return ours.hidden(tokens, last_only=True)
 
-    @torch.inference_mode()
-    def their_pass():
-        return theirs(tokens, use_cache=False)[0][:, -1]
-
-    return our_pass, their_pass
+@torch.inference_mode()
+def forward_pass(model, tokens):
+    """The last position's final state of tokens (B, T), (B, d)."""
+    if isinstance(model, Transformer):
+        return model.hidden(tokens, last_only=True)
+    return model(tokens, use_cache=False)[0][:, -1]
 
 
-def training_steps(name, tokens, dtype, is_compiled):
-    """Ours and theirs: a step of train.py's loop on windows (B, T + 1)."""
-    ours = newborn(name, 0, device=tokens.device).train()
-    theirs = transformers_model(PRESETS[name]).to(tokens.device).train()
-
-    def their_loss(inputs, targets):
-        logits = theirs(inputs, use_cache=False).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-    steps = []
-    for model, loss in ((ours, ours), (theirs, their_loss)):
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        loss = torch.compile(loss) if is_compiled else loss
-        steps.append(partial(training_step, model, loss, optimizer, tokens, dtype))
-    return steps
+def their_loss(model, inputs, targets):
+    """What our model gives for inputs and targets, of one of transformers'."""
+    logits = model(inputs, use_cache=False).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def training_step(model, loss, optimizer, window, dtype):
@@ -141,11 +138,10 @@ def transformers_model(config: ModelConfig):
 
 
 def take_turns(ours, theirs, num_tokens, rounds):
-    """Tokens a second of two works on `num_tokens` tokens, which take turns, their ratio, and their peaks."""
+    """Tokens a second of two works on `num_tokens` tokens, which take turns, and their ratio."""
     works = [ours, theirs]
     for work in works:
         work()  # the first call allocates, and compiles
-    peaks = [peak_memory(work) for work in works]
     speeds = {ours: [], theirs: []}
     for _ in range(rounds):
         works.reverse()
@@ -153,30 +149,28 @@ def take_turns(ours, theirs, num_tokens, rounds):
             speeds[work].append(num_tokens / seconds_of(work))
     ratios = [mine / other for mine, other in zip(speeds[ours], speeds[theirs])]
     row = {"ours": median(speeds[ours]), "transformers": median(speeds[theirs])}
-    row |= {"ratio": row["ours"] / row["transformers"], "lowest": min(ratios), "highest": max(ratios)}
-    return row | dict(zip(("our_peak", "their_peak"), peaks))
+    return row | {
+        "ratio": row["ours"] / row["transformers"],
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
 
 
-def resident_peak():
-    """Bytes of memory that this process had at its peak (Linux)."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+def peak_memory(maker):
+    """GiB that a process of its own takes at its peak, in which a work is made and done twice."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(do_twice, maker).result()
 
 
-def peak_memory(work):
-    """GiB that a work takes at its peak, beyond what is there before it: on CUDA, and on Linux."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        return (torch.cuda.max_memory_allocated() - before) / 2**30
-    forget_peak = Path("/proc/self/clear_refs")
-    if not forget_peak.exists():
-        return None
-    forget_peak.write_text("5")
-    before = resident_peak()
+def do_twice(maker):
+    """Make a work and do it twice; returns this process's peak, in GiB: on CUDA, of the device's memory."""
+    work = maker()
     work()
-    return (resident_peak() - before) / 2**30
+    work()
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 COMMANDS = {"": Command(bench, Settings())}
