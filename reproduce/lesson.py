@@ -235,7 +235,7 @@ def sink_replaced(stand_in):
     silent = copy.deepcopy(model)
     mlp = silent.model.layers[SINK_LAYER - 1].mlp
     mlp.down_proj.weight[:, SINK_UNITS] = 0
-    given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).split(20)
+    given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).chunk(2)
     whole = losses(model, fresh)
     rise = losses(silent, fresh) - whole
     vector = stand_in(model, silent, given)

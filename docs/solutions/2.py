@@ -9,7 +9,7 @@ def shared(model):
     `model` is a Transformer, a newborn `tiny_gpt2` with ReLU: L = 6, d = 256. Its `model.model.embed_tokens`
     is the token table, and each `block` of `model.model.layers` has `input_layernorm`, `self_attn.v_proj`,
     `self_attn.o_proj`, `post_attention_layernorm` and `mlp`, which may all be called on vectors (..., d) of
-    your own. No sequence of tokens can be read: `model(tokens)` and `model.hidden(tokens)` are refused.
+    your own. No tokens can be read: `model.hidden` is None here.
     """
     mean = model.model.embed_tokens.weight.mean(0)  # (d,)
     generator = torch.Generator().manual_seed(0)
