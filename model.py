@@ -26,7 +26,7 @@ from lib import kernels
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
-    "mlp": tuple(ACTIVATIONS),
+    "mlp": ACTIVATIONS,
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
 }
