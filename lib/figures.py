@@ -3,12 +3,11 @@
 curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
 """
 
-import itertools
 import math
 import textwrap
 
 import numpy as np
-from matplotlib import rcParams
+from matplotlib import cycler, rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 from scipy.cluster.hierarchy import dendrogram, linkage
@@ -17,10 +16,15 @@ from scipy.spatial.distance import squareform
 from lib.files import atomic_file
 from lib.runtime import rank
 
-STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+STYLE = {
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=COLOURS),
+}
 DASHES = ("--", ":")  # of the first theory, and the second
 LABELS = {  # of an axis by the key of its values
     "mean_cosine": "mean cosine between sequences",
@@ -59,7 +63,6 @@ def curves(
     `theories` maps the keys of theories, drawn dashed, to their legends; a point may have None. `band` is the
     key of a half width to shade. `log` names logarithmic axes. Options are those of matplotlib's `Axes.set`.
     """
-    colours = dict(zip(unique(points, series), itertools.cycle(COLOURS)))
     panels = unique(points, panel) if panel else [None]
     columns = min(3, len(panels))
     figure, grid = new_figure(title, math.ceil(len(panels) / columns), columns, sharex=True, sharey=True)
@@ -67,14 +70,15 @@ def curves(
         axes.set_axis_off()
     for value, axes in zip(panels, grid.flat):
         drawn = [point for point in points if not panel or point[panel] == value]
-        for name, colour in colours.items():
+        for name in unique(points, series):  # also where a panel has none: colours go by series
             line = [point for point in drawn if point[series] == name]
             heights = np.array([point[y] for point in line])
             places = [point[x] for point in line]
-            axes.plot(places, heights, style, color=colour, label=str(name).replace("_", " "))
+            (curve,) = axes.plot(places, heights, style, label=str(name).replace("_", " "))
             if band:
                 width = np.array([point[band] for point in line])
-                axes.fill_between(places, heights - width, heights + width, color=colour, alpha=0.15, lw=0)
+                ends = (heights - width, heights + width)
+                axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
             draw_theories(axes, line, x, theories or {})
         if panel:
             axes.set_title(f"{label_of(panel)}: {value}", fontsize=10)
