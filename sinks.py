@@ -331,7 +331,6 @@ def dissect(settings: Settings, spec, model):
             "norm_ratio": at_first["length"] / others["length"],
             "value_ratio": at_first["value_length"] / others["value_length"],
             "key_alignment": at_first["key_alignment"],
-            "others_key_alignment": others["key_alignment"],
             "effective_rank": ranks[layer].value(),
             "output_tau": attention.output_tau(
                 block.self_attn.o_proj.weight, spreads[layer].std(1).flatten()
@@ -386,11 +385,8 @@ def every_intervention(settings: InterveneSettings, spec, model):
     for (place, layers), (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
         on_heads = attention.replace_values(model, k, layers, kind, factor)
         alpha, activation = attended(model, tokens, k, neuron, on_heads)
-        if not alpha.isfinite().all():
-            raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        seen_from = min(layers)  # the first layer changed, or the super neuron's if that comes later
-        if neuron["layer"] < L:
-            seen_from = max(seen_from, neuron["layer"])
+        waking = neuron["layer"] if neuron["layer"] < L else 0
+        seen_from = max(min(layers), waking)  # of the layer changed and the super neuron's, the later
         alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
         is_awake = activation >= AWAKE * neuron["first"]
         key = {"position": k, "changed": place, "intervention": kind, "factor": factor}

@@ -143,16 +143,6 @@ def test_vectors_and_the_layers_they_go_through():
         assert statistics.mean_and_std()[0] == pytest.approx(cosines.mean().item(), abs=1e-6)
 
 
-def test_a_newborn_prefers_and_an_attention_only_one_does_not():
-    """BB Finding 1.1 and section 4.1, at a size for tests."""
-    rows = {}
-    for sublayers in ("full", "attention"):
-        model = init.newborn(replace(PRESETS["tiny_gpt2"], sublayers=sublayers), 42)
-        rows[sublayers] = probe.preference(model, probe.count_predictions(model, 32, 200))
-    assert rows["full"]["mean_cosine"] > 0.05 > 0.02 > abs(rows["attention"]["mean_cosine"])
-    assert rows["full"]["log10_p"] < -2 < rows["attention"]["log10_p"]
-
-
 def test_nan_weights_are_named():
     model = init.newborn("tiny_gpt2", 0)
     model.model.layers[2].mlp.down_proj.weight.data[0, 0] = math.nan
@@ -184,15 +174,13 @@ def test_command_line(result):
     assert found.keys() == {"experiment", "paper", "settings", "environment", "rows", "details"}
     models = [(row["model"], row["seed"], row["sequence_length"]) for row in found["rows"]]
     assert models == [("backcopy", seed, T) for seed in (1, 2) for T in (16, 64)]
-    assert len(done.stdout.splitlines()) == 5
+    assert len(done.stdout.splitlines()) == 6
     for row, detail in zip(found["rows"], found["details"], strict=True):
         assert CONTRACT <= row.keys() and row["num_sequences"] == 90
         assert str(row["top1_token"]) in done.stdout
         assert (detail["tokens"][0], detail["token_counts"][0]) == (row["top1_token"], row["top1_count"])
         assert sum(detail["token_counts"]) == sum(detail["dimension_counts"]) == 90
         assert len(set(detail["tokens"])) == len(detail["token_counts"])
-        assert detail["batch_size"] * row["sequence_length"] == runtime.BATCH_TOKENS["cpu"]
-        assert detail["sequences_per_second"] > 0
 
 
 def test_presets_share_an_embedding_and_named_newborns_have_their_own(result, tmp_path):
@@ -214,7 +202,7 @@ def test_two_processes_give_the_rows_of_one(result, tmp_path):
     assert done.returncode == 0, done.stderr
     two = saved(tmp_path)
     assert two["environment"]["processes"] == 2
-    assert len(done.stdout.splitlines()) == 5  # one rank prints
+    assert len(done.stdout.splitlines()) == 6  # one rank prints
     for ours, theirs in zip(found["rows"], two["rows"], strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():  # sums in another order; threads may block a product otherwise
@@ -244,8 +232,7 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     texts = tokens.load_tokenizer().text
     assert named == plain | {
         "model": str(folders[0]),
-        "top1_text": texts(expected["top1_token"]),
-        "direction_text": texts(expected["direction_token"]),
+        "top1_text": repr(texts(expected["top1_token"])),
     }
     assert texts(401) == "" and named["top1_text"] in done.stdout
 
