@@ -86,7 +86,7 @@ def draw(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 
 def draw_pairs(experiment, question, pairs, xlabel, ylabel) -> None:
     """<experiment>.png: points (x, y) by their label, and the line on which x and y are equal."""
-    figure, ((axes,),) = new_figure(question)
+    figure, ((axes,),) = new_figure(question, width=6)
     for label, (x, y) in pairs.items():
         axes.plot(x, y, ".", label=label)
     axes.axline((0, 0), slope=1, color="black", ls="--", lw=1.1)
@@ -158,11 +158,10 @@ def ablation(settings: Settings):
         model = spec.load(experiment.device, experiment.dtype)
         for key, part, counts in sublayers_apart(experiment, model, lengths):
             row = {"model": spec.name, "seed": spec.seed} | key | preference(part, counts)
-            rows.append(row | {"uniform": 1, "cosine_log10_p": counts["cosines"].log10_p()})
+            rows.append(row | {"cosine_log10_p": counts["cosines"].log10_p()})
     question = "Which sublayer gives a newborn its favourite token?"
-    theories = {"uniform": "uniform draws"}
-    labels = {"ylabel": "times as often as in uniform draws", "xticks": (0, 1, 2)}
-    draw(experiment, rows, question, "variant", "model", theories, "ratio", style="o", log="y", **labels)
+    labels = {"ylabel": "its count / that of uniform draws' favourite", "xticks": (0, 1, 2)}
+    draw(experiment, rows, question, "variant", "model", {}, "ratio", style="o", **labels)
     columns = ("model", "seed", "variant", "top1_token", "ratio", "log10_p", "mean_cosine", "cosine_log10_p")
     return experiment.save(rows, columns)
 
@@ -229,11 +228,11 @@ def engage(settings: Settings):
             }
             rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, (*COSINES, "preactivation_std"))
-    question = (
-        "Does the norm spread pre-activations to where the activation is asymmetric? (True: it is there)"
-    )
+    question = "Does the norm spread pre-activations to where the activation is asymmetric?"
+    names = {True: "with the norm", False: "without it"}
+    drawn = [row | {"normed": names[row["normed"]]} for row in rows]
     theories = {"theory": "quadrature"}
-    draw(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
+    draw(experiment, drawn, question, "preactivation_std", "normed", theories, style="o", log="xy")
     return experiment.save(rows)
 
 
@@ -370,7 +369,7 @@ def overlap(settings: Settings):
     rows, pairs = [], {}
     for spec, row, _ in all_on_tokens(experiment, specs, lengths):
         rows.append(row)
-        pairs[f"{spec.label}, {row['sequence_length']} tokens"] = row["direction_count"], row["top1_count"]
+        pairs[f"{spec.label}, T = {row['sequence_length']}"] = row["direction_count"], row["top1_count"]
     question = "Is the contraction direction's token the most frequent one? (dashed: it is)"
     labels = ("sequences that predict the direction's token", "that predict the most frequent token")
     draw_pairs(experiment, question, pairs, *labels)
@@ -398,7 +397,7 @@ def predict(settings: Settings):
             "seconds": seconds,
         }
         rows.append(row | foretold)
-        pairs[f"{spec.label}, {T} tokens"] = predicted, direction
+        pairs[f"{spec.label}, T = {T}"] = predicted, direction
     question = "Do the weights alone foretell the direction? (dashed: exactly)"
     labels = ("unit direction foretold, by dimension", "unit direction measured")
     draw_pairs(experiment, question, pairs, *labels)

@@ -446,10 +446,10 @@ def test_several_models_have_lines_of_their_own(tmp_path, monkeypatch):
     (points, by_model), (rows, series) = drawn
     assert {point[by_model] for point in points} == {"tiny_gpt2", "tiny_llama"}
     assert {row[series] for row in rows} == {
-        "tiny_gpt2, True",
-        "tiny_gpt2, False",
-        "tiny_llama, True",
-        "tiny_llama, False",
+        "tiny_gpt2, with the norm",
+        "tiny_gpt2, without it",
+        "tiny_llama, with the norm",
+        "tiny_llama, without it",
     }
 
 
