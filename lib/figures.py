@@ -26,12 +26,6 @@ STYLE = {
     "axes.prop_cycle": cycler(color=COLOURS),
 }
 DASHES = ("--", ":")  # of the first theory, and the second
-LABELS = {  # of an axis by the key of its values
-    "mean_cosine": "mean cosine between sequences",
-    "sequence_length": "tokens in a sequence",
-    "position": "position i",
-    "d_model": "width d",
-}
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
@@ -74,14 +68,14 @@ def curves(
             line = [point for point in drawn if point[series] == name]
             heights = np.array([point[y] for point in line])
             places = [point[x] for point in line]
-            (curve,) = axes.plot(places, heights, style, label=str(name).replace("_", " "))
+            (curve,) = axes.plot(places, heights, style, label=plain(name))
             if band:
                 width = np.array([point[band] for point in line])
                 ends = (heights - width, heights + width)
                 axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
             draw_theories(axes, line, x, theories or {})
         if panel:
-            axes.set_title(f"{label_of(panel)}: {value}", fontsize=10)
+            axes.set_title(f"{plain(panel)}: {value}", fontsize=10)
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=isinstance(points[0][x], int)))
         for name in log:
             axis = axes.xaxis if name == "x" else axes.yaxis
@@ -89,7 +83,7 @@ def curves(
             low, high = axis.get_view_interval()
             locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
             axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
-        axes.set(xlabel=label_of(x), ylabel=label_of(y))
+        axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()
     for key, dash in zip(theories or {}, DASHES):
@@ -103,9 +97,9 @@ def unique(points, key):
     return list(dict.fromkeys(point[key] for point in points))
 
 
-def label_of(key):
-    """What an axis says of the values of a key."""
-    return LABELS.get(key, key.replace("_", " "))
+def plain(name):
+    """A key, or a value, as a figure shows it."""
+    return str(name).replace("_", " ")
 
 
 def draw_theories(axes, line, x, theories) -> None:

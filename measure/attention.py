@@ -182,6 +182,8 @@ def strongest_units(model: Transformer, activity: Tensor, count):
 
     A unit writes its activation times the length of its down column (the ranking is ours).
     """
+    if model.config.sublayers == "attention":
+        return []
     lengths = [block.mlp.down_proj.weight.float().norm(dim=0).cpu() for block in model.model.layers]
     writes = activity * torch.stack(lengths)
     places = writes.flatten().topk(min(count, writes.numel())).indices.tolist()

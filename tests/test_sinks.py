@@ -153,6 +153,16 @@ def test_variance_of_every_layer(tmp_path):
 # ---- anatomy -----------------------------------------------------------------------------------------------
 
 
+def writes_of(model: Transformer, units: dict[int, torch.Tensor]) -> dict[tuple[int, int], float]:
+    """What each (layer, unit) writes at position 1, by mean |units| (T, d_ff) of each layer."""
+    written = {}
+    for layer, activation in units.items():
+        columns = model.model.layers[layer - 1].mlp.down_proj.weight.detach().norm(dim=0)
+        for neuron, value in enumerate((activation[0] * columns).tolist()):
+            written[layer, neuron] = value
+    return written
+
+
 def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
     model = random_model(KINDS[kind])
     anatomy = sinks.dissect(given(sequence_length=11), saved(model, tmp_path), model)
@@ -194,11 +204,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert row["alpha1"] == of_layer[0]["alpha"]
         lengths = states[row["layer"]].norm(dim=2).mean(0)  # (T,)
         assert row["norm_ratio"] == pytest.approx((lengths[0] / np.median(lengths[1:])).item(), rel=1e-4)
-    written = {}
-    for layer, activation in units.items():
-        columns = model.model.layers[layer - 1].mlp.down_proj.weight.detach().norm(dim=0)
-        for neuron, value in enumerate((activation[0] * columns).tolist()):
-            written[layer, neuron] = value
+    written = writes_of(model, units)
     ranked = sorted(written, key=written.get, reverse=True)
     assert [(unit["layer"], unit["neuron"]) for unit in strongest] == ranked[:10]
     for unit in strongest:
@@ -334,12 +340,8 @@ def test_silence_is_a_model_without_these_units(tmp_path):
     assert [row["kind"] for row in rows] == kinds
     tokens = random_tokens(0, range(7), 9, 97)
     units = {layer: values.abs().mean(0) for layer, values in units_of(model, tokens).items()}
-    written = {}
-    for layer, activation in units.items():
-        columns = model.model.layers[layer - 1].mlp.down_proj.weight.detach().norm(dim=0)
-        for unit, value in enumerate((activation[0] * columns).tolist()):
-            written[f"{layer}/{unit}"] = value
-    ranked = sorted(written, key=written.get, reverse=True)
+    written = writes_of(model, units)
+    ranked = [f"{layer}/{unit}" for layer, unit in sorted(written, key=written.get, reverse=True)]
     assert [row["units"] for row in rows[1:4]] == [" ".join(ranked[:count]) for count in (1, 2, 3)]
     assert [row["units"] for row in rows[4:7]] == ranked[:3]
     for row in rows:
