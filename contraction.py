@@ -11,6 +11,7 @@ of a preset have one token table (BB B.2). Times are those of the defaults on 2 
 import itertools
 import math
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -86,9 +87,9 @@ def draw(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 
 def draw_pairs(experiment, question, pairs, xlabel, ylabel) -> None:
     """<experiment>.png: points (x, y) by their label, and the line on which x and y are equal."""
-    figure, ((axes,),) = new_figure(question, width=6)
-    for label, (x, y) in pairs.items():
-        axes.plot(x, y, ".", label=label)
+    figure, ((axes,),) = new_figure(question)
+    for label, points in pairs.items():
+        axes.plot(*zip(*points), "o", ms=3, label=label)
     axes.axline((0, 0), slope=1, color="black", ls="--", lw=1.1)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     legend_below(figure, axes)
@@ -160,7 +161,11 @@ def ablation(settings: Settings):
             row = {"model": spec.name, "seed": spec.seed} | key | preference(part, counts)
             rows.append(row | {"cosine_log10_p": counts["cosines"].log10_p()})
     question = "Which sublayer gives a newborn its favourite token?"
-    labels = {"ylabel": "its count / that of uniform draws' favourite", "xticks": (0, 1, 2)}
+    labels = {
+        "ylabel": "its count / that of uniform draws' favourite",
+        "xticks": (0, 1, 2),
+        "ylim": (0, None),
+    }
     draw(experiment, rows, question, "variant", "model", {}, "ratio", style="o", **labels)
     columns = ("model", "seed", "variant", "top1_token", "ratio", "log10_p", "mean_cosine", "cosine_log10_p")
     return experiment.save(rows, columns)
@@ -366,10 +371,11 @@ def all_on_tokens(experiment, specs, lengths, schemes=("gpt2",)):
 def overlap(settings: Settings):
     """Is the contraction direction's token the most frequent one? (BB Finding 2.2; two minutes)"""
     experiment, specs, lengths = begin("overlap", "BB Finding 2.2", settings)
-    rows, pairs = [], {}
+    rows, pairs = [], defaultdict(list)
     for spec, row, _ in all_on_tokens(experiment, specs, lengths):
         rows.append(row)
-        pairs[f"{spec.label}, T = {row['sequence_length']}"] = row["direction_count"], row["top1_count"]
+        label = f"{spec.name}, {row['sequence_length']} tokens"
+        pairs[label].append((row["direction_count"], row["top1_count"]))
     question = "Is the contraction direction's token the most frequent one? (dashed: it is)"
     labels = ("sequences that predict the direction's token", "that predict the most frequent token")
     draw_pairs(experiment, question, pairs, *labels)
@@ -381,7 +387,7 @@ def overlap(settings: Settings):
 def predict(settings: Settings):
     """Do the weights alone, without a forward pass, foretell direction and token? (ours; two minutes)"""
     experiment, specs, lengths = begin("predict", "ours", settings)
-    rows, pairs = [], {}
+    rows, pairs = [], defaultdict(list)
     for spec, row, direction in all_on_tokens(experiment, specs, lengths):
         model = spec.load(experiment.device, experiment.dtype)
         T = row["sequence_length"]
@@ -397,7 +403,7 @@ def predict(settings: Settings):
             "seconds": seconds,
         }
         rows.append(row | foretold)
-        pairs[f"{spec.label}, T = {T}"] = predicted, direction
+        pairs[f"{spec.name}, {T} tokens"] += zip(predicted.tolist(), direction.tolist())
     question = "Do the weights alone foretell the direction? (dashed: exactly)"
     labels = ("unit direction foretold, by dimension", "unit direction measured")
     draw_pairs(experiment, question, pairs, *labels)

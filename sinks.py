@@ -141,13 +141,14 @@ def rate(settings: RateSettings):
         raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
     specs = named_models(settings)
     experiment, lists = measure_models("rate", "BB Figure 12", settings, specs, sink_rates)
-    maps = by_checkpoint(lists["heads"])
-    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
-    for axes, (label, heads) in zip(grid, maps.items()):
-        alpha = np.array(heads[0]["alpha1"]).T  # (H, L)
+    T = lists["heads"][0]["sequence_length"]  # the first is drawn
+    maps = [row for row in lists["heads"] if row["sequence_length"] == T]
+    figure, (grid,) = new_figure(f"Where does attention sink on position 1? ({T} tokens)", 1, len(maps))
+    for axes, row in zip(grid, maps):
+        alpha = np.array(row["alpha1"]).T  # (H, L)
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {heads[0]['sequence_length']} tokens")
+        axes.set(xlabel="layer", ylabel="head", title=row["checkpoint"])
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
     question = "How many heads sink, by the length of the sequence?"
@@ -271,8 +272,8 @@ def anatomy(settings: Settings):
             layers = range(1, len(values) + 1)
             (line,) = axes.plot(layers, values[:, 0], "o-", ms=3, label=f"{label}, position 1")
             axes.plot(layers, np.median(values[:, 1:], axis=1), ":", color=line.get_color())
-        for neurons in by_checkpoint(lists["super_neurons"]).values():
-            axes.axvline(neurons[0]["layer"], color="black", ls="--", lw=1, label="the unit that writes most")
+        for neuron in lists["super_neurons"][:1]:
+            axes.axvline(neuron["layer"], color="black", ls="--", lw=1, label="the unit that writes most")
         axes.set_title(name, fontsize=10)
     for axes in grid[0, 1:]:
         axes.set_yscale("log")

@@ -160,7 +160,7 @@ def hidden_units(model: Transformer, on_units):
             handle.remove()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def unit_activity(model: Transformer, tokens: Tensor):
     """Mean |activation| of all hidden units on tokens (n, T), (L, d_ff): at position 1, and at the others."""
     first = torch.zeros(model.config.num_layers, model.config.d_ff)

@@ -110,23 +110,6 @@ def exact_log10_p(count: int, n: int, V: int) -> float:
     return min(0.0, math.log10(V * ways) - n * math.log10(V))
 
 
-def test_shares_of_any_number_of_processes_add_up(by_hand, monkeypatch):
-    """Three processes, of which the first has no batch: the same counts, the same sums but for rounding."""
-    model, tokens, dimensions, _ = by_hand
-    whole = probe.count_predictions(model, 9, 60, 32, input_seed=2)
-    parts = []
-    for rank in range(3):
-        batches = range(2 * rank // 3, 2 * (rank + 1) // 3)
-        monkeypatch.setattr(probe, "share", lambda count, batches=batches: batches)
-        parts.append(probe.count_predictions(model, 9, 60, 32, input_seed=2))
-    assert [int(part["token_counts"].sum()) for part in parts] == [0, 32, 28]
-    assert sum(part["token_counts"] for part in parts).tolist() == tokens
-    assert sum(part["dimension_counts"] for part in parts).tolist() == dimensions
-    for name in ("count", "sum", "outer", "pairs"):
-        total = sum(getattr(part["cosines"], name) for part in parts)
-        torch.testing.assert_close(total, getattr(whole["cosines"], name), rtol=1e-12, atol=1e-12)
-
-
 def test_vectors_and_the_layers_they_go_through():
     """Cosines of the last position's stream, before the first block and after each."""
     model = random_model(KINDS["llama"])
