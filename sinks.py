@@ -136,7 +136,7 @@ def by_checkpoint(rows):
 
 @torch.inference_mode()
 def rate(settings: RateSettings):
-    """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; two minutes)"""
+    """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
     if not 0 < settings.epsilon < 1:
         raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
     specs = named_models(settings)
@@ -180,7 +180,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 @torch.inference_mode()
 def first(settings: Settings):
-    """Do heads sink on position 1, or on a token that stands there? alpha_1 of each token (ours; minutes)"""
+    """Do heads sink on position 1, or on a token that stands there? alpha_1 of each (ours; four minutes)"""
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
     experiment, lists = measure_models("first", "ours", settings, named_models(settings), by_first_token)
@@ -262,7 +262,7 @@ def value_spread(settings: Settings, spec, model):
 
 
 def anatomy(settings: Settings):
-    """Which links of SO's chain single out position 1? By layer, and super neurons (SO; half a minute)"""
+    """Which links of SO's chain single out position 1? By layer, and super neurons (SO; a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, named_models(settings), dissect)
     question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
     figure, grid = new_figure(question, 2, 3, height=3, sharex=True)
@@ -314,8 +314,9 @@ def dissect(settings: Settings, spec, model):
         add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh)
         add("alpha", layer, attention.mean_attention(q, k, range(1, T + 1)).mean(1))
 
-    for part in attention.batches(tokens):
-        model.hidden(part, on_state=on_state, on_heads=on_heads)
+    with attention.unit_activity(model, len(tokens)) as activity:
+        for part in attention.batches(tokens):
+            model.hidden(part, on_state=on_state, on_heads=on_heads)
     rows, layers = [], []
     for layer, block in enumerate(model.model.layers, start=1):
         means["std", layer] = spreads[layer].by_position()
@@ -339,7 +340,7 @@ def dissect(settings: Settings, spec, model):
             "alpha1": at_first["alpha"],
         }
         layers.append(summary)
-    neurons = attention.super_neurons(model, *attention.unit_activity(model, tokens))
+    neurons = attention.super_neurons(model, *activity)
     return {"rows": rows, "layers": layers, "super_neurons": neurons}
 
 
@@ -348,7 +349,7 @@ def dissect(settings: Settings, spec, model):
 
 @torch.inference_mode()
 def intervene(settings: InterveneSettings):
-    """Can a position be made a sink? SO's interventions, beside the super neuron (SO; a minute)"""
+    """Can a position be made a sink? SO's interventions, beside the super neuron (SO; two minutes)"""
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
@@ -378,14 +379,19 @@ def every_intervention(settings: InterveneSettings, spec, model):
     k = settings.position
     L = model.config.num_layers
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    (neuron,) = attention.super_neurons(model, *attention.unit_activity(model, tokens), count=1)
+    with attention.unit_activity(model, len(tokens)) as activity:
+        model.hidden(tokens)
+    (neuron,) = attention.super_neurons(model, *activity, count=1)
     places = {"all": range(1, L + 1)} | {layer: (layer,) for layer in settings.layers}
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(places.items(), kinds))
+    unchanged = attended(model, tokens, k, neuron)
     rows, points = [], []
     for (place, layers), (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        on_heads = attention.replace_values(model, k, layers, kind, factor)
-        alpha, activation = attended(model, tokens, k, neuron, on_heads)
+        alpha, activation = unchanged
+        if kind != "none":
+            on_heads = attention.replace_values(model, k, layers, kind, factor)
+            alpha, activation = attended(model, tokens, k, neuron, on_heads)
         waking = neuron["layer"] if neuron["layer"] < L else 0
         seen_from = max(min(layers), waking)  # of the layer changed and the super neuron's, the later
         alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
@@ -400,7 +406,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     return {"rows": rows, "points": points, "super_neurons": [neuron]}
 
 
-def attended(model, tokens, k, neuron, on_heads):
+def attended(model, tokens, k, neuron, on_heads=None):
     """Attention to position k in each layer, (n, L), and the neuron's |activation| there, (n,)."""
     activations = {}
 
@@ -417,7 +423,7 @@ def attended(model, tokens, k, neuron, on_heads):
 
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
-    """Which hidden units hold the sink up? Those that write most are set to zero (ours; a minute)"""
+    """Which hidden units hold the sink up? Those that write most are set to zero (ours; three minutes)"""
     if settings.units and settings.unit:
         raise UserError("give --units, how many, or --unit, which ones")
     specs = named_models(settings, needs_mlps=True)
@@ -456,7 +462,8 @@ def every_silence(settings: SilenceSettings, spec, model):
     all their pairs. Controls: as many that write most `elsewhere`, and `random` ones of the same layers.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    at_first, at_others = attention.unit_activity(model, tokens)
+    with attention.unit_activity(model, len(tokens)) as (at_first, at_others):
+        measured = {"": attention.alpha_and_loss(model, tokens)}  # by the names of the silent units
     units = [named_unit(word) for word in settings.unit or ()]
     units = units or attention.strongest_units(model, at_first, settings.units or 3)
     elsewhere = attention.strongest_units(model, at_others, 2 * len(units))
@@ -470,10 +477,12 @@ def every_silence(settings: SilenceSettings, spec, model):
     cases.append(("random", [(layer, int(generator.integers(model.config.d_ff))) for layer, _ in units]))
     rows = []
     for kind, silent in progress(cases, desc="silence", unit=" sets", leave=False):
-        with attention.hidden_units(model, partial(attention.silenced, silent)):
-            alpha, loss = attention.alpha_and_loss(model, tokens)
-        row = {"kind": kind, "num_silenced": len(silent)}
-        row["units"] = " ".join(f"{layer}/{unit}" for layer, unit in silent)
+        names = " ".join(f"{layer}/{unit}" for layer, unit in silent)
+        if names not in measured:
+            with attention.hidden_units(model, partial(attention.silenced, silent)):
+                measured[names] = attention.alpha_and_loss(model, tokens)
+        alpha, loss = measured[names]
+        row = {"kind": kind, "num_silenced": len(silent), "units": names}
         row |= interval(attention.sink_share(alpha), "sink_rate")
         rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": loss})
     return {"rows": rows}

@@ -10,8 +10,6 @@ import numpy as np
 from matplotlib import cycler, rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
-from scipy.cluster.hierarchy import dendrogram, linkage
-from scipy.spatial.distance import squareform
 
 from lib.files import atomic_file
 from lib.runtime import rank
@@ -168,6 +166,9 @@ def draw_coordinates(axes, points) -> None:
 
 def family_tree(path, names, closeness, label, title) -> None:
     """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1."""
+    from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
+    from scipy.spatial.distance import squareform
+
     count = len(names)
     figure, grid = new_figure(title, 1, 2, 2.5 + 0.45 * count, 2 + 0.55 * count, width_ratios=(1, 2))
     tree, heat = grid[0]

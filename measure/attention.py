@@ -160,21 +160,19 @@ def hidden_units(model: Transformer, on_units):
             handle.remove()
 
 
-@torch.no_grad()
-def unit_activity(model: Transformer, tokens: Tensor):
-    """Mean |activation| of all hidden units on tokens (n, T), (L, d_ff): at position 1, and at the others."""
+@contextlib.contextmanager
+def unit_activity(model: Transformer, num_sequences):
+    """Mean |activation| of all hidden units while this lasts, (L, d_ff): at position 1, and at the others."""
     first = torch.zeros(model.config.num_layers, model.config.d_ff)
     others = torch.zeros_like(first)
 
     def on_units(layer, units):
-        size = units.float().abs()  # (B, T, d_ff)
-        first[layer - 1] += size[:, 0].sum(0).cpu() / len(tokens)
-        others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / len(tokens)
+        size = units.detach().float().abs()  # (B, T, d_ff)
+        first[layer - 1] += size[:, 0].sum(0).cpu() / num_sequences
+        others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / num_sequences
 
     with hidden_units(model, on_units):
-        for part in batches(tokens):
-            model.hidden(part)
-    return first, others
+        yield first, others
 
 
 def strongest_units(model: Transformer, activity: Tensor, count):
@@ -191,7 +189,7 @@ def strongest_units(model: Transformer, activity: Tensor, count):
 
 
 def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
-    """The hidden units that write most at position 1 (SO), most first; `unit_activity` gives the two tensors.
+    """The hidden units that write most at position 1 (SO), most first, by their `unit_activity`.
 
     `down_share` is the share of the squared down column that its largest, at `dimension`, holds.
     """
@@ -224,13 +222,13 @@ def silenced(silent, layer, units):
 def replace_values(model, k, layers, kind, factor):
     """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in some layers.
 
-    `none` leaves them. `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`:
+    `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`:
     mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
     factor o_k.
     """
 
     def on_heads(layer, heads, q, key, v):
-        if layer not in layers or kind == "none":
+        if layer not in layers:
             return None
         values = heads[:, :, k - 1 : k]
         if kind == "self_mask":

@@ -266,7 +266,7 @@ def test_amplification_leaves_the_mean_and_scales_the_rest(factor):
     others = [0, 1, 2, 3, 5, 6, 7, 8]
     for changed in (amplified, scaled):
         assert torch.equal(changed[:, :, others], heads[:, :, others])
-    assert replaced("amplify", layers=(2,)) is replaced("none") is None
+    assert replaced("amplify", layers=(2,)) is None
 
 
 def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> dict[int, torch.Tensor]:
@@ -303,7 +303,7 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
         place, kind, factor = row["changed"], row["intervention"], row["factor"]
         layers = (1, 2, 3) if place == "all" else (place,)
 
-        on_heads = attention.replace_values(model, 3, layers, kind, factor)
+        on_heads = attention.replace_values(model, 3, layers, kind, factor) if kind != "none" else None
         seen_from = 1 if place == "all" else 2  # of layers 2 and 3, those that can see what was changed
         alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, seen_from:].mean((1, 2))
         activation = units_of(model, tokens, on_heads)[1][:, 2, 7].abs()
