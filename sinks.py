@@ -143,12 +143,12 @@ def rate(settings: RateSettings):
     experiment, lists = measure_models("rate", "BB Figure 12", settings, specs, sink_rates)
     T = lists["heads"][0]["sequence_length"]  # the first is drawn
     maps = [row for row in lists["heads"] if row["sequence_length"] == T]
-    figure, (grid,) = new_figure(f"Where does attention sink on position 1? ({T} tokens)", 1, len(maps))
+    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
     for axes, row in zip(grid, maps):
         alpha = np.array(row["alpha1"]).T  # (H, L)
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=row["checkpoint"])
+        axes.set(xlabel="layer", ylabel="head", title=f"{row['checkpoint']}, {T} tokens")
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
     question = "How many heads sink, by the length of the sequence?"
