@@ -161,6 +161,9 @@ def run_script(commands, document) -> None:
     script = Path(sys.argv[0]).name
     try:
         function, settings = read_command(commands, sys.argv[1:], document)
+        sys.stdout.reconfigure(line_buffering=True)  # also into a pipe
+        if is_first_process() and function.__doc__:
+            print(f"{script}: {inspect.getdoc(function).splitlines()[0]}")
         function(settings)
     except UserError as error:
         if is_first_process():
