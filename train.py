@@ -338,8 +338,6 @@ def load_model(settings: Settings, tokens):
         shape = {"attn_calibration": settings.attn_calibration, "vocab_size": tokens.vocab_size}
         model = newborn(replace(config, **shape), settings.seed, settings.embedding_seed, settings.init)
     config = model.config
-    if settings.track_sinks and config.sublayers == "mlp":
-        raise UserError(f"--track-sinks: {settings.init_from} has no attention")
     if tokens.vocab_size > config.vocab_size:
         sizes = f"{tokens.vocab_size} tokens, the model {config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")

@@ -480,9 +480,8 @@ class TokenData:
         """How many windows a split has; UserError if none."""
         size = len(self.tokens[split])
         if size <= T:
-            split_of = f"the {split} split of {self.folder}"
-            hint = "shorten the sequences, or prepare more text"
-            raise UserError(f"{split_of} has {size} tokens, not the {T + 1} of one window: {hint}")
+            sizes = f"{size} tokens, not the {T + 1} of one window"
+            raise UserError(f"the {split} split of {self.folder} has {sizes}: shorten the sequences")
         return (size - 1) // T
 
     def windows(self, split, numbers, T):
@@ -515,12 +514,11 @@ def permutation(data_seed, epoch, T, size):
 
 def describe(settings: Settings) -> None:
     """Prepare a data set, and say what there is."""
-    data = TokenData(prepare(settings))
-    meta = data.meta
-    count = sum(meta.documents.values())
-    print(f"{data.folder}: {meta.bytes:,} bytes in {count:,} documents")
+    folder = prepare(settings)
+    meta = TokenData(folder).meta
+    print(f"{folder}: {meta.bytes:,} bytes in {sum(meta.documents.values()):,} documents")
     train, val = meta.tokens["train"], meta.tokens["val"]
-    print(f"{train:,} training and {val:,} validation tokens of {data.vocab_size:,}")
+    print(f"{train:,} training and {val:,} validation tokens of {meta.vocab_size:,}")
 
 
 COMMANDS = {"": Command(describe, Settings())}

@@ -118,11 +118,6 @@ def test_learning_rate_in_closed_form(step, expected):
     assert train.learning_rate(step, settings) == pytest.approx(3e-4 * expected, rel=1e-12)
 
 
-def test_learning_rate_without_warmup_or_decay():
-    assert train.learning_rate(0, train.Settings(learning_rate=1.0, warmup_iters=0)) == 1.0
-    assert train.learning_rate(0, train.Settings(learning_rate=1.0, warmup_iters=1, max_iters=1)) == 1.0
-
-
 def test_the_loop_against_a_plain_one(tokens, whole):
     """Twelve steps of AdamW, warm-up, cosine, clipping and decay, written out from the settings."""
     text = data.TokenData(tokens)
@@ -621,18 +616,3 @@ def test_another_tokenizer_is_refused(tokens, tmp_path, name):
     (tmp_path / "own" / name).write_text("of its own")
     with pytest.raises(UserError, match=f"another tokenizer .*own/{name}"):
         train.train(small(tokens, tmp_path / "new", init_from=str(tmp_path / "own")))
-
-
-def test_nan_in_the_parent_is_named(tokens, tmp_path):
-    poisoned = init.newborn("backcopy", 1)
-    with torch.no_grad():
-        poisoned.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    checkpoint.save(tmp_path / "poisoned", poisoned)
-    settings = small(tokens, tmp_path / "a", init_from=str(tmp_path / "poisoned"))
-    assert_refused(run_here("train.py", *words_of(settings)), "layers.1.mlp.up_proj", "NaN")
-
-
-@pytest.mark.parametrize("words", [[], ["--resume"], [ROOT / "configs" / "backcopy.py"]])
-def test_help(words):
-    done = run_here("train.py", *words, "--help")
-    assert done.returncode == 0 and "--global-batch-size" in done.stdout
