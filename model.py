@@ -30,7 +30,7 @@ CHOICES = {
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
 }
-CHUNK = 256  # positions whose logits exist at a time: 33 MB at V = 32,000
+CHUNK = 256  # positions whose logits exist at a time: 33 MB at V = 32,000; in large batches a 32nd of them
 HEADNORM_EPSILON = 1e-6  # a newborn's aggregated values have variance 0.3 / i: far above this for any i here
 
 
@@ -265,10 +265,11 @@ class CrossEntropy(torch.autograd.Function):
         loss = states.new_zeros((), dtype=exact)
         d_states = torch.empty_like(states)
         d_head = torch.zeros_like(head)
-        for start in range(0, len(states), CHUNK):
-            part = slice(start, start + CHUNK)
+        size = max(CHUNK, len(states) // 32)
+        for start in range(0, len(states), size):
+            part = slice(start, start + size)
             x = states[part].to(dtype)
-            logits = F.linear(x, weight).to(exact)  # (CHUNK, V)
+            logits = F.linear(x, weight).to(exact)  # (size, V)
             loss += F.cross_entropy(logits, targets[part], reduction="sum")
             if with_gradients:
                 d_logits = logits.softmax(1)
@@ -350,5 +351,5 @@ class Transformer(nn.Module):
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        with_gradients = torch.is_grad_enabled()
-        return CrossEntropy.apply(states.flatten(0, 1), self.head_weight, targets.flatten(), with_gradients)
+        loss = torch.compiler.disable(CrossEntropy.apply)  # which would unroll its loop, in a second a turn
+        return loss(states.flatten(0, 1), self.head_weight, targets.flatten(), torch.is_grad_enabled())

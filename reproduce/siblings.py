@@ -22,7 +22,7 @@ from lib.data import default_folder
 from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import check_settings, read_log
+from lib.runs import merged_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from measure import attention
 from model import CHOICES
@@ -97,7 +97,7 @@ def trained(run: train.Settings):
     """
     run, _, _ = runtime.start(replace(run, resume=len(checkpoint.steps(run.out)) > 0))
     try:
-        check_settings(run, MAY_DIFFER)
+        merged_settings(run, MAY_DIFFER)
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
     last = Path(run.out, f"step_{run.max_iters:07}")

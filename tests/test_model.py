@@ -432,18 +432,16 @@ def test_loss_in_bfloat16_is_near_the_exact_one():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
-def test_compiled_in_one_piece(name):
-    """torch.compile, which training on CUDA uses, finds no break in the graph, and gives the same numbers.
-
-    Here without generated code, which needs a compiler for the device.
-    """
+def test_compiled_model_gives_the_same_numbers(name):
+    """Logits without a break in the graph, the loss with one. No code is generated: that needs a compiler."""
     model = random_model(KINDS[name]).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with_loss = torch.compile(model, backend="aot_eager")
     results = []
-    for forward in (model, compiled):
+    for forward, loss in ((model, model), (compiled, with_loss)):
         model.zero_grad()
         logits = forward(TOKENS)
-        (logits.square().mean() + forward(TOKENS, TOKENS)).backward()
+        (logits.square().mean() + loss(TOKENS, TOKENS)).backward()
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         results.append((logits.detach(), gradient))
     for mine, theirs in zip(*results, strict=True):

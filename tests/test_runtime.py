@@ -52,12 +52,6 @@ def test_unwritable_out(tmp_path):
             runtime.start(RunSettings(device="cpu", out=str(out)))
 
 
-def test_a_batch_is_never_a_single_sequence():
-    cpu = torch.device("cpu")
-    assert runtime.default_batch_size(cpu, 64) * 64 == runtime.BATCH_TOKENS["cpu"]
-    assert runtime.default_batch_size(cpu, 10**6) == 2
-
-
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
