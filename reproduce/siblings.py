@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import pandas as pd
+import numpy as np
 import torch
 
 import sinks
@@ -19,7 +19,7 @@ import train
 from init import newborn
 from lib import checkpoint, runtime
 from lib.data import default_folder
-from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure
+from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runs import check_settings, read_log
@@ -117,14 +117,13 @@ def begin(name, paper, settings: Settings, runs):
 
 def logged(run, key):
     """What the log of a run's folder says of `key`, by step."""
-    table = pd.DataFrame(read_log(Path(run)))
-    return table.set_index("step")[key].dropna()
+    return {row["step"]: row[key] for row in read_log(Path(run)) if row.get(key) is not None}
 
 
 def losses(run):
     """A run's last held-out loss, and the mean of all its evaluations after birth."""
-    after_birth = logged(run, "val_loss").drop(0)
-    return {"val_loss": after_birth.iloc[-1], "mean_loss": after_birth.mean()}
+    after_birth = [loss for step, loss in logged(run, "val_loss").items() if step > 0]
+    return {"val_loss": after_birth[-1], "mean_loss": np.mean(after_birth)}
 
 
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
@@ -180,9 +179,10 @@ def measure_sinks(experiment, config, run: train.Settings):
     row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
     birth = newborn(spec.config, run.seed, run.embedding_seed, run.init, experiment.device)
     for prefix, measured in (("birth_", birth), ("", model)):
-        layers = pd.DataFrame(sinks.dissect(reading, spec, measured)["layers"])
+        layers = sinks.dissect(reading, spec, measured)["layers"]
         for name in ("disparity", "others_disparity", "effective_rank", "output_tau"):
-            row[prefix + name] = layers[name].astype(float).mean()
+            known = [layer[name] for layer in layers if layer[name] is not None]
+            row[prefix + name] = np.mean(known)
     return row
 
 
@@ -201,12 +201,14 @@ def text_loss(experiment, spec, model):
 
 def draw_calibrations(rows, path) -> None:
     """Held-out loss against the sink rate, a point a seed, a panel a configuration."""
-    configs = list(pd.DataFrame(rows).groupby("config", sort=False))
+    configs = unique(rows, "config")
     title = "Which calibration of heads ends with fewer sinks, and with a lower loss? (a point a seed)"
     figure, grid = new_figure(title, columns=len(configs), sharex=True)
-    for axes, (config, runs) in zip(grid[0], configs):
-        for (kind, part), colour in zip(runs.groupby("calibration", sort=False), COLOURS):
-            axes.plot(100 * part["sink_rate"], part["val_loss"], "o", color=colour, label=kind, alpha=0.7)
+    for axes, config in zip(grid[0], configs):
+        for kind, colour in zip(CHOICES["attn_calibration"], COLOURS):
+            part = [row for row in rows if (row["config"], row["calibration"]) == (config, kind)]
+            rates = [100 * row["sink_rate"] for row in part]
+            axes.plot(rates, [row["val_loss"] for row in part], "o", color=colour, label=kind, alpha=0.7)
         axes.set(title=f"train.py configs/{config}.py", xlabel="sink rate at 64 tokens, % of heads")
         axes.set(ylabel="held-out loss, nats a token")
     legend_below(figure, grid[0, 0])
@@ -227,7 +229,6 @@ def births(settings: Settings):
         mean_cosine, _ = count_predictions(model, 64, num_sequences)["cosines"].mean_and_std()
         row = {"init": init, "seed": seed, "birth_loss": logged(run.out, "val_loss")[0]}
         rows.append(row | losses(run.out) | {"mean_cosine": mean_cosine})
-    draw_births(rows, experiment.folder / "births.png")
     return experiment.save(rows)
 
 
@@ -238,22 +239,6 @@ def birth_runs(settings: Settings):
         changes = {"model": "tiny_gpt2", "init": init, "seed": seed, "keep": "last"}
         runs[init, seed] = settings.training("laptop", f"births/laptop-{init}-{seed}", **changes)
     return runs
-
-
-def draw_births(rows, path) -> None:
-    """Held-out loss at the end, after one birth and after the other."""
-    curves(
-        [row | {"series": f"seed {row['seed']}"} for row in rows],
-        path,
-        "Does training gain by an unprejudiced birth?",
-        x="init",
-        y="val_loss",
-        series="series",
-        xlabel="birth (centered: unprejudiced)",
-        xticks=(0, 1),
-        xlim=(-0.3, 1.3),
-        ylabel="held-out loss at the end, nats a token",
-    )
 
 
 COMMANDS = {

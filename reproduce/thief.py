@@ -23,7 +23,6 @@ from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
 from lib.data import load_tokenizer
-from lib.folders import parameter_shapes
 from lib.settings import Command, RunSettings, UserError, run_script
 from model import Transformer
 from seedprint import Models
@@ -235,12 +234,11 @@ def rounded(source, bits):
     return of_matrices(source, change)
 
 
-def narrowed(source, share, seed=0):
+def narrowed(source, share):
     """A share of a source's residual coordinates and of its hidden units, chosen at random; all heads."""
     old = source.config
-    width = round(share * old.d_model)
-    units = round(share * old.d_ff)
-    generator = keyed_generator("narrowed", seed)
+    width, units = round(share * old.d_model), round(share * old.d_ff)
+    generator = keyed_generator("narrowed", 0)
     orders = {"stream": torch.from_numpy(generator.permutation(old.d_model)[:width])}
     orders["units"] = torch.from_numpy(generator.permutation(old.d_ff)[:units])
     weights = weights_of(source)
@@ -250,14 +248,12 @@ def narrowed(source, share, seed=0):
 
 def cut(source, layers):
     """The layers of a source with these numbers, from 0, in this order; one may come twice."""
-    config = replace(source.config, num_layers=len(layers))
-    weights = {}
-    for name in parameter_shapes(config):
-        words = name.split(".")
-        if "layers" in words:
-            words[2] = str(layers[int(words[2])])
-        weights[name] = source.read(".".join(words))
-    return as_source(weights, config)
+    weights = {name: source.read(name) for name in source.shapes if "layers" not in name}
+    for place, layer in enumerate(layers):
+        for name in source.shapes:
+            if name.startswith(f"model.layers.{layer}."):
+                weights[name.replace(f".{layer}.", f".{place}.")] = source.read(name)
+    return as_source(weights, replace(source.config, num_layers=len(layers)))
 
 
 def save(folder, source, tokenizer=None) -> None:
