@@ -201,20 +201,18 @@ def interval_over_births(rejected, births, resamples=2000):
 
 def draw_rates(rows, path) -> None:
     """How often strangers are called kin: a line for each test and what it reads, a colour for each birth."""
-    figure, grid = new_figure(
-        "How often does a test call unrelated newborns kin? (99 % intervals)", width=7, height=5.6
-    )
+    title = "How often does a test call unrelated newborns kin? (99 % intervals)"
+    figure, grid = new_figure(title, width=7, height=5.6)
     axes = grid[0, 0]
-    lines = list(dict.fromkeys((row["inputs"], row["test"]) for row in rows))
-    births = list(dict.fromkeys((row["model"], row["scheme"]) for row in rows))
-    for number, (birth, colour) in enumerate(zip(births, COLOURS)):
-        drawn = [row for row in rows if (row["model"], row["scheme"]) == birth]
-        heights = [lines.index((row["inputs"], row["test"])) + 0.18 * number for row in drawn]
-        rate, low, high = (100 * np.array([row[key] for row in drawn]) for key in ("rate", "low", "high"))
-        axes.hlines(heights, low, high, colors=colour)
-        axes.plot(rate, heights, "o", color=colour, label="{}, scheme {}".format(*birth))
+    colours = {}
+    for row in rows:
+        birth = f"{row['model']}, scheme {row['scheme']}"
+        label = None if birth in colours else birth
+        colour = colours.setdefault(birth, COLOURS[len(colours)])
+        line = [f"{row['inputs']}: {row['test']}"] * 2
+        axes.plot([100 * row["low"], 100 * row["high"]], line, color=colour, lw=6, alpha=0.3)
+        axes.plot(100 * row["rate"], line[0], "o", color=colour, label=label)
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
-    axes.set_yticks(range(len(lines)), [f"{inputs}: {test}" for inputs, test in lines])
     axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called kin")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()

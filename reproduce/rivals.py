@@ -76,15 +76,16 @@ def layer_weight(source, layer, kind):
 def intrinsic(a, b):
     """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four.
 
-    Of models of two depths, the deeper one's are interpolated; 0 where all layers are alike, as a single one.
+    Of models of two depths, the deeper one's are interpolated; 0 for a single layer.
     """
     depth = min(a.config.num_layers, b.config.num_layers)
+    if depth == 1:
+        return 0.0
     correlations = []
     for kind in ("q", "k", "v", "o"):
         profiles = [std_profile(source, kind, depth) for source in (a, b)]
-        with np.errstate(all="ignore"):
-            correlations.append(np.corrcoef(profiles)[0, 1])
-    return np.nan_to_num(correlations).mean()
+        correlations.append(np.corrcoef(profiles)[0, 1])
+    return np.mean(correlations)
 
 
 def std_profile(source, kind, depth):

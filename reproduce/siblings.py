@@ -1,6 +1,5 @@
 """What becomes of siblings: models that differ in one thing, trained on the same text in the same order?
 
-    python -m reproduce.siblings births                         # is an unprejudiced birth better? 35 minutes
     python -m reproduce.siblings calibrations --text wiki.txt   # BB Figure 12, Table 7; SO; 80 minutes
 
 Each run is made once and reused, and taken up where it was stopped.
@@ -26,7 +25,6 @@ from lib.runs import check_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from measure import attention
 from model import CHOICES
-from probe import count_predictions
 
 SEEDS = (42, 123, 1000, 2000)
 CONFIGS = Path(train.__file__).with_name("configs")
@@ -47,7 +45,7 @@ MAY_DIFFER = {"keep"} | train.MAY_CHANGE - {"max_iters", "eval_every", "eval_seq
 
 @dataclass
 class Settings(RunSettings):
-    """What `births`, and `python -m reproduce.family`, can be told."""
+    """What `python -m reproduce.family` can be told, and `calibrations` too."""
 
     scale: Literal["smoke", "laptop"] = "laptop"
     """of the training; smoke: does it work?"""
@@ -215,36 +213,7 @@ def draw_calibrations(rows, path) -> None:
     save_figure(figure, path)
 
 
-# ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------
-
-
-def births(settings: Settings):
-    """Is an unprejudiced birth a better one? GPT-2 styles drawn by `gpt2` and by `centered` (ours)"""
-    runs = birth_runs(settings)
-    experiment = begin("births", "ours", settings, runs)
-    rows = []
-    for (init, seed), run in runs.items():
-        model = checkpoint.load(run.out, experiment.device)
-        num_sequences = 4 if settings.scale == "smoke" else 200
-        mean_cosine, _ = count_predictions(model, 64, num_sequences)["cosines"].mean_and_std()
-        row = {"init": init, "seed": seed, "birth_loss": logged(run.out, "val_loss")[0]}
-        rows.append(row | losses(run.out) | {"mean_cosine": mean_cosine})
-    return experiment.save(rows)
-
-
-def birth_runs(settings: Settings):
-    """Runs of both births by (init, seed)."""
-    runs = {}
-    for init, seed in itertools.product(("gpt2", "centered"), settings.some(SEEDS)):
-        changes = {"model": "tiny_gpt2", "init": init, "seed": seed, "keep": "last"}
-        runs[init, seed] = settings.training("laptop", f"births/laptop-{init}-{seed}", **changes)
-    return runs
-
-
-COMMANDS = {
-    "births": Command(births, Settings()),
-    "calibrations": Command(calibrations, CalibrationSettings()),
-}
+COMMANDS = {"calibrations": Command(calibrations, CalibrationSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)
