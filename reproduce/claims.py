@@ -162,8 +162,10 @@ def decay(rows):
     An octave that the sequence does not fill is left out: at T = 64 it would be a single position.
     """
     std = list(curve(rows, "std", "position").values())
-    starts = [2**octave for octave in range(20) if 2 ** (octave + 1) <= len(std) + 1]
-    octaves = [np.mean(std[start - 1 : 2 * start - 1]) for start in starts]
+    octaves, first = [], 1
+    while 2 * first - 1 <= len(std):
+        octaves.append(np.mean(std[first - 1 : 2 * first - 1]))
+        first *= 2
     return f"{std[0]:.3f} at position 1 to {std[-1]:.3f} at {len(std)}", rising(octaves[::-1])
 
 
@@ -228,8 +230,8 @@ def shifted_upward(rows):
 def right_answers(rows):
     """Do both of the paper's tests say kin of kin alone, of every pair? All are kin where none is told."""
     t, u = column(rows, "paper_t_p"), column(rows, "paper_u_p")
-    kin = np.array([row.get("kin", True) for row in rows])
-    right = ((t < LEVEL) == kin) & ((u < LEVEL) == kin)
+    kin = [row.get("kin", True) for row in rows]
+    right = np.equal(t < LEVEL, kin) & np.equal(u < LEVEL, kin)
     return f"{right.sum()} of {len(rows)} right, t-test p {span(t)}, U-test p {span(u)}", list(right)
 
 
@@ -255,13 +257,13 @@ def false_alarms(rows):
 
 def lower(rows, first, second, key):
     """Is `key` lower in runs of one calibration than in those of the same seed with a second one?"""
-    by_seed = [curve(rows, key, "seed", calibration=name) for name in (first, second)]
-    pairs = [(value, by_seed[1][seed]) for seed, value in by_seed[0].items() if seed in by_seed[1]]
+    a, b = (curve(rows, key, "seed", calibration=name) for name in (first, second))
+    pairs = [(a[seed], b[seed]) for seed in a if seed in b]
     if len(pairs) < 2:
         return "too few runs to say", [None]
-    a, b = np.transpose(pairs)
-    mean, low, high = interval(a - b).values()
-    measured = f"{first} {a.mean():.4g}, {second} {b.mean():.4g}: {bounded(mean, low, high)}"
+    means = np.mean(pairs, axis=0)
+    mean, low, high = interval(-np.diff(pairs)[:, 0]).values()
+    measured = f"{first} {means[0]:.4g}, {second} {means[1]:.4g}: {bounded(mean, low, high)}"
     return measured, [above(-high, -low)]
 
 
@@ -287,11 +289,11 @@ def no_sinks(rows):
 
 def raises(rows, kind, other):
     """Is alpha_k higher, by its interval, with one intervention than with another?"""
-    texts, ends = [], []
-    for row in (row for name in (kind, other) for row in rows if row["intervention"] == name):
-        texts.append(f"{row['intervention']} {bounded(row['alpha_k'], row['low'], row['high'])}")
-        ends += [row["low"], row["high"]]
-    return ", ".join(texts), [above(ends[0] - ends[3], ends[1] - ends[2])]
+    alphas = {row["intervention"]: (row["alpha_k"], row["low"], row["high"]) for row in rows}
+    _, low, high = alphas[kind]
+    _, other_low, other_high = alphas[other]
+    texts = [f"{name} {bounded(*alphas[name])}" for name in (kind, other)]
+    return ", ".join(texts), [above(low - other_high, high - other_low)]
 
 
 # ---- what the papers say -----------------------------------------------------------------------------------

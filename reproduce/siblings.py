@@ -15,7 +15,6 @@ import torch
 
 import sinks
 import train
-from init import newborn
 from lib import checkpoint, runtime
 from lib.data import default_folder
 from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
@@ -138,9 +137,7 @@ def calibrations(settings: CalibrationSettings):
         key = {"config": config, "calibration": kind, "seed": seed}
         rows.append(key | losses(run.out) | measure_sinks(experiment, config, run))
     draw_calibrations(rows, experiment.folder / "calibrations.png")
-    columns = ("config", "calibration", "seed", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
-    columns += ("disparity", "effective_rank", "norm_ratio", "value_ratio")
-    return experiment.save(rows, columns)
+    return experiment.save(rows)
 
 
 def calibration_runs(settings: Settings):
@@ -161,10 +158,7 @@ def calibration_runs(settings: Settings):
 
 @torch.inference_mode()
 def measure_sinks(experiment, config, run: train.Settings):
-    """A run's loss on the settings' text, its sinks at 64 tokens, and SO's links in the mean of layers.
-
-    The links are those of the trained model and of its birth.
-    """
+    """A run's loss on the settings' text, its sinks at 64 tokens, and SO's links in the mean of layers."""
     spec = checkpoint.parse_spec(run.out)
     model = spec.load(experiment.device)
     reading = sinks.Settings(
@@ -175,12 +169,9 @@ def measure_sinks(experiment, config, run: train.Settings):
     )
     row = {"text_loss": text_loss(experiment, spec, model), "uniform_alpha1": attention.uniform_alpha(64)}
     row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
-    birth = newborn(spec.config, run.seed, run.embedding_seed, run.init, experiment.device)
-    for prefix, measured in (("birth_", birth), ("", model)):
-        layers = sinks.dissect(reading, spec, measured)["layers"]
-        for name in ("disparity", "others_disparity", "effective_rank", "output_tau"):
-            known = [layer[name] for layer in layers if layer[name] is not None]
-            row[prefix + name] = np.mean(known)
+    layers = sinks.dissect(reading, spec, model)["layers"]
+    for name in ("disparity", "effective_rank", "output_tau"):
+        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     return row
 
 
