@@ -60,7 +60,9 @@ def reproduce(settings: Settings) -> None:
                 num_made += make(name, settings)
             except Exception as error:  # of whatever kind: the others go on
                 failures.append(f"{name} failed ({error})")
-                traceback.print_exc()
+                print(failures[-1], flush=True)
+                if not isinstance(error, UserError):
+                    traceback.print_exc()
     finally:  # also where somebody interrupts
         write_report(settings)
     print(f"{len(names) - len(failures)} of {len(names)} results are there, {num_made} made now;", end=" ")
@@ -84,7 +86,8 @@ def command_line(name, settings: Settings):
     """The command of a result at the settings' scale, as a user would type it after `python`."""
     text = RESULTS[name]
     if settings.scale == "smoke":
-        text += f" {LINES['smoke'].get(name, '')}".rstrip()
+        more = LINES["smoke"]
+        text += f" {more.get(name, more.get(Path(name).name, ''))}".rstrip()
     text = text.format(runs=shlex.quote(settings.runs), scale=settings.scale)
     if settings.text is not None and name == "calibrations":
         text += f" --text {shlex.quote(settings.text)}"
