@@ -204,14 +204,15 @@ def draw_rates(rows, path) -> None:
     title = "How often does a test call unrelated newborns kin? (99 % intervals)"
     figure, grid = new_figure(title, width=7, height=5.6)
     axes = grid[0, 0]
-    colours = {}
+    lines, births = {}, {}  # their numbers
     for row in rows:
         birth = f"{row['model']}, scheme {row['scheme']}"
-        label = None if birth in colours else birth
-        colour = colours.setdefault(birth, COLOURS[len(colours)])
-        line = [f"{row['inputs']}: {row['test']}"] * 2
-        axes.plot([100 * row["low"], 100 * row["high"]], line, color=colour, lw=6, alpha=0.3)
-        axes.plot(100 * row["rate"], line[0], "o", color=colour, label=label)
+        label = None if birth in births else birth
+        number = births.setdefault(birth, len(births))
+        height = lines.setdefault(f"{row['inputs']}: {row['test']}", len(lines)) + 0.18 * number
+        axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=COLOURS[number])
+        axes.plot(100 * row["rate"], height, "o", color=COLOURS[number], label=label)
+    axes.set_yticks(range(len(lines)), lines)
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
     axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called kin")
     axes.xaxis.set_major_formatter("{x:g}")
