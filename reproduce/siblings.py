@@ -112,15 +112,10 @@ def begin(name, paper, settings: Settings, runs):
     return Experiment(name, paper, settings)
 
 
-def logged(run, key):
-    """What the log of a run's folder says of `key`, by step."""
-    return {row["step"]: row[key] for row in read_log(Path(run)) if row.get(key) is not None}
-
-
 def losses(run):
     """A run's last held-out loss, and the mean of all its evaluations after birth."""
-    after_birth = [loss for step, loss in logged(run, "val_loss").items() if step > 0]
-    return {"val_loss": after_birth[-1], "mean_loss": np.mean(after_birth)}
+    later = [row["val_loss"] for row in read_log(Path(run)) if row["step"] > 0 and "val_loss" in row]
+    return {"val_loss": later[-1], "mean_loss": np.mean(later)}
 
 
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import assert_refused, run_here
@@ -119,14 +118,10 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
             siblings.trained(replace(run, **{name: value}))
 
 
-def test_logs_are_read_to_the_last_bit(tmp_path):
-    losses = np.random.default_rng(0).lognormal(size=200).tolist()
-    write_log(tmp_path, [{"step": i, "loss": loss} | {"val_loss": 2.0} for i, loss in enumerate(losses)])
-    assert list(siblings.logged(tmp_path, "loss").values()) == losses
-    write_log(
-        tmp_path, [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "val_loss": 7.0}]
-    )
-    assert siblings.logged(tmp_path, "val_loss") == {0: 9.0, 2: 7.0}
+def test_losses_are_those_after_birth(tmp_path):
+    lines = [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}]
+    write_log(tmp_path, [*lines, {"step": 2, "val_loss": 7.1}, {"step": 3, "val_loss": 5.1}])
+    assert siblings.losses(tmp_path) == {"val_loss": 5.1, "mean_loss": pytest.approx(6.1)}
 
 
 def test_mistakes(tmp_path):
