@@ -14,15 +14,16 @@ under torchrun that must take less than 30 s.
 """
 
 import math
+import os
+import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, keyed_generator, newborn
@@ -86,8 +87,8 @@ class Settings(RunSettings):
     """steps between checkpoints to resume from"""
     keep: Literal["powers", "all", "last"] = "powers"
     """checkpoints to keep: of steps that are powers of two, all, or none; always birth and the newest two"""
-    compile: bool = True
-    """compile the model, on CUDA"""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """compile the model; on a CPU that takes a C++ compiler"""
     resume: bool = False
     """go on from the newest whole checkpoint in --out, with that run's settings"""
     out: str = "runs/default"
@@ -106,6 +107,9 @@ def train(settings: Settings):
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     settings, device, dtype = runtime.start(settings)
     runs.check_settings(settings, MAY_CHANGE)
+    compiler = os.environ.get("CXX", "g++")
+    if settings.compile and device.type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
@@ -134,7 +138,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         if step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run} is at step {step} already")
         checkpoint.restore(optimizer, raw_model, state, moments)
-    model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
+    model = torch.compile(raw_model) if settings.compile else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients are stored once
     peak = runtime.matmul_peak(device, dtype) / runtime.training_flops(raw_model, T)  # tokens a second
@@ -263,8 +267,7 @@ def parts_of_share(count, size):
 def loss_sum(model, inputs, targets, device, dtype):
     """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
-        logits = model(inputs.to(device)).float()  # (n, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
+        return model(inputs.to(device), targets.to(device))
 
 
 @torch.no_grad()

@@ -48,7 +48,7 @@ from tyro.conf import Positional
 
 from init import keyed_generator
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, sha256, smollm2
-from lib.folders import open_file
+from lib.folders import open_gguf
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 
@@ -320,7 +320,7 @@ def bos_beside(path):
 
 def gguf_tokenizer(path):
     """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and BOS, as text, or None."""
-    file = open_file(path)
+    file = open_gguf(path)
     if not file.has_known_tokenizer:
         raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}

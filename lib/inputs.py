@@ -16,7 +16,7 @@ import torch
 
 from init import STD, keyed_generator
 from lib.data import TokenData, documents, load_tokenizer
-from lib.files import check_sum, read_bytes
+from lib.files import check_regular, read_bytes
 from lib.settings import RunSettings, UserError, at_least
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
@@ -146,7 +146,7 @@ def check_tokenizer(spec, data) -> None:
     path = spec.tokenizer_file
     if path is None and not spec.is_newborn and (spec.folder / "tokenizer.txt").is_file():
         path = spec.folder / "tokenizer.txt"
-        check_sum(path)
+        check_regular(path, LARGEST_TEXT)
     if path is None:
         return
     own = load_tokenizer(str(path)).content if path.suffix == ".gguf" else path.read_bytes()

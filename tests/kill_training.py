@@ -158,7 +158,7 @@ def contents(run: Path) -> dict[str, str | bytes]:
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = json.dumps([{k: v for k, v in row.items() if k not in SPEEDS} for row in rows])
-        elif path.is_file() and path.name != "checksums.json":
+        elif path.is_file():
             found[name] = path.read_bytes().replace(str(run).encode(), b"RUN")
     return found
 

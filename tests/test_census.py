@@ -304,8 +304,8 @@ def test_other_vocabularies(tmp_path):
         vocabulary = {f"token {string}": number for number, string in enumerate(strings)}
         (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     assert min(shares(base, open_folder(tmp_path / "reordered"))) == 1
-    (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
-    with pytest.raises(UserError, match="its tokenizer has 'a' as token 'b'"):
+    (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": 3}}')
+    with pytest.raises(UserError, match="cannot read .*tokenizer.json"):
         found(base, open_folder(tmp_path / "reordered"))
 
 

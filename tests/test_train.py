@@ -502,7 +502,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped, capsys):
         assert done.returncode == 0 and f"skipping {newest}" in done.stdout, done.stderr
         assert same_bits(copied, stopped)
     for step in checkpoint.steps(copied):
-        (step / "checksums.json").write_text("{")
+        (step / "state.json").write_text("{")
     assert_refused(run_here("train.py", "--resume", "--out", copied), "can be resumed", str(newest))
 
 
