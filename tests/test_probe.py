@@ -236,7 +236,7 @@ def test_figure_of_few_tokens(tmp_path):
         (["--model", "nano_llama", "nano_gpt2", "--sequence-length", "64", "2048"], ["2048", "1 to 1024"]),
         (["--num-sequences", "1"], ["num_sequences", ">= 2"]),
         (["--out", "probe.py"], ["--out", "probe.py"]),
-        (["--model", "tiny_gpt2", "tiny_gpt2"], ["--model", "tiny_gpt2", "twice"]),
+        (["--model", "tiny_gpt2", "tiny_gpt2"], ["model", "tiny_gpt2", "twice"]),
     ],
 )
 def test_refusals(flags, words, tmp_path):

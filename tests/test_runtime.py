@@ -96,6 +96,7 @@ def test_two_processes_share_and_one_speaks(tmp_path):
     saved = json.loads((tmp_path / "out" / "sum.json").read_text())
     assert saved["rows"] == [{"total": 45, "others": 35}]  # 0 + ... + 4 = 10 is the first's
     assert saved["environment"]["processes"] == 2
-    assert result.stdout.split() == ["total", "others", "45", "35"]
+    assert result.stdout.split()[-4:] == ["total", "others", "45", "35"]
+    assert result.stdout.count("total") == 1
     assert result.stderr.count("two.py: that was all") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sum.json"]
