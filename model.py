@@ -26,10 +26,11 @@ from lib import kernels
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
-    "mlp": tuple(ACTIVATIONS),
+    "mlp": ACTIVATIONS,
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
 }
+CHUNK = 256  # positions whose logits exist at a time: 33 MB at V = 32,000; in large batches a 32nd of them
 HEADNORM_EPSILON = 1e-6  # a newborn's aggregated values have variance 0.3 / i: far above this for any i here
 
 
@@ -246,6 +247,45 @@ class Block(nn.Module):
         return stream
 
 
+class CrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy, in nats, of targets (n,) under states (n, d) and a head (V, d), in less memory.
+
+    Equals F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), which holds n V logits
+    three times over. Here the logits of CHUNK positions are made, used for the loss and both gradients, and
+    forgotten; so the gradients are there before the backward pass, which scales them. Products are in
+    autocast's dtype, sums in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, states, head, targets, with_gradients):
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        weight = head.to(dtype)
+        loss = states.new_zeros((), dtype=exact)
+        d_states = torch.empty_like(states)
+        d_head = torch.zeros_like(head)
+        size = max(CHUNK, len(states) // 32)
+        for start in range(0, len(states), size):
+            part = slice(start, start + size)
+            x = states[part].to(dtype)
+            logits = F.linear(x, weight).to(exact)  # (size, V)
+            loss += F.cross_entropy(logits, targets[part], reduction="sum")
+            if with_gradients:
+                d_logits = logits.softmax(1)
+                d_logits[torch.arange(len(x), device=x.device), targets[part]] -= 1
+                d_logits = d_logits.to(dtype)
+                d_states[part] = d_logits @ weight
+                d_head += d_logits.T @ x
+        ctx.save_for_backward(d_states, d_head)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_states, d_head = ctx.saved_tensors
+        return d_loss * d_states, d_loss * d_head, None, None
+
+
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` gives logits, `model.hidden(...)` the final states we measure."""
 
@@ -299,9 +339,17 @@ class Transformer(nn.Module):
 
     def unembed(self, states: Tensor) -> Tensor:
         """Logits (..., V) of final-norm states (..., d)."""
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(states, head.weight)
+        return F.linear(states, self.head_weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) float32 of tokens (B, T)."""
-        return self.unembed(self.hidden(tokens))
+    @property
+    def head_weight(self):
+        """The head's matrix, (V, d): the token table's, if they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, tokens: Tensor, targets=None) -> Tensor:
+        """Logits (B, T, V) float32 of tokens (B, T); given targets (B, T), their summed loss, in nats."""
+        states = self.hidden(tokens)
+        if targets is None:
+            return self.unembed(states)
+        loss = torch.compiler.disable(CrossEntropy.apply)  # which would unroll its loop, in a second a turn
+        return loss(states.flatten(0, 1), self.head_weight, targets.flatten(), torch.is_grad_enabled())

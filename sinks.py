@@ -10,7 +10,7 @@
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
 head whose alpha_1 in a sequence is above --epsilon is a sink head there. A model with a tokenizer reads the
 standard library's docstrings unless --text names another text, one without reads random tokens. What
-summaries of SO leave undefined is called ours.
+summaries of SO leave undefined is called ours. Times are those of smollm2 on 2 cores.
 """
 
 import itertools
@@ -25,17 +25,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from init import SCHEMES, keyed_generator
+from init import keyed_generator
 from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
-from lib.figures import BLUE, COLOURS, curves, legend_below, new_figure, save_figure
+from lib.figures import BLUE, curves, legend_below, new_figure, save_figure
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
+from measure.attention import EPSILON
 from measure.cosines import interval
 
-EPSILON = 0.3  # a head whose alpha is above it is a sink head (Gu et al.)
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 FIRST_TOKENS = 24  # that `first` tries
 AWAKE = 0.1  # of a super neuron's mean activation at position 1: from there on it is awake elsewhere (ours)
@@ -57,8 +57,6 @@ class Settings(TextSettings):
     """presets, PRESET@SEED, checkpoints or smollm2 (default: smollm2, or a newborn where it is not there)"""
     seed: tuple[int, ...] = (42,)
     """seeds of the presets' weights"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how newborns are drawn"""
     sequence_length: at_least(2) = 64
     """tokens in a sequence (Gu et al.: 64)"""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
@@ -91,8 +89,8 @@ class InterveneSettings(Settings):
 class SilenceSettings(Settings):
     """What `silence` can be told."""
 
-    units: at_least(1) = 3
-    """how many of the hidden units that write most at position 1"""
+    units: at_least(1) | None = None
+    """how many of the hidden units that write most at position 1 (default: 3)"""
     unit: tuple[str, ...] | None = None
     """hidden units to silence instead, LAYER/UNIT"""
 
@@ -100,17 +98,21 @@ class SilenceSettings(Settings):
 # ---- the models --------------------------------------------------------------------------------------------
 
 
-def measure_models(name, paper, settings: Settings, measure):
-    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns.
-
-    UserError for models without attention, or whose context is too short.
-    """
-    specs = chosen_models(settings.model or (default_model(),), settings.seed, scheme=settings.init)
+def named_models(settings: Settings, needs_mlps=False):
+    """The models that the settings name; UserError for one that lacks what is measured, or is too short."""
+    specs = chosen_models(settings.model or (default_model(),), settings.seed)
     lengths = settings.sequence_length or ()
     check_lengths((lengths,) if isinstance(lengths, int) else lengths, shortest_context(specs))
     for spec in specs:
         if spec.config.sublayers == "mlp":
             raise UserError(f"{spec.label} has no attention, so no sinks")
+        if needs_mlps and spec.config.sublayers == "attention":
+            raise UserError(f"{spec.label} has no MLPs, so no hidden units")
+    return specs
+
+
+def measure_models(name, paper, settings: Settings, specs, measure):
+    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
     experiment = Experiment(name, paper, settings)
     settings = experiment.settings
     lists = defaultdict(list)
@@ -134,24 +136,24 @@ def by_checkpoint(rows):
 
 @torch.inference_mode()
 def rate(settings: RateSettings):
-    """Where does attention sink? The share of sink heads by length, alpha_1 of each head (BB Figure 12)"""
+    """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
     if not 0 < settings.epsilon < 1:
         raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
-    experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    maps = by_checkpoint(lists["heads"])
+    specs = named_models(settings)
+    experiment, lists = measure_models("rate", "BB Figure 12", settings, specs, sink_rates)
+    T = lists["heads"][0]["sequence_length"]  # the first is drawn
+    maps = [row for row in lists["heads"] if row["sequence_length"] == T]
     figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
-    for axes, (label, heads) in zip(grid, maps.items()):
-        alpha = np.array(heads[0]["alpha1"]).T  # (H, L)
+    for axes, row in zip(grid, maps):
+        alpha = np.array(row["alpha1"]).T  # (H, L)
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {heads[0]['sequence_length']} tokens")
+        axes.set(xlabel="layer", ylabel="head", title=f"{row['checkpoint']}, {T} tokens")
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
     question = "How many heads sink, by the length of the sequence?"
-    path = experiment.folder / "rate_by_length.png"
-    curves(
-        lists["rows"], path, question, x="sequence_length", y="sink_rate", series="checkpoint", ylim=(0, 1)
-    )
+    keys = {"x": "sequence_length", "y": "sink_rate", "series": "checkpoint"}
+    curves(lists["rows"], experiment.folder / "rate_by_length.png", question, **keys, ylim=(0, 1))
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
 
@@ -168,8 +170,7 @@ def sink_rates(settings: RateSettings, spec, model):
         row |= attention.summary(signs, settings.epsilon)
         row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate")
         row |= interval(alpha.mean(dim=(1, 2)), "mean_alpha1", "alpha1_low", "alpha1_high")
-        row["uniform_alpha1"] = attention.uniform_alpha(T)
-        rows.append(row)
+        rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
 
@@ -179,15 +180,15 @@ def sink_rates(settings: RateSettings, spec, model):
 
 @torch.inference_mode()
 def first(settings: Settings):
-    """Do heads sink on the first position, or on a token that stands there? alpha_1 of each token (ours)"""
+    """Do heads sink on position 1, or on a token that stands there? alpha_1 of each (ours; four minutes)"""
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
-    experiment, lists = measure_models("first", "ours", settings, by_first_token)
-    question = "Do heads sink on position 1, whatever token stands there? (a sink: above 0.3)"
+    experiment, lists = measure_models("first", "ours", settings, named_models(settings), by_first_token)
     drawn = []
     for rows in by_checkpoint(lists["rows"]).values():
         ranked = sorted(rows, key=itemgetter("alpha1"), reverse=True)
         drawn += [row | {"rank": rank} for rank, row in enumerate(ranked, start=1)]
+    question = "Do heads sink on position 1, whatever token stands there? (a sink: above 0.3)"
     bounds = {"least": "least of the tokens", "largest": "largest of the tokens"}
     labels = {"xlabel": "rank of the head", "ylabel": "attention to position 1, mean of tokens"}
     keys = {"x": "rank", "y": "alpha1", "series": "checkpoint"}
@@ -206,11 +207,10 @@ def by_first_token(settings: Settings, spec, model):
     alphas = []
     for candidate in candidates:
         tokens[:, 0] = candidate
-        parts = [attention.attention_to(model, part)[..., 0].cpu() for part in attention.batches(tokens)]
-        alphas.append(torch.cat(parts).mean(0))
+        alphas.append(attention.sink_signs(model, tokens)["alpha1"].mean(0))
     alphas = torch.stack(alphas)  # (tokens, L, H)
     rows = []
-    for layer, head in itertools.product(range(alphas.shape[1]), range(alphas.shape[2])):
+    for layer, head in itertools.product(*map(range, alphas.shape[1:])):
         alpha = alphas[:, layer, head]
         row = {
             "layer": layer + 1,
@@ -231,34 +231,49 @@ def by_first_token(settings: Settings, spec, model):
 
 @torch.inference_mode()
 def variance(settings: Settings):
-    """How much do aggregated values vary at each position of each layer? (BB Figure 9 on any checkpoint)"""
-    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, dissect)
-    rows = [{key: row[key] for key in ("checkpoint", "layer", "position", "std")} for row in lists["rows"]]
+    """How much do aggregated values vary at each position of each layer? (BB Figure 9; half a minute)"""
+    specs = named_models(settings)
+    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, specs, value_spread)
     drawn = []
-    for row in rows:
+    for row in lists["rows"]:
         if row["layer"] in (1, 2, 4, 8, 16, 32):
             drawn.append(row | {"series": f"{row['checkpoint']}, layer {row['layer']}"})
     path = experiment.folder / "sink_variance.png"
     question = "How much do aggregated values vary, position by position?"
     label = "std of aggregated values"
     curves(drawn, path, question, x="position", y="std", series="series", style="-", log="xy", ylabel=label)
-    return experiment.save(rows)
+    return experiment.save(**lists)
+
+
+def value_spread(settings: Settings, spec, model):
+    """A row for each layer and position."""
+    spreads = defaultdict(attention.Spread)
+
+    def on_heads(layer, *state):
+        spreads[layer].on_heads(layer, *state)
+
+    for part in attention.batches(read_tokens(settings, spec, settings.sequence_length)):
+        model.hidden(part, on_heads=on_heads)
+    rows = []
+    for layer, spread in spreads.items():
+        for position, std in enumerate(spread.by_position().tolist(), start=1):
+            rows.append({"layer": layer, "position": position, "std": std})
+    return {"rows": rows}
 
 
 def anatomy(settings: Settings):
-    """Which links of SO's chain single out the first position? Layer by layer, and super neurons (SO)."""
-    experiment, lists = measure_models("anatomy", "SO", settings, dissect)
+    """Which links of SO's chain single out position 1? By layer, and super neurons (SO; a minute)"""
+    experiment, lists = measure_models("anatomy", "SO", settings, named_models(settings), dissect)
     question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
     figure, grid = new_figure(question, 2, 3, height=3, sharex=True)
     for axes, (key, name) in zip(grid.flat, LINKS.items()):
-        for (label, rows), colour in zip(by_checkpoint(lists["rows"]).items(), COLOURS):
+        for label, rows in by_checkpoint(lists["rows"]).items():
             values = np.array([row[key] for row in rows]).reshape(-1, settings.sequence_length)  # (L, T)
             layers = range(1, len(values) + 1)
-            axes.plot(layers, values[:, 0], "o-", ms=3, color=colour, label=f"{label}, position 1")
-            axes.plot(layers, np.median(values[:, 1:], axis=1), ":", color=colour)
-        for neurons in by_checkpoint(lists["super_neurons"]).values():
-            unit = f"layer {neurons[0]['layer']}: unit {neurons[0]['neuron']} writes most"
-            axes.axvline(neurons[0]["layer"], color="black", ls="--", lw=1, label=unit)
+            (line,) = axes.plot(layers, values[:, 0], "o-", ms=3, label=f"{label}, position 1")
+            axes.plot(layers, np.median(values[:, 1:], axis=1), ":", color=line.get_color())
+        for neuron in lists["super_neurons"][:1]:
+            axes.axvline(neuron["layer"], color="black", ls="--", lw=1, label="the unit that writes most")
         axes.set_title(name, fontsize=10)
     for axes in grid[0, 1:]:
         axes.set_yscale("log")
@@ -281,38 +296,36 @@ def dissect(settings: Settings, spec, model):
     """
     T = settings.sequence_length
     tokens = read_tokens(settings, spec, T)
-    sums = defaultdict(float)  # over sequences, by (name, layer)
-    spreads = defaultdict(partial(attention.Spread, attention.BY_POSITION))
-    outputs = defaultdict(partial(attention.Spread, attention.BY_DIMENSION))
+    means = defaultdict(float)  # over sequences, by (name, layer)
+    spreads = defaultdict(attention.Spread)
     ranks = defaultdict(attention.EffectiveRank)
-    activity = attention.UnitActivity(model, len(tokens))
+
+    def add(name, layer, values):
+        means[name, layer] += values.sum(0).cpu() / len(tokens)
 
     def on_state(layer, x):
         ranks[layer].update(x)
-        sums["dominance_ratio", layer] += attention.dominance_ratio(x).sum(0).cpu()  # (T,)
-        sums["length", layer] += x.float().norm(dim=2).sum(0).cpu()
+        add("length", layer, x.float().norm(dim=2))
+        add("dominance_ratio", layer, attention.dominance_ratio(x))
 
     def on_heads(layer, heads, q, k, v):
-        spreads[layer].update(heads)
-        outputs[layer].update(heads)
-        sums["value_length", layer] += v.float().norm(dim=3).mean(1).sum(0).cpu()
-        sums["keys", layer] += F.normalize(k.float(), dim=3).sum(0).cpu()  # (G, T, Dh)
-        sums["alpha", layer] += attention.mean_attention(q, k, range(1, T + 1)).mean(1).sum(0).cpu()
+        spreads[layer].on_heads(layer, heads, q, k, v)
+        add("value_length", layer, v.float().norm(dim=3).mean(1))
+        add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh)
+        add("alpha", layer, attention.mean_attention(q, k, range(1, T + 1)).mean(1))
 
-    with attention.hidden_units(model, activity.on_units):
+    with attention.unit_activity(model, len(tokens)) as activity:
         for part in attention.batches(tokens):
             model.hidden(part, on_state=on_state, on_heads=on_heads)
     rows, layers = [], []
-    for layer, spread in spreads.items():
-        columns = {name: sums[name, layer] / len(tokens) for name in LINKS if (name, layer) in sums}
-        columns["std"] = spread.std()
-        columns["key_alignment"] = (sums["keys", layer] / len(tokens)).norm(dim=2).mean(0)
-        for position in range(1, T + 1):
-            row = {name: values[position - 1].item() for name, values in columns.items()}
-            rows.append({"layer": layer, "position": position} | row)
+    for layer, block in enumerate(model.model.layers, start=1):
+        means["std", layer] = spreads[layer].by_position()
+        means["key_alignment", layer] = means["key", layer].norm(dim=2).mean(0)
+        links = torch.stack([means[name, layer] for name in LINKS], dim=1)  # (T, links)
+        for position, values in enumerate(links.tolist(), start=1):
+            rows.append({"layer": layer, "position": position} | dict(zip(LINKS, values)))
         at_first = rows[-T]
-        others = {name: float(np.median(values[1:])) for name, values in columns.items()}
-        output = model.model.layers[layer - 1].self_attn.o_proj.weight
+        others = dict(zip(LINKS, np.median(links[1:], axis=0)))
         summary = {
             "layer": layer,
             "disparity": at_first["dominance_ratio"],
@@ -320,13 +333,14 @@ def dissect(settings: Settings, spec, model):
             "norm_ratio": at_first["length"] / others["length"],
             "value_ratio": at_first["value_length"] / others["value_length"],
             "key_alignment": at_first["key_alignment"],
-            "others_key_alignment": others["key_alignment"],
             "effective_rank": ranks[layer].value(),
-            "output_tau": attention.output_tau(output, outputs[layer].std().flatten()),
+            "output_tau": attention.output_tau(
+                block.self_attn.o_proj.weight, spreads[layer].std(1).flatten()
+            ),
             "alpha1": at_first["alpha"],
         }
         layers.append(summary)
-    neurons = attention.super_neurons(model, activity.first, activity.others)
+    neurons = attention.super_neurons(model, *activity)
     return {"rows": rows, "layers": layers, "super_neurons": neurons}
 
 
@@ -335,11 +349,15 @@ def dissect(settings: Settings, spec, model):
 
 @torch.inference_mode()
 def intervene(settings: InterveneSettings):
-    """Can a position be made a sink? SO's interventions and their control, beside the super neuron (SO)."""
+    """Can a position be made a sink? SO's interventions, beside the super neuron (SO; two minutes)"""
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
-    experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
+    specs = named_models(settings, needs_mlps=True)
+    last = min(spec.config.num_layers for spec in specs) - 1
+    if not set(settings.layers) <= set(range(1, last + 1)):
+        raise UserError(f"--layers: expected layers in 1 to {last}, which have layers after them")
+    experiment, lists = measure_models("intervene", "SO", settings, specs, every_intervention)
     (label, points), *_ = by_checkpoint(lists["points"]).items()  # the first model is drawn
     drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
     drawn = [point | {"activation": max(point["activation"], 1e-2)} for point in drawn]  # of a log axis
@@ -360,44 +378,44 @@ def every_intervention(settings: InterveneSettings, spec, model):
     """
     k = settings.position
     L = model.config.num_layers
-    if L < 2 or model.config.sublayers == "attention" or not set(settings.layers) <= set(range(1, L)):
-        raise UserError(f"--layers: {spec.label} has MLPs, and layers after, in 1 to {L - 1} at most")
     tokens = read_tokens(settings, spec, settings.sequence_length)
-
-    def attended(on_heads=None):
-        activity = attention.UnitActivity(model, len(tokens), k)
-        with attention.hidden_units(model, activity.on_units):
-            alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
-        return alpha, activity
-
-    unchanged = attended()
-    (neuron,) = attention.super_neurons(model, unchanged[1].first, unchanged[1].others, count=1)
+    with attention.unit_activity(model, len(tokens)) as activity:
+        model.hidden(tokens)
+    (neuron,) = attention.super_neurons(model, *activity, count=1)
     places = {"all": range(1, L + 1)} | {layer: (layer,) for layer in settings.layers}
-    kinds = [("none", None), ("self_mask", None)]
-    kinds += itertools.product(("amplify", "scale"), settings.factor)
-    cases = list(itertools.product(places, kinds))
+    kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
+    cases = list(itertools.product(places.items(), kinds))
+    unchanged = attended(model, tokens, k, neuron)
     rows, points = [], []
-    for place, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        alpha, activity = unchanged  # (n, L)
+    for (place, layers), (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
+        alpha, activation = unchanged
         if kind != "none":
-            on_heads = partial(attention.replace_values, model, k, places[place], kind, factor)
-            alpha, activity = attended(on_heads)
-        activation = activity.at_position[neuron["layer"]][:, neuron["neuron"]]  # (n,)
-        if not alpha.isfinite().all():
-            raise UserError(f"{kind} by {factor} leaves no finite number: choose a smaller --factor")
-        seen_from = min(places[place])  # the first layer changed, or the super neuron's if that comes later
-        if neuron["layer"] < L:
-            seen_from = max(seen_from, neuron["layer"])
+            on_heads = attention.replace_values(model, k, layers, kind, factor)
+            alpha, activation = attended(model, tokens, k, neuron, on_heads)
+        waking = neuron["layer"] if neuron["layer"] < L else 0
+        seen_from = max(min(layers), waking)  # of the layer changed and the super neuron's, the later
         alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
         is_awake = activation >= AWAKE * neuron["first"]
         key = {"position": k, "changed": place, "intervention": kind, "factor": factor}
         row = key | interval(alpha, "alpha_k") | {"woke": is_awake.float().mean().item()}
-        row["alpha_k_woke"] = alpha[is_awake].mean().item() if is_awake.any() else None
-        row["alpha_k_asleep"] = alpha[~is_awake].mean().item() if not is_awake.all() else None
+        for name, some in (("alpha_k_woke", alpha[is_awake]), ("alpha_k_asleep", alpha[~is_awake])):
+            row[name] = some.mean().item() if len(some) else None
         rows.append(row)
         for size, value in zip(activation.tolist(), alpha.tolist()):
             points.append(key | {"activation": size, "alpha_k": value})
     return {"rows": rows, "points": points, "super_neurons": [neuron]}
+
+
+def attended(model, tokens, k, neuron, on_heads=None):
+    """Attention to position k in each layer, (n, L), and the neuron's |activation| there, (n,)."""
+    activations = {}
+
+    def on_units(layer, units):
+        activations[layer] = units[:, k - 1].float().abs().cpu()  # (n, d_ff)
+
+    with attention.hidden_units(model, on_units):
+        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
+    return alpha, activations[neuron["layer"]][:, neuron["neuron"]]
 
 
 # ---- ended (ours) ------------------------------------------------------------------------------------------
@@ -405,22 +423,36 @@ def every_intervention(settings: InterveneSettings, spec, model):
 
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
-    """Which hidden units hold the sink up? Those that write most at position 1 are set to zero (ours)."""
-    experiment, lists = measure_models("silence", "ours", settings, every_silence)
+    """Which hidden units hold the sink up? Those that write most are set to zero (ours; three minutes)"""
+    if settings.units and settings.unit:
+        raise UserError("give --units, how many, or --unit, which ones")
+    specs = named_models(settings, needs_mlps=True)
+    for spec, word in itertools.product(specs, settings.unit or ()):
+        layer, unit = named_unit(word)
+        if not (1 <= layer <= spec.config.num_layers and unit < spec.config.d_ff):
+            raise UserError(f"--unit {word}: there is none in {spec.label}")
+    experiment, lists = measure_models("silence", "ours", settings, specs, every_silence)
     (label, rows), *_ = by_checkpoint(lists["rows"]).items()  # the first model is drawn
     question = f"Which hidden units hold the sink up? ({label}; dashed: none silenced)"
-    figure, ((sinks, losses),) = new_figure(question, 1, 2, 5, 1.2 + 0.24 * len(rows), sharey=True)
+    figure, (grid,) = new_figure(question, 1, 2, 5, 1.2 + 0.24 * len(rows), sharey=True)
     names = [f"{row['kind']} {row['units']}"[:44] for row in rows]
-    sinks.barh(names, [100 * row["sink_rate"] for row in rows], color=BLUE)
-    sinks.axvline(100 * rows[0]["sink_rate"], color="black", ls="--", lw=1.1)
-    sinks.set_xlabel("% of heads that sink on position 1")
-    sinks.invert_yaxis()
-    losses.barh(names, [row["loss"] for row in rows], color=BLUE)
-    losses.axvline(rows[0]["loss"], color="black", ls="--", lw=1.1)
-    losses.set_xlabel("loss, nats a token")
+    labels = {"sink_rate": "share of heads that sink on position 1", "loss": "loss, nats a token"}
+    for axes, (key, label) in zip(grid, labels.items()):
+        axes.barh(names, [row[key] for row in rows], color=BLUE)
+        axes.axvline(rows[0][key], color="black", ls="--", lw=1.1)
+        axes.set_xlabel(label)
+    grid[0].invert_yaxis()
     save_figure(figure, experiment.folder / "silence.png")
     columns = ("checkpoint", "kind", "units", "sink_rate", "low", "high", "mean_alpha1", "loss")
     return experiment.save(**lists, columns=columns)
+
+
+def named_unit(word):
+    """The layer and the unit of LAYER/UNIT; UserError for any other word."""
+    if not re.fullmatch(r"\d{1,9}/\d{1,9}", word):
+        raise UserError(f"--unit {word}: expected LAYER/UNIT, as in 12/1229")
+    layer, unit = word.split("/")
+    return int(layer), int(unit)
 
 
 def every_silence(settings: SilenceSettings, spec, model):
@@ -430,42 +462,30 @@ def every_silence(settings: SilenceSettings, spec, model):
     all their pairs. Controls: as many that write most `elsewhere`, and `random` ones of the same layers.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = attention.UnitActivity(model, len(tokens))
-    with attention.hidden_units(model, activity.on_units):
-        measured = {(): attention.alpha_and_loss(model, tokens)}  # by the units that are silent
-    units = chosen_units(settings, spec, model, activity)
-    others = attention.super_neurons(model, activity.others, activity.first, 2 * len(units))
-    elsewhere = [(row["layer"], row["neuron"]) for row in others]
+    with attention.unit_activity(model, len(tokens)) as (at_first, at_others):
+        measured = {"": attention.alpha_and_loss(model, tokens)}  # by the names of the silent units
+    units = [named_unit(word) for word in settings.unit or ()]
+    units = units or attention.strongest_units(model, at_first, settings.units or 3)
+    elsewhere = attention.strongest_units(model, at_others, 2 * len(units))
+    elsewhere = [unit for unit in elsewhere if unit not in units]
     generator = keyed_generator("silence", settings.input_seed)
-    cases = [("none", ())]
+    cases = [("none", [])]
     cases += [("first", units[: count + 1]) for count in range(len(units))]
-    cases += [("alone", (unit,)) for unit in units[:4]]
+    cases += [("alone", [unit]) for unit in units[:4]]
     cases += [("pair", pair) for pair in itertools.combinations(units[:4], 2)]
-    cases.append(("elsewhere", tuple(unit for unit in elsewhere if unit not in units)[: len(units)]))
-    cases.append(("random", tuple((layer, int(generator.integers(model.config.d_ff))) for layer, _ in units)))
+    cases.append(("elsewhere", elsewhere[: len(units)]))
+    cases.append(("random", [(layer, int(generator.integers(model.config.d_ff))) for layer, _ in units]))
     rows = []
     for kind, silent in progress(cases, desc="silence", unit=" sets", leave=False):
-        if silent not in measured:
+        names = " ".join(f"{layer}/{unit}" for layer, unit in silent)
+        if names not in measured:
             with attention.hidden_units(model, partial(attention.silenced, silent)):
-                measured[silent] = attention.alpha_and_loss(model, tokens)
-        alpha, loss = measured[silent]
-        row = {"kind": kind, "num_silenced": len(silent)}
-        row["units"] = " ".join(f"{layer}/{unit}" for layer, unit in silent)
-        row |= interval(attention.sink_share(alpha, EPSILON), "sink_rate")
+                measured[names] = attention.alpha_and_loss(model, tokens)
+        alpha, loss = measured[names]
+        row = {"kind": kind, "num_silenced": len(silent), "units": names}
+        row |= interval(attention.sink_share(alpha), "sink_rate")
         rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": loss})
     return {"rows": rows}
-
-
-def chosen_units(settings: SilenceSettings, spec, model, activity):
-    """The (layer, unit) to be silenced; UserError for words that name none."""
-    neurons = attention.super_neurons(model, activity.first, activity.others, settings.units)
-    units = [(neuron["layer"], neuron["neuron"]) for neuron in neurons]
-    if settings.unit is not None:
-        units = [tuple(map(int, re.findall(r"\d+", word))) for word in settings.unit]
-    there = set(itertools.product(range(1, model.config.num_layers + 1), range(model.config.d_ff)))
-    if not units or not there.issuperset(units):
-        raise UserError(f"--unit: expected LAYER/UNIT, as in 12/1229, of the hidden units of {spec.label}")
-    return tuple(units)
 
 
 COMMANDS = {

@@ -14,20 +14,21 @@ under torchrun that must take less than 30 s.
 """
 
 import math
+import os
+import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, keyed_generator, newborn
 from lib import checkpoint, data, runs, runtime
-from lib.files import remove_leftovers
 from lib.inputs import check_tokenizer
 from lib.settings import Command, RunSettings, UserError, at_least, read_settings, run_script
 from measure import attention
@@ -86,8 +87,8 @@ class Settings(RunSettings):
     """steps between checkpoints to resume from"""
     keep: Literal["powers", "all", "last"] = "powers"
     """checkpoints to keep: of steps that are powers of two, all, or none; always birth and the newest two"""
-    compile: bool = True
-    """compile the model, on CUDA"""
+    compile: bool = field(default_factory=torch.cuda.is_available)
+    """compile the model; on a CPU that takes a C++ compiler"""
     resume: bool = False
     """go on from the newest whole checkpoint in --out, with that run's settings"""
     out: str = "runs/default"
@@ -105,7 +106,10 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 def train(settings: Settings):
     """Train as the settings say, from birth or from where the run stands; returns the run folder."""
     settings, device, dtype = runtime.start(settings)
-    runs.check_settings(settings, MAY_CHANGE)
+    settings = runs.merged_settings(settings, MAY_CHANGE)
+    compiler = os.environ.get("CXX", "g++")
+    if settings.compile and device.type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
@@ -113,8 +117,6 @@ def train(settings: Settings):
         checkpoint.check_lengths((settings.sequence_length,), config.context_length)
     run = Path(settings.out)
     with runs.sole_owner(run):
-        if runtime.rank() == 0:
-            remove_leftovers(run)
         train_alone(settings, run, device, dtype)
     return run
 
@@ -134,7 +136,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
         if step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run} is at step {step} already")
         checkpoint.restore(optimizer, raw_model, state, moments)
-    model = torch.compile(raw_model) if settings.compile and device.type == "cuda" else raw_model
+    model = torch.compile(raw_model) if settings.compile else raw_model
     if runtime.world_size() > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients are stored once
     peak = runtime.matmul_peak(device, dtype) / runtime.training_flops(raw_model, T)  # tokens a second
@@ -149,7 +151,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             raise runs.diverged(run, step, f"held-out loss {loss}")
         row = {"val_loss": loss}
         if settings.track_sinks:
-            row |= sinks_of(raw_model, evaluation_windows[0].to(device))
+            row |= attention.summary(attention.sink_signs(raw_model, evaluation_windows[0].to(device)))
         if is_master:
             sample = generate(raw_model, tokenizer, 48, step)
             perplexity = math.exp(min(loss, 700))
@@ -159,7 +161,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
 
     def save(step) -> None:
         """Write the checkpoint of a step, and remove those that need not be kept."""
-        state = checkpoint.TrainingState(step, tokens.fingerprint)
+        state = checkpoint.TrainingState(step, tokens.meta.fingerprint)
         checkpoint.save(run / f"step_{step:07}", raw_model, optimizer, state, tokenizer)
         runs.prune(run, settings.keep, step)
 
@@ -213,8 +215,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
                 save(step)
     if is_master:
         runs.prune(run, settings.keep, step)
-        lines = runs.lines_to_open(run / f"step_{step:07}")
-        print(f"{run} is at step {step}; --resume goes on, up to --max-iters. To open it elsewhere:{lines}")
+        print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
     runtime.wait_for_all(device)
 
 
@@ -263,8 +264,7 @@ def parts_of_share(count, size):
 def loss_sum(model, inputs, targets, device, dtype):
     """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
-        logits = model(inputs.to(device)).float()  # (n, T, V)
-    return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum")
+        return model(inputs.to(device), targets.to(device))
 
 
 @torch.no_grad()
@@ -274,11 +274,6 @@ def evaluate(model, inputs, targets, batch_size, device, dtype):
     for part in parts_of_share(len(inputs), batch_size):
         total += loss_sum(model, inputs[part], targets[part], device, dtype)
     return (runtime.sum_over_ranks(total) / inputs.numel()).item()
-
-
-def sinks_of(model, tokens):
-    """The sink rate at 0.3, and what foretells sinks, on held-out windows (n, T)."""
-    return attention.summary(attention.sink_signs(model, tokens))
 
 
 @torch.no_grad()
@@ -310,8 +305,14 @@ def open_data(settings: Settings, device):
         data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
     runtime.wait_for_all(device)
     tokens = data.TokenData(folder)
-    if settings.data is None and tokens.meta.source != settings.source:
-        raise UserError(f"{folder} is of {tokens.meta.source}: prepare another one, and name it by --data")
+    if settings.data is None:
+        is_same = (settings.source, settings.tokenizer) == (tokens.meta.source, tokens.meta.tokenizer)
+        if is_same and Path(settings.tokenizer).is_file():  # which may be another one by now
+            content = data.load_tokenizer(settings.tokenizer).content
+            is_same = content == tokens.tokenizer_file.read_bytes()
+        if not is_same:
+            made = f"{tokens.meta.source} by {tokens.meta.tokenizer}"
+            raise UserError(f"{folder} was made of {made}: prepare another one, and name it by --data")
     tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
     return tokens
 
@@ -321,7 +322,7 @@ def load_model(settings: Settings, tokens):
     state, moments = None, None
     if settings.resume and checkpoint.steps(settings.out):
         model, state, moments = runs.load_newest(Path(settings.out))
-        if state.data != tokens.fingerprint:
+        if state.data != tokens.meta.fingerprint:
             raise UserError(f"{tokens.folder} is another data set than {settings.out} was begun with")
     elif settings.init_from:
         spec = checkpoint.parse_spec(settings.init_from, settings.init)
@@ -330,10 +331,13 @@ def load_model(settings: Settings, tokens):
         if settings.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {spec.label} has the calibration {model.config.attn_calibration}")
     else:
-        model = newborn(config_of(settings, tokens), settings.seed, settings.embedding_seed, settings.init)
+        config = PRESETS[settings.model]
+        if config.vocab_size != tokens.vocab_size and runtime.rank() == 0:
+            sizes = f"{tokens.vocab_size} tokens, the tokenizer's, in place of {config.vocab_size}"
+            print(f"vocabulary of {sizes}")
+        shape = {"attn_calibration": settings.attn_calibration, "vocab_size": tokens.vocab_size}
+        model = newborn(replace(config, **shape), settings.seed, settings.embedding_seed, settings.init)
     config = model.config
-    if settings.track_sinks and config.sublayers == "mlp":
-        raise UserError(f"--track-sinks: {settings.init_from} has no attention")
     if tokens.vocab_size > config.vocab_size:
         sizes = f"{tokens.vocab_size} tokens, the model {config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
@@ -341,18 +345,10 @@ def load_model(settings: Settings, tokens):
     return model, state, moments
 
 
-def config_of(settings: Settings, tokens):
-    """The preset's configuration, with the calibration asked for and the vocabulary of the tokenizer."""
-    preset = PRESETS[settings.model]
-    if preset.vocab_size != tokens.vocab_size and runtime.rank() == 0:
-        print(f"vocabulary of {tokens.vocab_size} tokens, the tokenizer's, in place of {preset.vocab_size}")
-    return replace(preset, attn_calibration=settings.attn_calibration, vocab_size=tokens.vocab_size)
-
-
-def default_settings(words) -> Settings:
-    """The default settings of a command line; with --resume, those that the run was begun with."""
-    given = read_settings(Settings(), words, __doc__)
-    return runs.stored_settings(given.out, Settings) if given.resume else Settings()
+def settings_of(words) -> Settings:
+    """The settings of a command line; what it leaves out is as the run has it that is resumed."""
+    read = partial(read_settings, words=words, document=__doc__)
+    return runs.merged_settings(read(Settings()), MAY_CHANGE, read)
 
 
 def print_progress(settings: Settings, row, seconds, peak) -> None:
@@ -364,7 +360,7 @@ def print_progress(settings: Settings, row, seconds, peak) -> None:
     print(f"{text}  MFU {100 * speed / peak:.1f} %  {left} left", flush=True)
 
 
-COMMANDS = {"": Command(train, default_settings)}
+COMMANDS = {"": Command(train, settings_of)}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -1,5 +1,5 @@
 # BB Table 13: 134M parameters, 52 billion tokens. docs/gpu.md has the whole command.
-# BB's text is OpenWebText: --source hf:Skylion007/openwebtext, after pip install datasets.
+# BB's text is OpenWebText: --source openwebtext.jsonl, made as configs/llama_60m.py says.
 # As it stands the text is Python's own standard library, which needs no network.
 out = "runs/nano_llama"
 model = "nano_llama"

@@ -6,28 +6,26 @@
     >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
     >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 
-A step of a run is a folder with model.safetensors, config.json and checksums.json; to resume from it, it has
-optimizer.safetensors and state.json. config.json of a LLaMA or Qwen is Hugging Face's, so `transformers`
-opens it; of all else it is our ModelConfig as it stands.
+A step of a run is a folder with model.safetensors and config.json; to resume from it, it has
+optimizer.safetensors and state.json, with the SHA-256 of all others. config.json of a LLaMA or Qwen is
+Hugging Face's, so `transformers` opens it; of all else it is our ModelConfig as it stands.
 """
 
 import json
 import os
 import re
-import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib import files, runtime
-from lib.files import atomic_folder, check_sum, read_json, sha256
-from lib.folders import KEYS, SCALING_KEYS, TensorFiles, Weights, open_file, parameter_shapes, read_config
+from lib import folders, runtime
+from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
+from lib.folders import TOKEN_TABLE, Weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
 from model import NORMS, PRESETS, Block, Transformer, rope_table
 
@@ -68,11 +66,11 @@ class Spec:
         if self.is_newborn:
             return None
         if self.folder.suffix == ".gguf":
-            return self.folder if open_file(self.folder).has_known_tokenizer else None
+            return self.folder if folders.open_gguf(self.folder).has_known_tokenizer else None
         for name in ("tokenizer.model", "tokenizer.json"):
             path = self.folder / name
             if os.path.isfile(path):
-                check_sum(path, files.LARGEST_TOKENIZER)
+                check_regular(path, LARGEST_TOKENIZER)
                 return path
         return None
 
@@ -107,11 +105,9 @@ def parse_spec(text, scheme="gpt2"):
     A run folder means its newest step. UserError for anything else.
     """
     if text == "smollm2":
-        return Spec(text, files.smollm2())
+        return Spec(text, smollm2())
     folder = Path(text)
     if os.path.isdir(text):
-        if not os.access(text, os.R_OK | os.X_OK):
-            raise UserError(f"cannot open the folder {text}: permission denied")
         if not os.path.exists(folder / "config.json"):
             inside = steps(folder)[-1:] or list(folder.glob("*.gguf"))
             folder = inside[0] if len(inside) == 1 else folder
@@ -123,16 +119,9 @@ def parse_spec(text, scheme="gpt2"):
         preset, seed, embedding_seed = match.groups()
         closest(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
-    if text in PRESETS:
-        raise UserError(f"no model '{text}': give it a seed, as in {text}@42")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise UserError(
-            f"no folder '{text}'; a model of this name on the Hugging Face Hub is to be downloaded first: "
-            f"hf download {shlex.quote(text)} --local-dir {shlex.quote(folder.name)}"
-        )
-    presets = ", ".join(PRESETS)
-    expected = f"a checkpoint folder, a .gguf file, smollm2, or PRESET@SEED with one of {presets}"
-    raise UserError(f"no model '{text}': expected {expected}")
+    presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
+    expected = f"a checkpoint folder, a .gguf file, smollm2, or a newborn: {presets}"
+    raise UserError(f"no model {text!r}: expected {expected}; `hf download` fetches folders from the Hub")
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
@@ -156,7 +145,7 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
 def default_model():
     """The model that is measured where none is named: smollm2, or a newborn where it is not installed."""
     try:
-        files.smollm2()
+        smollm2()
     except UserError as error:
         print(f"measuring a newborn; {error}", file=sys.stderr)
         return "tiny_llama"
@@ -170,8 +159,8 @@ def load(name, device="cpu", dtype=torch.float32):
 
 def steps(run):
     """The checkpoints of a run folder, oldest first; links may lead anywhere, and are none."""
-    folders = sorted(Path(run).glob("step_" + "[0-9]" * 7)) if os.path.isdir(run) else []
-    return [folder for folder in folders if os.path.isdir(folder) and not folder.is_symlink()]
+    found = sorted(Path(run).glob("step_" + "[0-9]" * 7))
+    return [folder for folder in found if os.path.isdir(folder) and not folder.is_symlink()]
 
 
 def shortest_context(specs):
@@ -214,7 +203,7 @@ def final_states(source, inputs, device="cpu", dtype=torch.float32, last_only=Fa
     """
     config = source.config
     if not inputs.is_floating_point():
-        inputs = F.embedding(inputs, source.read("model.embed_tokens.weight")).float()
+        inputs = F.embedding(inputs, source.read(TOKEN_TABLE)).float()
     x = inputs.to(device, dtype)  # (n, T, d)
     rope = rope_table(config, x)
     batch_size = max(1, runtime.BATCH_TOKENS[torch.device(device).type] // x.shape[1])
@@ -246,30 +235,24 @@ def read_module(source, module, prefix, device, dtype) -> None:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What state.json says beside a step's weights and its optimizer's tensors."""
+    """What state.json says of a step."""
 
     step: int
     data: str  # fingerprint of the data set
+    sha256: dict[str, str] = field(default_factory=dict)  # of the step's other files
 
 
 def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
-        save_tensors(dict(model.named_parameters()), new / "model.safetensors")
+        save_file(dict(model.named_parameters()), new / "model.safetensors", {"format": "pt"})
         (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
-        if state is not None:
-            save_tensors(moments(model, optimizer), new / "optimizer.safetensors", step=str(state.step))
-            (new / "state.json").write_text(json.dumps(asdict(state)) + "\n")
         if tokenizer is not None:
             tokenizer.save(new)
-        sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
-        (new / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
-
-
-def save_tensors(tensors, path, **metadata) -> None:
-    """Write tensors by name; the library writes several entries of metadata in any order, so one at most."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(tensors, path, metadata=metadata or {"format": "pt"})
+        if state is not None:
+            save_file(moments(model, optimizer), new / "optimizer.safetensors")
+            sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
+            (new / "state.json").write_text(json.dumps(asdict(replace(state, sha256=sums))) + "\n")
 
 
 def moments(model, optimizer):
@@ -283,59 +266,55 @@ def moments(model, optimizer):
 
 
 def read_state(folder):
-    """The TrainingState of a step's folder, and its moments as TensorFiles; UserError unless they fit."""
+    """The TrainingState of a step's folder, and its moments by name; UserError unless all files fit."""
     path = folder / "state.json"
-    check_sum(path)
     state = from_values(TrainingState, read_json(path), path)
     if folder.name != f"step_{state.step:07}":
         raise UserError(f"{path} is of step {state.step}")
+    for name in ("config.json", "model.safetensors", "optimizer.safetensors"):
+        check_regular(folder / name)
+        if state.sha256.get(name) != sha256(folder / name):
+            raise UserError(f"corrupt checkpoint: {folder / name} is not what {path} was written for")
     expected = {}
     if state.step > 0:
         for name, shape in Weights(folder).shapes.items():
             expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
-    path = folder / "optimizer.safetensors"
-    tensors = TensorFiles([path])
-    tensors.check(expected, folder, types=("F32",))
-    step = (safetensors.safe_open(path, "pt").metadata() or {}).get("step", str(state.step))
-    if step != str(state.step):
-        raise UserError(f"{path} is of step {step}, the weights of step {state.step}")
+    tensors = folders.open_tensors([folder / "optimizer.safetensors"])
+    folders.check_shapes(tensors, expected, folder)
     return state, tensors
 
 
 def restore(optimizer, model, state, tensors) -> None:
     """Give an AdamW, which has made no step, the moments that `read_state` found for a model's parameters."""
     for name, parameter in model.named_parameters() if state.step > 0 else ():
-        values = {moment: tensors.read(f"{name}.{moment}").to(parameter.device) for moment in MOMENTS}
-        step = torch.tensor(float(state.step), device=parameter.device)
-        optimizer.state[parameter] = {"step": step} | values
+        values = {"step": torch.tensor(float(state.step), device=parameter.device)}
+        for moment in MOMENTS:
+            values[moment] = tensors[f"{name}.{moment}"].read().to(parameter, copy=True)
+        optimizer.state[parameter] = values
 
 
 def config_json(config):
     """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
-    is_llama = config.norm == "rmsnorm" and config.mlp == "swiglu"
-    is_whole = config.sublayers == "full" and config.attn_calibration == "none"
-    has_odd_heads = config.qkv_bias and (config.qk_norm or config.head_dim is not None)  # no Qwen2 has these
-    if not is_llama or not is_whole or has_odd_heads:
-        return {"model_type": "bornbiased", **asdict(config)}
+    spelled_out = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    values = asdict(spelled_out)
     family = "llama"
     if config.qkv_bias:
         family = "qwen2"
     elif config.qk_norm:
         family = "qwen3"
-    values = asdict(config) | {"num_kv_heads": config.kv_heads, "head_dim": config.head_size}
-    renamed = {theirs: values[ours] for ours, theirs in KEYS.items()}
-    if family == "qwen2":
-        del renamed["head_dim"]
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        scaling = values["rope_scaling"]
-        rope |= {"rope_type": "llama3"} | {theirs: scaling[ours] for ours, theirs in SCALING_KEYS.items()}
-    return {
+        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in folders.SCALING_KEYS.items()}
+        rope |= {"rope_type": "llama3"} | scaling
+    raw = {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **renamed,
+        **{theirs: values[ours] for ours, theirs in folders.KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "dtype": "float32",
         "rope_parameters": rope,
     }
+    if folders.described(raw, family) == spelled_out:
+        return raw
+    return {"model_type": "bornbiased", **asdict(config)}

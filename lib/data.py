@@ -4,26 +4,24 @@
         data/python-bpe_4096: 31,525,333 bytes in 1,762 documents
         15,677,735 training and 172,587 validation tokens of 4,096
     python -m lib.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
-    python -m lib.data 'books/*.txt' more.jsonl.gz --tokenizer tiktoken:gpt2 --out data/books
-    python -m lib.data hf:wikitext:wikitext-103-raw-v1 --tokenizer bytes
+    python -m lib.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
 
 A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
 `python+site`, `docstrings+site` (with the installed packages), `backcopy` (letters on which attention sinks
-grow), a .txt, .jsonl or .jsonl.gz file, a glob of such, or hf:NAME[:CONFIG] of the `datasets` library. A
-tokenizer is bpe:N (trained here on the source), a SentencePiece .model file, a tokenizer.json, a .gguf file
-or `smollm2` (a model's own), tiktoken:gpt2, or bytes.
+grow), a .txt or .jsonl file, or a glob of such. A tokenizer is bpe:N (trained here on the source),
+a SentencePiece .model file, a tokenizer.json, a .gguf file or `smollm2` (a model's own), tiktoken:gpt2, or
+bytes.
 
-A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model or
-.json where there is one. Every document begins with BOS, if the tokenizer has one, and its hash alone decides
-whether it is held out. Where that leaves a split empty, as with a single document, the last share of the
-tokens is held out.
+A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
+.json, or .txt with the name of one that needs no file. Every document begins with BOS, if the tokenizer has
+one, and its hash alone decides whether it is held out. Where that leaves a split empty, as with a single
+document, the last share of the tokens is held out.
 """
 
 import ast
 import contextlib
 import functools
 import glob
-import gzip
 import hashlib
 import io
 import itertools
@@ -33,7 +31,6 @@ import random
 import re
 import sysconfig
 import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +44,13 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, sha256, smollm2
-from lib.folders import open_file
+from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, smollm2
+from lib.folders import open_gguf
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 
 CONTROL = 3  # the type of tokens like <|endoftext|> in .gguf files
 PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
-LONGEST_LINE = 2**26  # characters of a line of JSON: what is longer is cut, and refused
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
@@ -63,7 +59,7 @@ class Settings:
     """What data set to make, from what text."""
 
     source: Positional[tuple[str, ...]] = ("python",)
-    """python, docstrings, either +site, backcopy, files, globs, hf:NAME"""
+    """python, docstrings, either +site, backcopy, files, globs"""
     tokenizer: str = "bpe:4096"
     """bpe:N, a SentencePiece .model file, a tokenizer.json, a .gguf file, smollm2, tiktoken:gpt2, or bytes"""
     held_out: float = 0.01
@@ -84,13 +80,17 @@ def texts_of(name):
     """The texts of one name in a source."""
     if name == "backcopy":
         return backcopy()
-    if name.startswith("hf:"):
-        return hub_texts(name)
     kind = name.removesuffix("+site")
-    if kind not in ("python", "docstrings"):
-        return itertools.chain.from_iterable(map(read, text_files(name)))
-    codes = (file.read_text("utf-8", "replace") for file in python_files(name.endswith("+site")))
-    return codes if kind == "python" else map(docstrings, codes)
+    if kind in ("python", "docstrings"):
+        codes = (file.read_text("utf-8", "replace") for file in python_files(name.endswith("+site")))
+        return codes if kind == "python" else map(docstrings, codes)
+    files = sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]
+    for file in files:
+        if not os.path.isfile(file):
+            raise UserError(f"no text in '{name}': expected a file, a glob, python, docstrings or backcopy")
+        if file.suffix not in (".txt", ".jsonl"):
+            raise UserError(f"cannot read {file}: expected .txt or .jsonl")
+    return itertools.chain.from_iterable(map(read, files))
 
 
 def python_files(with_installed):
@@ -104,49 +104,19 @@ def python_files(with_installed):
     return sorted(file for file in files if installed.isdisjoint(file.parts))
 
 
-def text_files(pattern):
-    """A file, or those of a glob, sorted; UserError if there is none, or one of another kind."""
-    files = sorted(map(Path, glob.glob(pattern, recursive=True))) or [Path(pattern)]
-    for file in files:
-        if not os.path.isfile(file):
-            raise UserError(f"no text in '{pattern}': expected a file, a glob, hf:NAME, or python")
-        if not file.name.endswith((".txt", ".jsonl", ".jsonl.gz")):
-            raise UserError(f"cannot read {file}: expected .txt, .jsonl or .jsonl.gz")
-    return files
-
-
 def read(file):
     """The documents of a file: of .txt pages with the rest of their last line, of JSON a line each."""
-    opener = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rt", encoding="utf-8", errors="replace") as lines:
-            if file.suffix == ".txt":
-                yield from iter(lambda: lines.read(PAGE) + lines.readline(PAGE), "")
-                return
-            for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), ""), start=1):
-                if line.strip():
-                    yield text_of(line, f"{file}:{number}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {file}: {error}") from None
-
-
-def text_of(line, place):
-    """The "text" of a line of JSON; UserError, which names the `place`, if it has none."""
-    try:
-        return json.loads(line)["text"].encode("utf-8", "replace").decode()  # without lone surrogates
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f'{place}: expected a JSON object with a "text"') from None
-
-
-def hub_texts(name):
-    """The training texts of hf:NAME[:CONFIG], read as a stream."""
-    try:
-        import datasets
-
-        for row in datasets.load_dataset(*name.split(":")[1:3], split="train", streaming=True):
-            yield row["text"]
-    except Exception as error:  # of many kinds: no library, no network, no such set, a broken file
-        raise UserError(f"cannot read {name} (pip install datasets): {error!r}") from None
+    check_regular(file)
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        if file.suffix == ".txt":
+            yield from iter(lambda: lines.read(PAGE) + lines.readline(PAGE), "")
+            return
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = json.loads(line)["text"] if line.strip() else ""
+                yield text.encode("utf-8", "replace").decode()  # without lone surrogates
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
 
 
 def docstrings(code):
@@ -188,13 +158,12 @@ def backcopy(count=2**17, length=127):
 class Tokenizer:
     """Text to token numbers and back, whatever the library."""
 
-    name: str
     vocab_size: int
     bos: int | None  # begins a document
     encode: Callable  # list of texts -> list of lists of token numbers
     decode: Callable  # list of token numbers -> text
-    file: str = "tokenizer.txt"
-    content: bytes = b""  # of the file; the name, where there is nothing else to know
+    file: str  # that it is kept in
+    content: bytes  # of the file
     piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
 
     def text(self, token):
@@ -205,7 +174,7 @@ class Tokenizer:
 
     def save(self, folder) -> None:
         """Write its file, and beside a tokenizer.json what `transformers` wants to know."""
-        (folder / self.file).write_bytes(self.content or self.name.encode())
+        (folder / self.file).write_bytes(self.content)
         if self.file == "tokenizer.json":
             config = {"tokenizer_class": "PreTrainedTokenizerFast"}
             if self.bos is not None:
@@ -220,8 +189,10 @@ def load_tokenizer(name, texts=()):
     >>> tokenizer.encode(["def f"])
     [[100, 101, 102, 32, 102]]
     """
+    if Path(name).name == "tokenizer.txt":
+        name = read_bytes(Path(name)).decode(errors="replace")
     if name == "bytes":
-        return Tokenizer(name, 257, 256, encode_bytes, decode_bytes)
+        return bytes_tokenizer()
     if name.startswith("tiktoken:"):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
@@ -232,19 +203,22 @@ def load_tokenizer(name, texts=()):
         raise UserError(f"no tokenizer '{name}': expected {expected}")
     if path.suffix == ".gguf":
         return json_tokenizer(name, *gguf_tokenizer(path))
+    content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
-        return json_tokenizer(name, read_bytes(path, LARGEST_TOKENIZER), bos_beside(path))
-    return sentencepiece_tokenizer(name, read_bytes(path))
+        return json_tokenizer(name, content, bos_beside(path))
+    return sentencepiece_tokenizer(name, content)
 
 
-def encode_bytes(texts):
-    """The UTF-8 bytes of each text."""
-    return [list(text.encode()) for text in texts]
+def bytes_tokenizer():
+    """The UTF-8 bytes of a text, and BOS, 256."""
 
+    def encode(texts):
+        return [list(text.encode()) for text in texts]
 
-def decode_bytes(tokens):
-    """The text of UTF-8 bytes, among which BOS, 256, may stand."""
-    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+    def decode(tokens):
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    return Tokenizer(257, 256, encode, decode, "tokenizer.txt", b"bytes")
 
 
 def tiktoken_tokenizer(name):
@@ -254,7 +228,8 @@ def tiktoken_tokenizer(name):
     except Exception as error:  # its download raises whatever the network library does
         hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to the folder of its cache"
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
-    return Tokenizer(name, coder.n_vocab, coder.eot_token, coder.encode_ordinary_batch, coder.decode)
+    encode = coder.encode_ordinary_batch
+    return Tokenizer(coder.n_vocab, coder.eot_token, encode, coder.decode, "tokenizer.txt", name.encode())
 
 
 def sentencepiece_tokenizer(name, model):
@@ -264,10 +239,9 @@ def sentencepiece_tokenizer(name, model):
         coder.id_to_piece(list(range(coder.vocab_size())))
     except (RuntimeError, UnicodeDecodeError):
         raise UserError(f"{name} is no SentencePiece model") from None
-    marks = [token for token in (coder.bos_id(), coder.eos_id(), None) if token != -1]
+    bos = next((token for token in (coder.bos_id(), coder.eos_id()) if token != -1), None)
     size = coder.vocab_size()
-    file = "tokenizer.model"
-    return Tokenizer(name, size, marks[0], coder.encode, coder.decode, file, model, coder.id_to_piece)
+    return Tokenizer(size, bos, coder.encode, coder.decode, "tokenizer.model", model, coder.id_to_piece)
 
 
 def json_tokenizer(name, content, bos=None):
@@ -295,7 +269,7 @@ def json_tokenizer(name, content, bos=None):
             return coder.decode(tokens, skip_special_tokens=False)
 
     bos = coder.token_to_id(bos) if bos is not None else None
-    return Tokenizer(name, vocab_size, bos, encode, decode, "tokenizer.json", content)
+    return Tokenizer(vocab_size, bos, encode, decode, "tokenizer.json", content)
 
 
 @contextlib.contextmanager
@@ -320,7 +294,7 @@ def bos_beside(path):
 
 def gguf_tokenizer(path):
     """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and BOS, as text, or None."""
-    file = open_file(path)
+    file = open_gguf(path)
     if not file.has_known_tokenizer:
         raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
     values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
@@ -329,9 +303,7 @@ def gguf_tokenizer(path):
         numbers = {token: number for number, token in enumerate(tokens)}
         merges = [tuple(merge.split(" ")) for merge in values["merges"]]
         coder = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges))
-        coder.add_special_tokens(
-            [token for token, kind in zip(tokens, values["token_type"]) if kind == CONTROL]
-        )
+        coder.add_special_tokens([tokens[i] for i in np.flatnonzero(values["token_type"] == CONTROL)])
         bos = tokens[values["bos_token_id"]] if "bos_token_id" in values else None
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
@@ -349,6 +321,7 @@ BPE = {
     "remove_extra_whitespaces": False,
     "add_dummy_prefix": False,
     "allow_whitespace_only_pieces": False,  # a run of spaces is a token for each, as in GPT-2
+    "max_sentence_length": 2**20,  # bytes; what is longer is left out
     "num_threads": 2,  # the file says how many there were, and should be the same on any machine
     "minloglevel": 2,
 }
@@ -360,33 +333,23 @@ def train_bpe(name, texts, sample=400_000):
     The sample is always the same one; SentencePiece's own is not repeatable.
     """
     generator = random.Random(0)
-    lines = {}
-    for i, line in enumerate(pieces(texts)):
-        place = i if i < sample else generator.randrange(i + 1)
-        if place < sample:
+    lines = []
+    all_lines = (line for text in texts for line in text.splitlines() if line.strip())
+    for i, line in enumerate(all_lines):
+        if i < sample:
+            lines.append(line)
+        elif (place := generator.randrange(i + 1)) < sample:
             lines[place] = line
     model = io.BytesIO()
     try:
         size = int(name.removeprefix("bpe:"))
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines.values()), vocab_size=size, model_writer=model, **BPE
+            sentence_iterator=iter(lines), vocab_size=size, model_writer=model, **BPE
         )
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
-        reason = str(error).split("] ")[-1]  # without the place in the library's code
-        reason = reason or "its N is too small, or the source empty"
+        reason = str(error).split("] ")[-1] or "its N is too small, or the source empty"
         raise UserError(f"cannot train {name} (bpe:N, N tokens) on this source: {reason}") from None
     return model.getvalue()
-
-
-def pieces(texts, longest=4192):
-    """The lines of texts; in pieces where one has more bytes than SentencePiece reads."""
-    for text in texts:
-        for line in text.splitlines():
-            step = len(line)
-            if len(line.encode()) > longest:
-                step = longest // 4  # a character has four bytes at most
-            if line.strip():
-                yield from (line[start : start + step] for start in range(0, len(line), step))
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -410,23 +373,21 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    if "backcopy" in settings.source and settings.tokenizer != "bytes":
-        raise UserError("backcopy is a task on letters: read it by --tokenizer bytes")
     tokenizer = load_tokenizer(settings.tokenizer, documents(settings.source))
     texts = documents(settings.source)
     with atomic_folder(out) as folder:
-        meta = {"source": settings.source}
+        meta = {"source": settings.source, "tokenizer": settings.tokenizer}
         meta |= write_tokens(folder, texts, tokenizer, settings.held_out)
-        meta["sha256"] = {file.name: sha256(file) for file in sorted(folder.iterdir())}
+        tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return out
 
 
 def write_tokens(folder, texts, tokenizer, held_out):
-    """Write train.bin, val.bin and the tokenizer as the texts come; returns what meta.json says of them."""
+    """Write train.bin and val.bin as the texts come; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
-    source_hash = hashlib.sha256()
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {held_out}".encode() + tokenizer.content)
     size = 0  # bytes
     count = {"train": 0, "val": 0}  # documents
     paths = {split: folder / f"{split}.bin" for split in count}
@@ -441,7 +402,7 @@ def write_tokens(folder, texts, tokenizer, held_out):
                 split = "val" if is_held_out else "train"
                 files[split].write(np.array([*begin, *tokens], dtype))
                 count[split] += 1
-                source_hash.update(digest)
+                fingerprint.update(digest)
                 size += len(raw)
                 bar.update(len(raw))
     if 0 in count.values():  # a few documents: the last share of their tokens is held out
@@ -451,17 +412,14 @@ def write_tokens(folder, texts, tokenizer, held_out):
         cut = max(1, int(len(tokens) * (1 - held_out)))
         paths["train"].write_bytes(tokens[:cut])
         paths["val"].write_bytes(tokens[cut:])
-    if tokenizer.content:
-        tokenizer.save(folder)
     return {
-        "source_sha256": source_hash.hexdigest(),
         "bytes": size,
         "documents": count,
         "tokens": {split: path.stat().st_size // dtype.itemsize for split, path in paths.items()},
-        "tokenizer": tokenizer.file if tokenizer.content else tokenizer.name,
+        "tokenizer_file": tokenizer.file,
         "vocab_size": tokenizer.vocab_size,
-        "bos": tokenizer.bos,
         "dtype": dtype.name,
+        "fingerprint": fingerprint.hexdigest(),
     }
 
 
@@ -473,28 +431,20 @@ class Meta:
     """What meta.json says of a data set."""
 
     source: tuple[str, ...]
-    source_sha256: str
+    tokenizer: str  # as it was asked for
     bytes: int
     documents: dict[str, int]  # of each split, by their hashes
     tokens: dict[str, int]  # of each split
-    tokenizer: str  # tokenizer.model or .json, bytes, or tiktoken's name
+    tokenizer_file: Literal["tokenizer.model", "tokenizer.json", "tokenizer.txt"]
     vocab_size: int
-    bos: int | None
     dtype: Literal["uint16", "uint32"]
-    sha256: dict[str, str]  # of each file
-
-    def __post_init__(self):
-        if not 0 <= (self.bos or 0) < self.vocab_size <= 2**31:
-            raise ValueError(f"bos {self.bos} is no token of {self.vocab_size}")
-        known = ("tokenizer.model", "tokenizer.json", "bytes")
-        if self.tokenizer not in known and not self.tokenizer.startswith("tiktoken:"):
-            raise ValueError(f"tokenizer cannot be {self.tokenizer!r}")
+    fingerprint: str  # a hash of all documents, and of how they became tokens
 
 
 class TokenData:
     """A prepared folder, memory-mapped; UserError for a folder that is none.
 
-    Its windows have T + 1 tokens, and begin T apart. Its `fingerprint` is that of its contents.
+    Its windows have T + 1 tokens, and begin T apart.
     """
 
     def __init__(self, folder):
@@ -504,13 +454,9 @@ class TokenData:
             raise UserError(f"no data set in {folder}: prepare one by python -m lib.data SOURCE --out FOLDER")
         self.meta = from_values(Meta, read_json(path), path)
         self.vocab_size = self.meta.vocab_size
-        self.tokenizer = self.meta.tokenizer
-        self.tokenizer_file = None
-        if self.tokenizer.startswith("tokenizer."):
-            self.tokenizer_file = self.folder / self.tokenizer
-            check_regular(self.tokenizer_file)
+        self.tokenizer_file = self.folder / self.meta.tokenizer_file
+        check_regular(self.tokenizer_file)
         self.tokens = {split: self.open_split(split) for split in ("train", "val")}
-        self.fingerprint = hashlib.sha256(json.dumps(self.meta.sha256).encode()).hexdigest()
 
     def open_split(self, split):
         """A split's tokens, memory-mapped; UserError unless there are as many as meta.json says."""
@@ -524,7 +470,7 @@ class TokenData:
 
     def load_tokenizer(self):
         """The tokenizer that made the data set; UserError if it has another number of tokens."""
-        tokenizer = load_tokenizer(str(self.tokenizer_file or self.tokenizer))
+        tokenizer = load_tokenizer(str(self.tokenizer_file))
         if tokenizer.vocab_size != self.vocab_size:
             sizes = f"{tokenizer.vocab_size} tokens, not the {self.vocab_size} of meta.json"
             raise UserError(f"the tokenizer of {self.folder} has {sizes}: prepare the data set anew")
@@ -534,9 +480,8 @@ class TokenData:
         """How many windows a split has; UserError if none."""
         size = len(self.tokens[split])
         if size <= T:
-            split_of = f"the {split} split of {self.folder}"
-            hint = "shorten the sequences, or prepare more text"
-            raise UserError(f"{split_of} has {size} tokens, not the {T + 1} of one window: {hint}")
+            sizes = f"{size} tokens, not the {T + 1} of one window"
+            raise UserError(f"the {split} split of {self.folder} has {sizes}: shorten the sequences")
         return (size - 1) // T
 
     def windows(self, split, numbers, T):
@@ -569,12 +514,11 @@ def permutation(data_seed, epoch, T, size):
 
 def describe(settings: Settings) -> None:
     """Prepare a data set, and say what there is."""
-    data = TokenData(prepare(settings))
-    meta = data.meta
-    count = sum(meta.documents.values())
-    print(f"{data.folder}: {meta.bytes:,} bytes in {count:,} documents")
+    folder = prepare(settings)
+    meta = TokenData(folder).meta
+    print(f"{folder}: {meta.bytes:,} bytes in {sum(meta.documents.values()):,} documents")
     train, val = meta.tokens["train"], meta.tokens["val"]
-    print(f"{train:,} training and {val:,} validation tokens of {data.vocab_size:,}")
+    print(f"{train:,} training and {val:,} validation tokens of {meta.vocab_size:,}")
 
 
 COMMANDS = {"": Command(describe, Settings())}

@@ -3,31 +3,27 @@
 curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
 """
 
-import itertools
 import math
 import textwrap
 
 import numpy as np
-from matplotlib import rcParams
+from matplotlib import cycler, rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
-from scipy.cluster.hierarchy import dendrogram, linkage
-from scipy.spatial.distance import squareform
 
 from lib.files import atomic_file
 from lib.runtime import rank
 
-STYLE = {"text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False}
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("--", ":")  # of the first theory, and the second
-LABELS = {  # of an axis by the key of its values
-    "mean_cosine": "mean cosine between sequences",
-    "sequence_length": "tokens in a sequence",
-    "position": "position i",
-    "d_model": "width d",
+STYLE = {
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=COLOURS),
 }
+DASHES = ("--", ":")  # of the first theory, and the second
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
@@ -59,7 +55,6 @@ def curves(
     `theories` maps the keys of theories, drawn dashed, to their legends; a point may have None. `band` is the
     key of a half width to shade. `log` names logarithmic axes. Options are those of matplotlib's `Axes.set`.
     """
-    colours = dict(zip(unique(points, series), itertools.cycle(COLOURS)))
     panels = unique(points, panel) if panel else [None]
     columns = min(3, len(panels))
     figure, grid = new_figure(title, math.ceil(len(panels) / columns), columns, sharex=True, sharey=True)
@@ -67,17 +62,18 @@ def curves(
         axes.set_axis_off()
     for value, axes in zip(panels, grid.flat):
         drawn = [point for point in points if not panel or point[panel] == value]
-        for name, colour in colours.items():
+        for name in unique(points, series):  # also where a panel has none: colours go by series
             line = [point for point in drawn if point[series] == name]
             heights = np.array([point[y] for point in line])
             places = [point[x] for point in line]
-            axes.plot(places, heights, style, color=colour, label=str(name).replace("_", " "))
+            (curve,) = axes.plot(places, heights, style, label=plain(name))
             if band:
                 width = np.array([point[band] for point in line])
-                axes.fill_between(places, heights - width, heights + width, color=colour, alpha=0.15, lw=0)
+                ends = (heights - width, heights + width)
+                axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
             draw_theories(axes, line, x, theories or {})
         if panel:
-            axes.set_title(f"{label_of(panel)}: {value}", fontsize=10)
+            axes.set_title(f"{plain(panel)}: {value}", fontsize=10)
         axes.xaxis.set_major_locator(MaxNLocator(7, integer=isinstance(points[0][x], int)))
         for name in log:
             axis = axes.xaxis if name == "x" else axes.yaxis
@@ -85,7 +81,7 @@ def curves(
             low, high = axis.get_view_interval()
             locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
             axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
-        axes.set(xlabel=label_of(x), ylabel=label_of(y))
+        axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()
     for key, dash in zip(theories or {}, DASHES):
@@ -99,9 +95,9 @@ def unique(points, key):
     return list(dict.fromkeys(point[key] for point in points))
 
 
-def label_of(key):
-    """What an axis says of the values of a key."""
-    return LABELS.get(key, key.replace("_", " "))
+def plain(name):
+    """A key, or a value, as a figure shows it."""
+    return str(name).replace("_", " ")
 
 
 def draw_theories(axes, line, x, theories) -> None:
@@ -170,6 +166,9 @@ def draw_coordinates(axes, points) -> None:
 
 def family_tree(path, names, closeness, label, title) -> None:
     """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1."""
+    from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
+    from scipy.spatial.distance import squareform
+
     count = len(names)
     figure, grid = new_figure(title, 1, 2, 2.5 + 0.45 * count, 2 + 0.55 * count, width_ratios=(1, 2))
     tree, heat = grid[0]

@@ -27,16 +27,17 @@ def check_regular(path, largest=math.inf) -> None:
     """UserError unless a path, or what it links to, is a regular file that we may read, not too large."""
     try:
         status = path.stat()
+        is_regular = stat.S_ISREG(status.st_mode)
+        if is_regular:
+            path.open("rb").close()
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
         raise UserError(f"cannot read {path}: {error}") from None
-    if not stat.S_ISREG(status.st_mode):
+    if not is_regular:
         raise UserError(f"cannot read {path}: it is no regular file")
     if status.st_size > largest:
         raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"cannot read {path}: permission denied")
 
 
 def read_bytes(path, largest=LARGEST):
@@ -60,15 +61,6 @@ def sha256(path):
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_sum(path, largest=LARGEST) -> None:
-    """UserError if a file is not the one that checksums.json, where its folder has one, was written for."""
-    check_regular(path, largest)
-    sums = path.with_name("checksums.json")
-    known = read_json(sums).get(path.name) if sums.exists() else None
-    if known is not None and known != sha256(path):
-        raise UserError(f"corrupt checkpoint: {path} is not what checksums.json says")
 
 
 def smollm2():
@@ -116,15 +108,9 @@ def atomic_folder(path):
 
 
 def remove_leftovers(folder) -> None:
-    """Remove what killed processes left unfinished in a folder that is ours alone.
-
-    What was moved aside for a new folder that did not come is moved back.
-    """
+    """Remove what killed processes left unfinished in a folder that is ours alone."""
     for leftover in folder.glob(".*.tmp"):
-        path = folder / leftover.name[1:].removesuffix(".old.tmp")
-        if leftover.name.endswith(".old.tmp") and not path.exists():
-            os.rename(leftover, path)
-        elif leftover.is_dir():
+        if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink()

@@ -13,29 +13,27 @@ a .gguf file, which has all of that in it, may be named in a folder's place. Not
 a zip file with a pickle in it, which may name tensors and their storages, and nothing else.
 """
 
-import math
+import contextlib
 import os
 import pickletools
 import re
-import shlex
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import safetensors
 import torch
 
-from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, check_sum, read_json
-from lib.gguf import GGUF
+from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_json
+from lib.gguf import GGUF, MOST_TENSORS, Stored
 from lib.parts import GAINS_FROM_ONE, TABLE
 from lib.settings import LARGEST_NUMBER, UserError, from_values
-from model import ModelConfig, Transformer, rope_frequencies
+from model import ModelConfig, Transformer
 
-TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-FLOATS = tuple(TYPES.values())  # numbers that are weights; other ones stand for weights that are quantised
+FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
 LARGEST_PICKLE = 2**22  # bytes; one of 10,000 tensors has half of it
-MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
 PICKLED = re.compile(  # what torch.save names where it saves tensors
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)"
     r"|torch (Float|BFloat16|Half|Double|Byte|Char|Short|Int|Long|Bool)Storage"
@@ -69,8 +67,9 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
 }
-WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim")  # as architectures call the residual stream's width
-TEXT_KEYS = ("text_config", "llm_config", "language_config")  # the language model of one that sees, or hears
+LARGEST_WIDTH = 2**20  # of a residual stream
+PLAIN_WEIGHTS = "save plain ones, by transformers' dequantize() and save_pretrained()"
+TOKEN_TABLE = "model.embed_tokens.weight"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
     "hidden_size": "embedding_length",
@@ -83,13 +82,7 @@ GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the arch
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
 }
-LLAMA3_ROPE = {  # which a .gguf file leaves out
-    "rope_type": "llama3",
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-SCALING_KEYS = {  # the same for Llama 3's RoPE
+SCALING_KEYS = {  # our name of a part of Llama 3's RoPE: Hugging Face's
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "low_frequency_factor": "low_freq_factor",
@@ -104,56 +97,40 @@ class ForeignArchitecture(UserError):
 # ---- files of tensors --------------------------------------------------------------------------------------
 
 
-class SafetensorsFile:
-    """The `shapes` and `types` of a .safetensors file's tensors, by name, and the tensors."""
-
-    def __init__(self, path):
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-        if header > LARGEST:
-            raise UserError(f"cannot read {path}: its header has {header:,} bytes")
-        self.path = path
-        self.file = safetensors.safe_open(path, "pt")
-        names = self.file.keys()
-        check_count(path, names)
-        slices = {name: self.file.get_slice(name) for name in names}
-        self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
-        self.types = {name: tensor.get_dtype() for name, tensor in slices.items()}
-
-    def read(self, name):
-        """One tensor, in memory of its own."""
-        return self.file.get_tensor(name).clone()
+def safetensors_of(path):
+    """The Stored tensors of a .safetensors file, by name."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    if header > LARGEST:
+        raise UserError(f"cannot read {path}: its header has {header:,} bytes")
+    file = safetensors.safe_open(path, "pt")
+    names = file.keys()
+    check_count(path, names)
+    tensors = {}
+    for name in names:
+        tensor = file.get_slice(name)
+        tensors[name] = Stored(tuple(tensor.get_shape()), tensor.get_dtype(), partial(file.get_tensor, name))
+    return tensors
 
 
-class TorchFile:
-    """The same of a .bin file."""
-
-    def __init__(self, path):
-        check_pickle(path)
-        self.path = path
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        for key in NESTED:
-            if isinstance(values.get(key), dict):
-                values = values[key]
-        self.tensors = {}
-        for name, value in values.items():
-            if isinstance(name, str) and isinstance(value, torch.Tensor):
-                self.tensors[name] = value.detach()
-                if value.numel() * value.element_size() > path.stat().st_size:
-                    raise UserError(f"{path}: {name} has more numbers than the file")
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        kinds = {name: tensor.dtype for name, tensor in self.tensors.items()}
-        self.types = {name: TYPES.get(kind, str(kind)) for name, kind in kinds.items()}
-
-    def read(self, name):
-        """One tensor, in memory of its own."""
-        return self.tensors[name].clone()
+def pickled_tensors(path):
+    """The Stored tensors of a file of torch.save, by name."""
+    check_pickle(path)
+    values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for key in NESTED:
+        if isinstance(values.get(key), dict):
+            values = values[key]
+    tensors = {}
+    for name, value in values.items():
+        if isinstance(name, str) and isinstance(value, torch.Tensor):
+            if value.numel() * value.element_size() > path.stat().st_size:
+                raise UserError(f"{path}: {name} has more numbers than the file")
+            tensors[name] = Stored(tuple(value.shape), str(value.dtype), value.detach)
+    return tensors
 
 
 def check_pickle(path) -> None:
     """UserError unless a file is a zip file as torch.save writes it of tensors, numbers and texts."""
-    if not zipfile.is_zipfile(path):
-        raise UserError(f"cannot read {path}: it is no zip file, as torch.save has written since version 1.6")
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             is_pickle = entry.filename.endswith(".pkl")
@@ -176,56 +153,47 @@ def check_count(path, names) -> None:
         raise UserError(f"cannot read {path}: {len(names):,} tensors, expected {MOST_TENSORS:,} at most")
 
 
-def open_file(path):
-    """The tensors of one file; UserError for what is no file of tensors."""
+@contextlib.contextmanager
+def refusing(path):
+    """UserError where a file is none, or cannot be read: a damaged one may fail in any way."""
     check_regular(path)
-    kinds = {".gguf": GGUF, ".bin": TorchFile, ".pt": TorchFile, ".pth": TorchFile}
     try:
-        return kinds.get(path.suffix, SafetensorsFile)(path)
+        yield
     except UserError:
         raise
-    except Exception as error:  # a damaged file may fail in any way
+    except Exception as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"cannot read {path}: {type(error).__name__}: {reason}") from None
 
 
-class TensorFiles:
-    """The tensors of several files, read one at a time. Has `shapes` and `types`, by name.
+def open_gguf(path):
+    """A .gguf file; UserError for what is none."""
+    with refusing(path):
+        return GGUF(path)
 
-    UserError for what is no such file, or not as checksums.json says, and for a tensor that two of them have.
-    """
 
-    def __init__(self, paths):
-        self.files = {}  # by the name of a tensor
-        self.shapes = {}
-        self.types = {}
-        for path in paths:
-            file = open_file(path)
-            check_sum(path, math.inf)
-            for name in file.shapes:
-                if name in self.files:
-                    raise UserError(f"{path}: {name} is in {self.files[name].path.name}, too")
-                self.files[name] = file
-            check_count(path, self.files)
-            self.shapes |= file.shapes
-            self.types |= file.types
+def open_tensors(paths):
+    """The Stored tensors of several files, by name; UserError for a name that comes twice."""
+    tensors = {}
+    for path in paths:
+        with refusing(path):
+            is_pickle = path.suffix in (".bin", ".pt", ".pth")
+            found = pickled_tensors(path) if is_pickle else safetensors_of(path)
+        for name in found.keys() & tensors:
+            raise UserError(f"{path}: {name} is in another file, too")
+        tensors |= found
+        check_count(path, tensors)
+    return tensors
 
-    def check(self, expected, place, types=FLOATS) -> None:
-        """UserError unless the tensors are the `expected` ones, by name and shape."""
-        for name in sorted(expected.keys() | self.shapes):
-            here = self.shapes.get(name, "missing")
-            wanted = expected.get(name, "no such tensor")
-            if here != wanted:
-                raise UserError(f"{place}: {name} is {here}, expected {wanted}")
-            if self.types[name] not in types:
-                raise UserError(f"{place}: {name} is of type {self.types[name]}")
 
-    def read(self, name):
-        """One tensor, in memory of its own."""
-        try:
-            return self.files[name].read(name)
-        except (OSError, RuntimeError, safetensors.SafetensorError) as error:  # it may be gone by now
-            raise UserError(f"cannot read {name}: {error}") from None
+def check_shapes(tensors, expected, place) -> None:
+    """UserError unless the tensors are the `expected` ones, by name and shape."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | shapes):
+        here = shapes.get(name, "missing")
+        wanted = expected.get(name, "no such tensor")
+        if here != wanted:
+            raise UserError(f"{place}: {name} is {here}, expected {wanted}")
 
 
 # ---- configurations ----------------------------------------------------------------------------------------
@@ -236,102 +204,83 @@ def folder_of(place):
     return place if os.path.isdir(place) else place.parent
 
 
-def read_raw_config(place):
-    """What config.json says, and its path; UserError for folders that only look like a checkpoint."""
-    if place.suffix == ".gguf":
-        return gguf_config(place), place
-    folder = folder_of(place)
+def read_raw_config(folder):
+    """What config.json says; UserError for folders that only look like a checkpoint."""
     path = folder / "config.json"
     if os.path.exists(folder / "adapter_config.json") and not os.path.exists(path):
-        line = merge_line(".merge_and_unload()", folder, "peft", "AutoPeftModelForCausalLM")
-        raise UserError(f"{folder} is a LoRA adapter, which changes another model: {line}")
-    check_sum(path)
+        raise UserError(f"{folder} is a LoRA adapter: save its model after peft's merge_and_unload()")
     raw = read_json(path)
     if raw.get("quantization_config") is not None:
-        raise UserError(f"{path}: the weights are quantised; {merge_line('.dequantize()', folder)}")
-    return raw, path
+        raise UserError(f"{folder}: the weights are quantised: {PLAIN_WEIGHTS}")
+    return raw
 
 
-def merge_line(method, folder, library="transformers", name="AutoModelForCausalLM"):
-    """The line to paste for a folder of plain weights."""
-    code = f"from {library} import {name} as M; M.from_pretrained({str(folder)!r}){method}"
-    return "make a folder of plain weights: python -c " + shlex.quote(code + ".save_pretrained('plain')")
-
-
-def gguf_config(place):
-    """What config.json would say of a .gguf file's model."""
-    file = open_file(place)
+def gguf_config(file):
+    """What config.json would say of a GGUF's model."""
     family = file.values["general.architecture"]
     numbers = {key: value for key, value in file.values.items() if isinstance(value, int | float | str)}
     values = {key.removeprefix(f"{family}."): value for key, value in numbers.items()}
     raw = {theirs: values[key] for theirs, key in GGUF_KEYS.items() if key in values}
-    rope = {"rope_type": values.get("rope.scaling.type", "none")}
-    rotated = values.get("rope.dimension_count", raw.get("head_dim"))
-    if rotated != raw.setdefault("head_dim", rotated):
-        rope = {"rope_type": "partial"}
-    elif "rope_freqs.weight" in file.shapes:  # Weights compares them with what the model makes of this
-        factors = file.read("rope_freqs.weight")
-        rope = LLAMA3_ROPE | {"factor": factors.max().item()}
+    rope = values.get("rope.scaling.type", "none")
+    if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
+        rope = "rope_freqs"
+    table = file.tensors.get(TOKEN_TABLE)
     return raw | {
         "model_type": f"{family} with experts" if values.get("expert_count") else family,
-        "vocab_size": file.shapes.get("model.embed_tokens.weight", (0,))[0],
-        "tie_word_embeddings": "lm_head.weight" not in file.shapes,
-        "rope_scaling": rope,
+        "vocab_size": table.shape[0] if table else 0,
+        "tie_word_embeddings": "lm_head.weight" not in file.tensors,
+        "rope_scaling": {"rope_type": rope},
     }
 
 
 def read_config(place):
-    """The architecture that config.json describes; ForeignArchitecture for one that is not ours."""
-    return described(*read_raw_config(place))
+    """The architecture of a checkpoint, without its weights; ForeignArchitecture for one that is not ours."""
+    if place.suffix == ".gguf":
+        return described(gguf_config(open_gguf(place)), place)
+    return described(read_raw_config(folder_of(place)), place)
 
 
-def described(raw, path):
-    """The architecture that the values of a config.json describe."""
+def described(raw, place):
+    """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     family = raw.get("model_type")
     if family == "bornbiased":
-        return checked_config({key: value for key, value in raw.items() if key != "model_type"}, path)
+        return checked_config({key: value for key, value in raw.items() if key != "model_type"}, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
+        known = ", ".join(FAMILIES)
         raise ForeignArchitecture(
-            f"{path}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}. "
-            "`seedprint.py compare` reads any"
+            f"{place}: foreign architecture {family!r}; expected {known}. `seedprint.py compare` reads any"
         )
-    return read_family_config(family, raw, path)
-
-
-def read_family_config(family, raw, path):
-    """A Hugging Face configuration of one of FAMILIES as ours; UserError for what our model does not do."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict | list) for value in rope.values()):
-        raise UserError(f"{path}: rope_parameters cannot be {rope!r}")
+        raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "none", "llama3"):
-        raise ForeignArchitecture(f"{path}: RoPE of type {rope_type!r} is not supported")
+        raise ForeignArchitecture(f"{place}: RoPE of type {rope_type!r} is not supported")
     for key, plain in PLAIN.items():
         value = rope.get(key, raw.get(key, plain))
         if value not in (plain, None):
-            raise ForeignArchitecture(f"{path}: {key} {value!r} is not supported; expected {plain}")
+            raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
     values = dict(FAMILIES[family])
     for ours, theirs in KEYS.items():
         if theirs in raw:
             values[ours] = raw[theirs]
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
-        scaling = {ours: rope[theirs] for ours, theirs in SCALING_KEYS.items() if theirs in rope}
-        values["rope_scaling"] = scaling
-    config = checked_config(values, path)
+        values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
+    config = checked_config(values, place)
     window = raw.get("sliding_window", 4096)
     if raw.get("use_sliding_window", family == "mistral") and type(window) is int and window > 0:
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
     return config
 
 
-def checked_config(values, path):
+def checked_config(values, place):
     """What a stranger's config.json says, as ours; UserError for wrong types and strange numbers."""
-    config = from_values(ModelConfig, values, path)
+    config = from_values(ModelConfig, values, place)
     for part in (config, config.rope_scaling):
         for name, value in vars(part or config).items():
             if type(value) in (int, float) and not 1 / LARGEST_NUMBER < value < LARGEST_NUMBER:
-                raise UserError(f"{path}: {KEYS.get(name, name)} cannot be {value}")
+                raise UserError(f"{place}: {KEYS.get(name, name)} cannot be {value}")
     return config
 
 
@@ -348,7 +297,7 @@ def parameter_shapes(config, path="config"):
 # ---- weights -----------------------------------------------------------------------------------------------
 
 
-class Weights(TensorFiles):
+class Weights:
     """The parameters of a checkpoint, read one at a time. UserError unless the tensors are config.json's.
 
     Has `config`, `width` (of the residual stream), `family` (config.json's model_type), and `shapes` by name.
@@ -358,76 +307,59 @@ class Weights(TensorFiles):
     def __init__(self, place, any_architecture=False):
         self.place = place
         self.config = None
-        self.family = ""
+        self.family = "bornbiased"
         raw = {}
-        folder = folder_of(place)
-        has_config = os.path.isdir(place) or place.suffix == ".gguf"
-        has_config |= any(os.path.exists(folder / name) for name in ("config.json", "adapter_config.json"))
+        if place.suffix == ".gguf":
+            file = open_gguf(place)
+            raw = gguf_config(file)
+            self.tensors = file.tensors
+        else:
+            folder = folder_of(place)
+            if os.path.isdir(place) or not any_architecture or os.path.exists(folder / "config.json"):
+                raw = read_raw_config(folder)
+            self.tensors = open_tensors(weight_files(place))
+        for name, tensor in self.tensors.items():
+            if tensor.kind not in FLOATS and name.endswith("weight") and len(tensor.shape) > 1:
+                raise UserError(f"{place}: {name} is of {tensor.kind}, quantised weights: {PLAIN_WEIGHTS}")
         try:
-            if has_config or not any_architecture:
-                raw, path = read_raw_config(place)
-                self.config = described(raw, path)
+            self.config = described(raw, place)
+            self.width = self.config.d_model
+            self.check_parameters()
         except ForeignArchitecture:
             if not any_architecture:
                 raise
-        super().__init__(weight_files(place))
-        if self.config is not None:
-            self.width = self.config.d_model
-            self.family = "bornbiased"
-            self.check_parameters()
-            return
-        family = str(raw.get("model_type", ""))
-        if place.suffix != ".gguf" or family not in GAINS_FROM_ONE:  # such a .gguf file has gains as they are
-            self.family = family
-        self.width = hidden_size(raw, path) if raw else table_width(self.shapes, place)
-        for name, kind in self.types.items():
-            if kind not in FLOATS and name.endswith("weight") and len(self.shapes[name]) > 1:
-                line = merge_line(".dequantize()", folder)
-                raise UserError(f"{place}: {name} is of {kind}, quantised weights; {line}")
+            self.family = str(raw.get("model_type", ""))
+            if place.suffix == ".gguf" and self.family in GAINS_FROM_ONE:
+                self.family = ""  # such a file has gains as they are
+            self.width = residual_width(raw, self.tensors, place)
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def check_parameters(self) -> None:
-        """UserError unless the tensors are those of our architecture."""
-        if self.config.num_layers > len(self.files):  # building the layers might take all memory
+        """UserError unless the tensors are those of our architecture; a tied head may be stored twice."""
+        if self.config.num_layers > len(self.tensors):  # building the layers might take all memory
             raise UserError(f"{self.place}: too few tensors for {self.config.num_layers} layers")
         expected = parameter_shapes(self.config, self.place)
-        for name in set(self.shapes) - set(expected):
-            if name.endswith("inv_freq") or self.is_tied_head(name) or self.is_rope(name):
-                del self.shapes[name]
-        self.check(expected, self.place)
+        for name in self.tensors.keys() - expected:
+            is_head = name == "lm_head.weight" and TOKEN_TABLE in self.tensors
+            is_tied_head = is_head and torch.equal(self.read(name), self.read(TOKEN_TABLE))
+            if is_tied_head or name.endswith("inv_freq"):
+                del self.tensors[name]
+        check_shapes(self.tensors, expected, self.place)
 
-    def is_tied_head(self, name):
-        """Is a tensor the head of a tied model, which is its token table stored twice?"""
-        table = "model.embed_tokens.weight"
-        is_head = name == "lm_head.weight" and table in self.shapes
-        return is_head and torch.equal(self.read(name), self.read(table))
-
-    def is_rope(self, name):
-        """Are these a .gguf file's factors of RoPE, and Llama 3's?"""
-        if name != "rope_freqs.weight":
-            return False
-        plain = rope_frequencies(replace(self.config, rope_scaling=None))
-        factors = plain / rope_frequencies(self.config)
-        return factors.shape == self.shapes[name] and torch.allclose(factors, self.read(name), rtol=1e-3)
+    def read(self, name):
+        """One tensor, in memory of its own."""
+        return self.tensors[name].read().clone()
 
 
-def table_width(shapes, place):
-    """The residual stream's width by the token table; UserError where there is no table."""
-    tables = [name for name in shapes if TABLE.search(name) and len(shapes[name]) == 2]
-    if not tables:
-        raise UserError(f"{place} has no config.json beside it, and no token table that tells its width")
-    return shapes[tables[0]][1]
-
-
-def hidden_size(raw, path):
-    """The residual stream's width that config.json names; UserError if it names none."""
-    for key in TEXT_KEYS:
-        if isinstance(raw.get(key), dict):
-            raw = raw | raw[key]
-    for key in WIDTH_KEYS:
-        width = raw.get(key)
-        if type(width) is int and 0 < width < LARGEST_NUMBER:
-            return width
-    raise UserError(f"{path} names no hidden size; expected one of {', '.join(WIDTH_KEYS)}")
+def residual_width(raw, tensors, place):
+    """The residual stream's width: config.json's hidden_size, or the token table's; UserError for neither."""
+    width = raw.get("hidden_size")
+    for name, tensor in tensors.items():
+        if width is None and TABLE.search(name) and len(tensor.shape) == 2:
+            width = tensor.shape[1]
+    if type(width) is not int or not 0 < width < LARGEST_WIDTH:
+        raise UserError(f"{place} has no hidden_size in a config.json, and no token table that tells it")
+    return width
 
 
 def weight_files(place):
@@ -467,38 +399,19 @@ def token_ids(place):
 
     The blank at a word's beginning is written in one way, whatever the tokenizer.
     """
-    vocabulary = {}
-    folder = folder_of(place)
-    if place.suffix == ".gguf":
-        vocabulary = open_file(place).values.get("tokenizer.ggml.tokens", [])
-    elif os.path.exists(folder / "tokenizer.json"):
-        model = read_json(folder / "tokenizer.json", LARGEST_TOKENIZER).get("model")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else {}
-        if isinstance(vocabulary, list):  # of strings and their scores
-            vocabulary = [pair[0] if isinstance(pair, list) and pair else None for pair in vocabulary]
-    elif os.path.exists(folder / "vocab.json"):
-        vocabulary = read_json(folder / "vocab.json", LARGEST_TOKENIZER)
-    if isinstance(vocabulary, list):
-        vocabulary = dict(zip(vocabulary, range(len(vocabulary))))
+    path = place if place.suffix == ".gguf" else folder_of(place) / "tokenizer.json"
+    if not os.path.exists(path):
+        return {}
     ids = {}
-    for token, number in vocabulary.items() if isinstance(vocabulary, dict) else ((None, None),):
-        if not isinstance(token, str) or type(number) is not int or not 0 <= number < LARGEST_NUMBER:
-            raise UserError(f"{place}: its tokenizer has {token!r} as token {number!r}")
-        ids[token.replace("\u0120", "\u2581")] = number
+    with refusing(path):
+        if place.suffix == ".gguf":
+            vocabulary = GGUF(path).values.get("tokenizer.ggml.tokens", [])
+        else:
+            vocabulary = read_json(path, LARGEST_TOKENIZER)["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of strings, or of strings and their scores
+            strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
+            vocabulary = dict(zip(strings, range(len(strings))))
+        for token, number in vocabulary.items():
+            if isinstance(token, str) and type(number) is int and number >= 0:
+                ids[token.replace("\u0120", "\u2581")] = number
     return ids
-
-
-def shared_tokens(base, suspect, count):
-    """The ids of the tokens that two sources have, in each of them, (n,) each, of `count` rows of both.
-
-    They are the same ids, unless both bring a tokenizer, and these differ: then tokens of the same string.
-    """
-    ids = torch.arange(count)
-    if base.place is None or suspect.place is None:
-        return ids, ids
-    theirs = token_ids(suspect.place)
-    ours = token_ids(base.place)
-    shared = [token for token in ours if theirs.get(token, count) < count and ours[token] < count]
-    if not shared or ours == theirs:
-        return ids, ids
-    return torch.tensor([ours[token] for token in shared]), torch.tensor([theirs[token] for token in shared])

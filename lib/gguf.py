@@ -1,6 +1,7 @@
 """What is in a .gguf file, as llama.cpp and Ollama keep models?
 
-    >>> GGUF(smollm2()).read("model.layers.0.self_attn.k_proj.weight").shape  # one at a time, dequantised
+    >>> tensors = GGUF(smollm2()).tensors
+    >>> tensors["model.layers.0.self_attn.k_proj.weight"].read().shape  # one at a time, dequantised
     torch.Size([192, 576])
 
 The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file. The
@@ -10,6 +11,9 @@ package `gguf` knows how numbers are packed, and what tensors are called.
 import math
 import re
 import struct
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +23,18 @@ from lib.settings import INSTALL, UserError
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
+MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
 PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 NAMES = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({PARTS}))|lm_head")  # Hugging Face's
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, of any format; `read()` reads it, and whoever changes it copies it first."""
+
+    shape: tuple
+    kind: str  # of its numbers, as the file calls it
+    read: Callable
 
 
 class Header:
@@ -52,9 +65,9 @@ class Header:
 
 
 class GGUF:
-    """The tensors of a regular .gguf file, one at a time; errors of many kinds, soon, for a damaged one.
+    """A regular .gguf file; errors of many kinds, soon, for a damaged one.
 
-    Has `values`, the header's, and `shapes` and `types` by Hugging Face's names of tensors.
+    Has `values`, the header's, and `tensors`, each a Stored, by Hugging Face's names.
     """
 
     def __init__(self, path):
@@ -62,24 +75,24 @@ class GGUF:
             import gguf
         except ImportError:
             raise UserError(f"{path} takes a package more: {INSTALL}") from None
-        self.path = path
-        self.dequantize = gguf.dequantize
-        self.values, self.shapes, self.packed, self.heads = {}, {}, {}, {}
+        self.values, self.tensors = {}, {}
         data = np.memmap(path, np.uint8, "r")
         header = Header(data)
         if header.number("I") != gguf.GGUF_MAGIC or header.number("I") not in (2, 3):
             raise ValueError("expected GGUF of version 2 or 3")
         num_tensors, num_values = header.number("Q"), header.number("Q")
+        if num_tensors > MOST_TENSORS:
+            raise ValueError(f"{num_tensors:,} tensors")
         for _ in range(num_values):
             key = header.value()
             self.values[key] = header.value(header.number("I"))
         if self.values.get("split.count", 0) > 1:
             raise ValueError("one part of several; llama-gguf-split --merge joins them")
         architecture = self.values["general.architecture"]
-        if architecture == "llama":  # each head's rows of q and k stand in pairs to rotate
-            heads = self.values["llama.attention.head_count"]
-            groups = self.values.get("llama.attention.head_count_kv", heads)
-            self.heads = {"q_proj": int(heads), "k_proj": int(groups)}
+        paired = {}  # heads whose rows of q and k stand in pairs to rotate
+        if architecture == "llama":
+            paired["q_proj"] = self.values["llama.attention.head_count"]
+            paired["k_proj"] = self.values.get("llama.attention.head_count_kv", paired["q_proj"])
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
         num_layers = min(self.values.get(f"{architecture}.block_count", 0), 256)  # their names are listed
         known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
@@ -97,11 +110,10 @@ class GGUF:
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             size = math.prod(shape) // block * block_bytes
             numbers = data[start + place :][:size]
-            if len(numbers) < size or 0 in shape or shape[-1] % block or name in self.shapes:
+            if len(numbers) < size or 0 in shape or shape[-1] % block or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
-            self.shapes[name] = shape
-            self.packed[name] = kind, numbers.reshape(*shape[:-1], -1)
-        self.types = dict.fromkeys(self.shapes, "F32")  # once dequantised
+            read = partial(unpacked, numbers.reshape(*shape[:-1], -1), kind, paired.get(name.split(".")[-2]))
+            self.tensors[name] = Stored(shape, "F32", read)
 
     @property
     def has_known_tokenizer(self):
@@ -109,11 +121,12 @@ class GGUF:
         kind = [str(self.values.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre")]
         return kind == ["gpt2", "smollm"]
 
-    def read(self, name):
-        """One tensor, float32."""
-        kind, packed = self.packed[name]
-        weight = torch.from_numpy(np.require(self.dequantize(packed, kind), np.float32, "W"))
-        heads = self.heads.get(name.split(".")[-2])
-        if heads:
-            weight = weight.view(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-        return weight
+
+def unpacked(packed, kind, heads):
+    """A tensor of packed numbers, float32; where `heads` is given, their rows are no longer in pairs."""
+    import gguf
+
+    weight = torch.from_numpy(np.require(gguf.dequantize(packed, kind), np.float32, "W"))
+    if heads:
+        weight = weight.view(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight

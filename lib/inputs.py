@@ -16,7 +16,7 @@ import torch
 
 from init import STD, keyed_generator
 from lib.data import TokenData, documents, load_tokenizer
-from lib.files import check_sum, read_bytes
+from lib.files import read_bytes
 from lib.settings import RunSettings, UserError, at_least
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
@@ -26,7 +26,7 @@ SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
 
 
 def random_streams(kind, input_seed, indices):
-    """A generator for each sequence number, a function of (kind, input_seed, number) alone: counter based."""
+    """A generator for each sequence number, a function of (kind, input_seed, number) alone."""
     key = keyed_generator(kind, input_seed).bit_generator.state["state"]["key"]
     for index in indices:
         yield np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
@@ -70,10 +70,7 @@ class TextSettings(RunSettings):
 
 
 def read_tokens(settings: TextSettings, spec, T):
-    """What the model of a spec reads, (n, T) int64 on the settings' device.
-
-    UserError for text that is not there, is too short, or was cut by another tokenizer than the model's.
-    """
+    """What the model of a spec reads, (n, T) int64 on the settings' device; UserError for too few."""
     count = settings.num_sequences
     tokenizer = settings.tokenizer or spec.tokenizer_file
     text = settings.text
@@ -84,7 +81,7 @@ def read_tokens(settings: TextSettings, spec, T):
     elif os.path.isdir(text):
         data = open_data(text)
         check_tokenizer(spec, data)
-        tokenizer = data.tokenizer_file or data.tokenizer
+        tokenizer = data.tokenizer_file
         tokens, _ = data.held_out(count, T)
     elif tokenizer is None:
         raise UserError(f"{spec.label} has no tokenizer that is known here: name one by --tokenizer")
@@ -146,9 +143,8 @@ def check_tokenizer(spec, data) -> None:
     path = spec.tokenizer_file
     if path is None and not spec.is_newborn and (spec.folder / "tokenizer.txt").is_file():
         path = spec.folder / "tokenizer.txt"
-        check_sum(path)
     if path is None:
         return
     own = load_tokenizer(str(path)).content if path.suffix == ".gguf" else path.read_bytes()
-    if own != (data.load_tokenizer().content or data.tokenizer.encode()):
+    if own != data.tokenizer_file.read_bytes():
         raise UserError(f"{data.folder} was made by another tokenizer than {path}")

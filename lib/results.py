@@ -9,11 +9,12 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
     return experiment.save(rows, columns=("model", "seed"))
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
+import os
 import platform
+import re
 import subprocess
 import time
 from collections import defaultdict
@@ -44,12 +45,12 @@ class Experiment:
         Figures are drawn before, so that the JSON is a sign that all is there. Of the rows that are `shown`
         (None: all) the `columns` are printed (none: all). `more` goes into the JSON.
         """
-        seconds = round(time.perf_counter() - self.begun, 2)
+        self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
         result = {
             "experiment": self.name,
             "paper": self.paper,
             "settings": dataclasses.asdict(self.settings),
-            "environment": {**self.environment, "seconds": seconds},
+            "environment": self.environment,
             "rows": rows,
             **more,
         }
@@ -64,27 +65,21 @@ class Experiment:
 
 def environment(device, dtype):
     """What a result is made with: versions, device, commit, threads and processes."""
+    name = platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
+        name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device_name(device),
+        "device": name,
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
     }
-
-
-def device_name(device):
-    """The GPU's name, or the processor's as Linux tells it, elsewhere its architecture."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(": ")[1]
-    return platform.machine()
 
 
 def commit():
@@ -112,27 +107,19 @@ def write_json(result, path) -> None:
 
 
 def print_rows(rows, columns=()) -> None:
-    """Print rows as a table; of layers and positions 0, the powers of two and each model's last."""
+    """Print rows as a table; of layers and positions 0, the powers of two and the last."""
     for along in ("layer", "position"):
-        last = defaultdict(int)
-        for row in rows:
-            model = row.get("model"), row.get("checkpoint")
-            last[model] = max(last[model], row.get(along) or 0)
-        landmarks = {0, *last.values(), *(2**n for n in range(32))}
-        rows = [row for row in rows if (row.get(along) or 0) in landmarks]
+        numbers = [row.get(along) or 0 for row in rows]
+        rows = [row for row, n in zip(rows, numbers) if n & (n - 1) == 0 or n == max(numbers)]
     present = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in columns or present if name in present]
-    lines = [names] + [[cell(row.get(name)) for name in names] for row in rows]
+    lines = [names]
+    for row in rows:
+        values = [row.get(name) for name in names]
+        lines.append([f"{value:.4g}" if isinstance(value, float) else str(value) for value in values])
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print(*[text.rjust(width) for text, width in zip(line, widths)])
-
-
-def cell(value):
-    """A value as a table shows it."""
-    if value is None:
-        return "n/a"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def mean_over_seeds(samples, measured):
@@ -142,8 +129,8 @@ def mean_over_seeds(samples, measured):
     """
     groups = defaultdict(list)
     for sample in samples:
-        key = [(name, value) for name, value in sample.items() if name not in measured]
-        groups[tuple(key)].append(sample)
+        key = tuple(item for item in sample.items() if item[0] not in measured)
+        groups[key].append(sample)
     rows = []
     for key, group in groups.items():
         values = {name: np.array([sample[name] for sample in group]) for name in measured}

@@ -18,49 +18,51 @@ import filelock
 
 from lib import checkpoint, runtime
 from lib.figures import curves
-from lib.files import atomic_file, check_regular, read_json
+from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
 
 
-def stored_settings(run, settings_class):
-    """The settings that a run was begun with; UserError if there is no run."""
-    path = Path(run, "settings.json")
-    if not checkpoint.steps(run) and not os.path.exists(path):
-        raise UserError(f"no run in {run} to resume: check --out, or begin one without --resume")
-    return from_values(settings_class, read_json(path), path)
+def merged_settings(settings, may_change, read=None):
+    """The settings of a run: as given, or with --resume those that it was begun with and what may change.
 
-
-def check_settings(settings, may_change) -> None:
-    """UserError for a folder that holds another run: one whose settings differ in what may not change."""
+    `read(defaults)` reads the command line again, so that what it leaves out is as the run has it. UserError
+    for a folder that holds another run, or none to resume.
+    """
     run = Path(settings.out)
-    if os.path.exists(run / "config.json"):
-        raise UserError(f"{run} is a checkpoint: choose another --out for the run")
-    if not checkpoint.steps(run):
-        return
     if not settings.resume:
-        raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
-    for name, value in asdict(stored_settings(run, type(settings))).items():
+        if checkpoint.steps(run):
+            raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
+        return settings
+    path = run / "settings.json"
+    if not path.exists() and not checkpoint.steps(run):
+        raise UserError(f"no run in {run} to resume: check --out, or begin one without --resume")
+    begun = from_values(type(settings), read_json(path), path)
+    if read is not None:
+        settings = read(begun)
+    for name, value in asdict(begun).items():
         if name not in may_change and value != getattr(settings, name):
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
+    return settings
 
 
 @contextlib.contextmanager
 def sole_owner(folder):
-    """Hold a run folder for this process group alone; UserError if another one holds it."""
+    """Hold a run folder for this process group alone, swept of what killed ones left; UserError if held."""
     path = folder / ".lock"
     if path.is_symlink():
         raise UserError(f"{path} is no lock of ours: remove it")
     lock = filelock.FileLock(path, blocking=False)
-    try:
-        if runtime.rank() == 0:
+    if runtime.rank() == 0:
+        try:
             lock.acquire()
-    except filelock.Timeout:
-        raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
-    except (OSError, NotImplementedError):
-        pass  # a file system without locks
+        except filelock.Timeout:
+            raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
+        except NotImplementedError:
+            pass  # a file system without locks
+        remove_leftovers(folder)
     try:
         yield
     finally:
@@ -104,11 +106,6 @@ def read_log(run):
                 yield row
 
 
-def is_power_of_two(number):
-    """Is a whole number 1, 2, 4, 8, ...?"""
-    return number > 0 and number & (number - 1) == 0
-
-
 def append_row(run, row) -> None:
     """Add a row to metrics.jsonl."""
     path = run / "metrics.jsonl"
@@ -117,6 +114,11 @@ def append_row(run, row) -> None:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}") from None
+
+
+def is_power_of_two(step):
+    """Is a step 1, 2, 4, 8, ..., or birth, 0?"""
+    return step & (step - 1) == 0
 
 
 def prune(run, keep, newest) -> None:
@@ -142,32 +144,12 @@ def diverged(run, step, what):
     if bad.exists() and runtime.rank() == 0:
         aside = run / f"diverged_{step:07}"
         shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
-        try:
-            os.replace(bad, aside)
-        except OSError as error:
-            raise UserError(f"cannot write {aside}: {error}") from None
+        bad.rename(aside)
     good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
     hint = "other weights"
     if good:
         hint = f"--init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
     return UserError(f"step {step}: {what}; try {hint}")
-
-
-def lines_to_open(folder):
-    """Python that opens a checkpoint: in `transformers` where that knows its kind, and its tokenizer."""
-    folder = folder.resolve()
-    text = f"""
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained({str(folder)!r})"""
-    if read_json(folder / "config.json")["model_type"] == "bornbiased":
-        text = f"""
-    from lib.checkpoint import load  # in this repository
-    model = load({str(folder)!r})"""
-    if (folder / "tokenizer.model").exists():
-        text += f"""
-    from sentencepiece import SentencePieceProcessor
-    tokenizer = SentencePieceProcessor(model_file={str(folder / "tokenizer.model")!r})"""
-    return text
 
 
 def draw_loss(run) -> None:

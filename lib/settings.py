@@ -11,7 +11,6 @@ A config file is the user's own Python; each public name in it must be a setting
 
 import dataclasses
 import difflib
-import errno
 import inspect
 import os
 import runpy
@@ -76,9 +75,6 @@ def closest(name, choices, what):
     raise UserError(f"unknown {what} {name!r}: {hint}")
 
 
-# ---- from words to settings --------------------------------------------------------------------------------
-
-
 def read_command(commands, words, document):
     """The function that a command line asks for, and its settings; the document is the script's."""
     name = ""
@@ -123,10 +119,9 @@ def read_settings(defaults, words, document, subcommand=""):
     )
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if isinstance(value, tuple) and field.default != ():  # models may be missing, or come twice
-            if not value or len(set(value)) < len(value):
-                flag = "--" + field.name.replace("_", "-")
-                raise UserError(f"{flag} {value}: expected one value or more, and none of them twice")
+        is_list = isinstance(value, tuple) and field.default != ()  # models may be missing, or come twice
+        if is_list and (not value or len(set(value)) < len(value)):
+            raise UserError(f"{field.name} {value}: expected one value or more, and none of them twice")
     return from_values(type(settings), vars(settings), "command line")
 
 
@@ -136,7 +131,7 @@ def read_config_file(path, defaults):
         raise UserError(f"cannot read config file {path!r}: there is no such file")
     try:
         names = runpy.run_path(path)
-    except (Exception, SystemExit) as error:  # the file is the user's own code, and may fail in any way
+    except Exception as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
     values = {}
     for name, value in names.items():
@@ -156,9 +151,6 @@ def from_values(kind, values, place):
         raise UserError(f"{place}: {error}") from None
 
 
-# ---- a script's whole life ---------------------------------------------------------------------------------
-
-
 def is_first_process():
     """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
     return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
@@ -169,8 +161,10 @@ def run_script(commands, document) -> None:
     script = Path(sys.argv[0]).name
     try:
         function, settings = read_command(commands, sys.argv[1:], document)
+        sys.stdout.reconfigure(line_buffering=True)  # also into a pipe
+        if is_first_process() and function.__doc__:
+            print(f"{script}: {inspect.getdoc(function).splitlines()[0]}")
         function(settings)
-        sys.stdout.flush()
     except UserError as error:
         if is_first_process():
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:1000])
@@ -180,12 +174,6 @@ def run_script(commands, document) -> None:
         if "memory" not in repr(error).lower():  # Python's and numpy's errors say it by their names alone
             raise
         print(f"{script}: there is too little memory: choose a smaller model or batch", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be printed
-        print(f"{script}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():

@@ -7,7 +7,8 @@
     >>> attention.attention_to(model, tokens).shape  # alpha_1 of 8 sequences, 6 layers, 8 heads
     torch.Size([8, 6, 8, 1])
 
-alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1.
+alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
+head whose alpha_1 in a sequence is above EPSILON is a sink head there.
 """
 
 import contextlib
@@ -21,9 +22,7 @@ from torch import Tensor
 from lib.runtime import BATCH_TOKENS
 from model import Transformer, causal_attention
 
-BY_POSITION = (0, 1, 3)  # the axes of heads (B, H, T, Dh) that `Spread` pools: (T,) are left
-BY_DIMENSION = (0, 2)  # (H, Dh) are left
-
+EPSILON = 0.3  # Gu et al.
 
 # ---- attention without T x T matrices ----------------------------------------------------------------------
 
@@ -48,11 +47,11 @@ def mean_attention(q: Tensor, k: Tensor, positions) -> Tensor:
 
 
 @torch.inference_mode()
-def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None) -> Tensor:
-    """alpha (B, L, H, K) of K positions, for every layer and head, on tokens (B, T).
+def states_and_attention(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None):
+    """Final-norm states (B, T, d), and alpha (B, L, H, K) of K positions, of tokens (B, T).
 
-    `on_heads` may replace heads as in `Transformer.hidden`: weights are read before it does. ValueError for
-    a position outside 1..T, or a model without attention.
+    `on_heads` and `on_state` are those of `Transformer.hidden`: weights are read before heads are replaced.
+    ValueError for a position outside 1..T, or a model without attention.
     """
     T = tokens.shape[1]
     if model.config.sublayers == "mlp" or not all(1 <= position <= T for position in positions):
@@ -64,56 +63,60 @@ def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=No
         if on_heads is not None:
             return on_heads(layer, heads, q, k, v)
 
-    model.hidden(tokens, on_heads=watch)
-    return torch.stack(layers, dim=1)
+    states = model.hidden(tokens, on_heads=watch, on_state=on_state)
+    return states, torch.stack(layers, dim=1)
 
 
-def uniform_alpha(T, position=1):
-    """alpha_k of uniform attention: the mean of 1/i over the queries i = k..T."""
-    return (1 / torch.arange(position, T + 1).double()).mean().item()
+def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None) -> Tensor:
+    """alpha (B, L, H, K) of K positions, for every layer and head, on tokens (B, T)."""
+    return states_and_attention(model, tokens, positions, on_heads)[1]
+
+
+def uniform_alpha(T):
+    """alpha_1 of uniform attention: the mean of 1/i over the queries i = 1..T."""
+    return (1 / torch.arange(1, T + 1).double()).mean().item()
 
 
 # ---- sinks -------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
 def sink_signs(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
     """What tells a sink at position 1 of sequences (n, T), or foretells it; on the CPU.
 
     `alpha1` (n, L, H); `norm_ratio` (n, L), the length of the stream after each layer at position 1 over the
     median length of the others; `value_ratio` (n, L), the same of the values that heads average.
     """
-    parts = {"alpha1": [], "norm_ratio": [], "value_ratio": []}
-    for part in batches(tokens):
-        layers = {name: [] for name in parts}
-
-        def on_heads(layer, heads, q, k, v, layers=layers):
-            layers["alpha1"].append(mean_attention(q, k, (1,))[..., 0])
-            layers["value_ratio"].append(ratio_of_first(v).mean(1))
-
-        def on_state(layer, x, layers=layers):
-            if layer > 0:
-                layers["norm_ratio"].append(ratio_of_first(x))
-
-        model.hidden(part, on_state=on_state, on_heads=on_heads)
-        for name, values in layers.items():
-            parts[name].append(torch.stack(values, dim=1).cpu())
-    return {name: torch.cat(values) for name, values in parts.items()}
+    parts = [signs_of_batch(model, part) for part in batches(tokens)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def summary(signs: dict[str, Tensor], epsilon=0.3):
-    """The numbers that `rate` and `train.py --track-sinks` report of `sink_signs`.
+def signs_of_batch(model, tokens):
+    """`sink_signs` of sequences that fit in memory."""
+    norms, values = [], []
 
-    A head is a sink head of a sequence if its alpha_1 there is above epsilon (Gu et al.), and `sink_rate` is
-    their mean share: so it is 0 exactly where `max_alpha1`, the largest of any head in any sequence, is not
-    above epsilon.
-    """
+    def on_state(layer, x):
+        norms.append(ratio_of_first(x))
+
+    def on_heads(layer, heads, q, k, v):
+        values.append(ratio_of_first(v).mean(1))
+
+    _, alpha = states_and_attention(model, tokens, on_heads=on_heads, on_state=on_state)
+    _, *norms = norms  # the first is the input's
+    return {
+        "alpha1": alpha[..., 0].cpu(),
+        "norm_ratio": torch.stack(norms, dim=1).cpu(),
+        "value_ratio": torch.stack(values, dim=1).cpu(),
+    }
+
+
+def summary(signs: dict[str, Tensor], epsilon=EPSILON):
+    """What `rate` and `train.py --track-sinks` report of `sink_signs`: means, and the largest alpha_1."""
+    means = {name: signs[name].mean().item() for name in ("norm_ratio", "value_ratio")}
     return {
         "sink_rate": sink_share(signs["alpha1"], epsilon).mean().item(),
         "mean_alpha1": signs["alpha1"].mean().item(),
         "max_alpha1": signs["alpha1"].max().item(),
-        "norm_ratio": signs["norm_ratio"].mean().item(),
-        "value_ratio": signs["value_ratio"].mean().item(),
+        **means,
     }
 
 
@@ -128,7 +131,7 @@ def batches(tokens: Tensor):
     return tokens.split(max(1, BATCH_TOKENS[tokens.device.type] // tokens.shape[1]))
 
 
-def sink_share(alpha: Tensor, epsilon) -> Tensor:
+def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
     """The share of sink heads in each sequence, (n,), of alpha (n, L, H); its mean is the sink rate."""
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
@@ -144,8 +147,7 @@ def hidden_units(model: Transformer, on_units):
     """
 
     def hook(layer, module, inputs):
-        replaced = on_units(layer, inputs[0])
-        return None if replaced is None else (replaced,)
+        return on_units(layer, *inputs)
 
     handles = []
     for layer, block in enumerate(model.model.layers, start=1):
@@ -158,75 +160,54 @@ def hidden_units(model: Transformer, on_units):
             handle.remove()
 
 
-class UnitActivity:
-    """Mean |activation| of all hidden units, (L, d_ff): `first` at position 1, `others` at the others.
+@contextlib.contextmanager
+def unit_activity(model: Transformer, num_sequences):
+    """Mean |activation| of all hidden units while this lasts, (L, d_ff): at position 1, and at the others."""
+    first = torch.zeros(model.config.num_layers, model.config.d_ff)
+    others = torch.zeros_like(first)
 
-    `at_position` has their |activation| at one position in the sequences last seen, (B, d_ff) by layer.
-    """
+    def on_units(layer, units):
+        size = units.detach().float().abs()  # (B, T, d_ff)
+        first[layer - 1] += size[:, 0].sum(0).cpu() / num_sequences
+        others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / num_sequences
 
-    def __init__(self, model: Transformer, num_sequences, position=1):
-        self.num_sequences = num_sequences
-        self.position = position
-        self.first = torch.zeros(model.config.num_layers, model.config.d_ff)
-        self.others = torch.zeros_like(self.first)
-        self.at_position = {}
-
-    def on_units(self, layer, units) -> None:
-        """Add the hidden units (B, T, d_ff) of a layer."""
-        size = units.float().abs()
-        self.first[layer - 1] += size[:, 0].sum(0).cpu() / self.num_sequences
-        self.others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / self.num_sequences
-        self.at_position[layer] = size[:, self.position - 1].cpu()
+    with hidden_units(model, on_units):
+        yield first, others
 
 
-def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
-    """The hidden units that write most at position 1 (SO; the ranking is ours), most first.
+def strongest_units(model: Transformer, activity: Tensor, count):
+    """The (layer, unit) that write most, most first, by their mean |activation|, (L, d_ff).
 
-    A unit writes its mean |activation| there times its down column's norm; `first` and `others` are a
-    UnitActivity's. `down_share` is the share of the squared column that its largest, at `dimension`, holds.
+    A unit writes its activation times the length of its down column (the ranking is ours).
     """
     if model.config.sublayers == "attention":
         return []
-    columns = torch.stack([block.mlp.down_proj.weight.float().cpu() for block in model.model.layers])
-    writes = first * columns.norm(dim=1)  # (L, d_ff) of columns (L, d, d_ff)
-    neurons = []
-    for place in writes.flatten().topk(count).indices.tolist():
-        layer, neuron = divmod(place, model.config.d_ff)
-        squares = columns[layer, :, neuron].square()
+    lengths = [block.mlp.down_proj.weight.float().norm(dim=0).cpu() for block in model.model.layers]
+    writes = activity * torch.stack(lengths)
+    places = writes.flatten().topk(min(count, writes.numel())).indices.tolist()
+    return [(place // model.config.d_ff + 1, place % model.config.d_ff) for place in places]
+
+
+def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
+    """The hidden units that write most at position 1 (SO), most first, by their `unit_activity`.
+
+    `down_share` is the share of the squared down column that its largest, at `dimension`, holds.
+    """
+    rows = []
+    for layer, unit in strongest_units(model, first, count):
+        column = model.model.layers[layer - 1].mlp.down_proj.weight[:, unit].float().cpu()
+        squares = column.square()
         row = {
-            "layer": layer + 1,
-            "neuron": neuron,
-            "first": first[layer, neuron].item(),
-            "others": others[layer, neuron].item(),
-            "writes": writes[layer, neuron].item(),
+            "layer": layer,
+            "neuron": unit,
+            "first": first[layer - 1, unit].item(),
+            "others": others[layer - 1, unit].item(),
+            "writes": (first[layer - 1, unit] * column.norm()).item(),
             "down_share": (squares.max() / squares.sum().clamp(min=1e-30)).item(),
             "dimension": squares.argmax().item(),
         }
-        neurons.append(row)
-    return neurons
-
-
-# ---- what is changed, and what comes of it -----------------------------------------------------------------
-
-
-def replace_values(model, k, layers, kind, factor, layer, heads, q, key, v):
-    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in some layers.
-
-    `self_mask`: token k attends to itself alone, so that o_k is its own value; `amplify`: mu + factor
-    (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension; `scale`: factor o_k.
-    """
-    if layer not in layers:
-        return None
-    values = heads[:, :, k - 1 : k]
-    if kind == "self_mask":
-        own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-        values = model.model.layers[layer - 1].self_attn.calibrate(own, k)
-    elif kind == "amplify":
-        mean = values.mean(0, keepdim=True)
-        values = mean + factor * (values - mean)
-    else:
-        values = factor * values
-    return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
+        rows.append(row)
+    return rows
 
 
 def silenced(silent, layer, units):
@@ -235,19 +216,43 @@ def silenced(silent, layer, units):
     return units.index_fill(2, torch.tensor(numbers, device=units.device), 0) if numbers else None
 
 
+# ---- what is changed, and what comes of it -----------------------------------------------------------------
+
+
+def replace_values(model, k, layers, kind, factor):
+    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in some layers.
+
+    `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`:
+    mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
+    factor o_k.
+    """
+
+    def on_heads(layer, heads, q, key, v):
+        if layer not in layers:
+            return None
+        values = heads[:, :, k - 1 : k]
+        if kind == "self_mask":
+            own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
+            values = model.model.layers[layer - 1].self_attn.calibrate(own, k)
+        elif kind == "amplify":
+            mean = values.mean(0, keepdim=True)
+            values = mean + factor * (values - mean)
+        else:
+            values = factor * values
+        return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
+
+    return on_heads
+
+
+@torch.inference_mode()
 def alpha_and_loss(model, tokens):
     """alpha_1 (n, L, H) on the CPU, and the mean loss in nats a token, of tokens (n, T)."""
     alphas, total = [], 0.0
     for part in batches(tokens):
-        layers = []
-
-        def on_heads(layer, heads, q, k, v, layers=layers):
-            layers.append(mean_attention(q, k, (1,))[..., 0])
-
-        states = model.hidden(part, on_heads=on_heads)
+        states, alpha = states_and_attention(model, part)
         logits = model.unembed(states[:, :-1])  # (B, T - 1, V)
         total += F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").item()
-        alphas.append(torch.stack(layers, dim=1).cpu())
+        alphas.append(alpha[..., 0].cpu())
     return torch.cat(alphas), total / tokens[:, 1:].numel()
 
 
@@ -261,13 +266,11 @@ def dominance_ratio(states: Tensor) -> Tensor:
 
 
 def output_tau(weight: Tensor, std: Tensor):
-    """Kendall's tau of the lengths of W_O's columns (d, H Dh) with the standard deviation of their input.
+    """Kendall's tau of the lengths of W_O's columns (d, H Dh) with the std (H Dh,) of what they read.
 
-    It says how much the output projection keeps of what varies in the aggregated values, std (H Dh,): above
-    0, what varies more is written more strongly (SO: 0.32 in the mean). None where nothing varies.
+    Above 0, what varies more is written more strongly (SO: 0.32 in the mean). None where nothing varies.
     """
-    strengths = weight.float().norm(dim=0).cpu()
-    tau = kendalltau(strengths.numpy(), std.numpy()).statistic
+    tau = kendalltau(weight.float().norm(dim=0).cpu().numpy(), std.numpy()).statistic
     return None if tau != tau else float(tau)
 
 
@@ -293,29 +296,31 @@ class EffectiveRank:
         """The effective rank, from 1 to d; 0 of states that are all equal."""
         centred = self.products - torch.outer(self.total, self.total) / self.count
         values = torch.linalg.eigvalsh(centred).clamp(min=0).sqrt()
-        noise = 1e-7 * values.max()  # what is left of a difference of equal numbers
+        noise = 1e-7 * self.products.trace().sqrt()  # what is left of a difference of equal numbers
         shares = values[values > noise] / values.sum()
         return torch.special.entr(shares).sum().exp().item() if len(shares) else 0.0
 
 
 class Spread:
-    """Standard deviation of heads (B, H, T, Dh) over some of their axes, of batches that stream by."""
+    """The spread of a layer's aggregated values over sequences, of batches that stream by."""
 
-    def __init__(self, axes):
-        self.axes = axes
+    def __init__(self):
         self.count = 0
-        self.sums = 0.0
+        self.sums = 0.0  # (H, T, Dh)
         self.squares = 0.0
 
-    def update(self, heads) -> None:
-        """Add heads (B, H, T, Dh)."""
+    def on_heads(self, layer, heads, q, k, v) -> None:
+        """Add heads (B, H, T, Dh), as `Transformer.hidden` shows them."""
         heads = heads.double()
-        sums = heads.sum(self.axes).cpu()
-        self.count += heads.numel() // sums.numel()
-        self.sums = self.sums + sums
-        self.squares = self.squares + heads.square().sum(self.axes).cpu()
+        self.count += len(heads)
+        self.sums = self.sums + heads.sum(0).cpu()
+        self.squares = self.squares + heads.square().sum(0).cpu()
 
-    def std(self):
-        """The standard deviation, a tensor of the axes that are left."""
-        variance = self.squares / self.count - (self.sums / self.count).square()
-        return variance.clamp(min=0).sqrt()
+    def std(self, axes):
+        """Standard deviation about the mean, sequences and some axes of (H, T, Dh) pooled."""
+        mean = (self.sums / self.count).mean(axes)
+        return ((self.squares / self.count).mean(axes) - mean.square()).clamp(min=0).sqrt()
+
+    def by_position(self):
+        """Standard deviation at each position, (T,)."""
+        return self.std((0, 2))

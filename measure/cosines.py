@@ -71,6 +71,11 @@ class CosineStatistics:
         mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
         return mean, max(0.0, mean_square - mean**2) ** 0.5
 
+    def summary(self):
+        """`mean_and_std`, as columns of a row."""
+        mean, std = self.mean_and_std()
+        return {"mean_cosine": mean, "std_cosine": std}
+
     def log10_p(self):
         """One-sample t-test of the cosines of disjoint pairs, which are independent, against a mean of 0."""
         n, total, squares = self.pairs.tolist()
@@ -81,11 +86,10 @@ class CosineStatistics:
 
 
 def pairwise_cosine(states: Tensor):
-    """Mean and standard deviation of the cosine over all pairs of states (n, d)."""
+    """Mean and standard deviation of the cosine over all pairs of states (n, d), as columns of a row."""
     statistics = CosineStatistics(states.shape[1], states.device)
     statistics.update(states)
-    mean, std = statistics.mean_and_std()
-    return {"mean_cosine": mean, "std_cosine": std}
+    return statistics.summary()
 
 
 def floored_cosine(states: Tensor, epsilon):

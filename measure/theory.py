@@ -9,6 +9,7 @@ layer by one scalar function, the activation's kernel. And attention at birth is
 averages positions 1..i. Where a law is asymptotic (in width, length or both), its docstring says in what.
 """
 
+import functools
 import math
 
 import torch
@@ -187,6 +188,7 @@ def aggregated_std(config: ModelConfig, T, tokens=False) -> Tensor:
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
+@functools.cache
 def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
     """Cosines before (0) and after each block: of two sequences' last states, and the mean within a sequence.
 

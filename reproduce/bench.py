@@ -1,20 +1,27 @@
-"""How fast is it, beside transformers?
+"""How fast is it, and in how much memory, beside transformers?
 
-    python -m reproduce.bench                             # all of it, five minutes on 2 cores
+    python -m reproduce.bench                             # all of it, ten minutes on 2 cores
     python -m reproduce.bench --work forward --rounds 9
 
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
-backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
-and batch and, in training, the same loop. Both take turns, in alternating order. Rows have the medians, in
-tokens a second, `ratio`, ours to theirs, and `lowest` and `highest`, those of single turns.
+backward pass in `dtype` with float32 weights, clipping, AdamW; `compiled` is the same with torch.compile.
+transformers' model has the same shape, dtype and batch and, in training, the same loop. Both take turns, in
+alternating order. Rows have the medians, in tokens a second, `ratio`, ours to theirs, and `lowest` and
+`highest`, those of single turns; `our_peak` and `their_peak` are the memory of a process that does nothing
+else, in GiB.
 """
 
+import multiprocessing
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Literal
 
-import pandas as pd
 import torch
+import torch.nn.functional as F
 
 from init import newborn
 from lib.checkpoint import config_json
@@ -22,8 +29,7 @@ from lib.folders import KEYS
 from lib.results import Experiment
 from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from model import PRESETS, ModelConfig
-from train import loss_sum
+from model import PRESETS, ModelConfig, Transformer
 
 CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), tokens in a sequence
     ("forward", "nano_gpt2", 32, 64),
@@ -36,6 +42,8 @@ CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), toke
     ("training", "tiny_llama", 32, 256),
     ("training", "nano_gpt2", 4, 512),
     ("training", "nano_llama", 4, 512),
+    ("compiled", "tiny_gpt2", 32, 256),
+    ("compiled", "tiny_llama", 32, 256),
 )
 
 
@@ -43,7 +51,7 @@ CASES = (  # work, preset, sequences in a batch (on CUDA 32 times as many), toke
 class Settings(RunSettings):
     """What `python -m reproduce.bench` can be told."""
 
-    work: tuple[Literal["forward", "training"], ...] = ("forward", "training")
+    work: tuple[Literal["forward", "training", "compiled"], ...] = ("forward", "training", "compiled")
     """what to time"""
     rounds: at_least(1) = 5
     """turns of each; the median counts"""
@@ -61,53 +69,53 @@ def bench(settings: Settings):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=device)
         row = {"model": name, "work": work, "batch_size": B, "sequence_length": T}
         row["dtype"] = str(dtype).removeprefix("torch.")
-        contestants = training_steps if work == "training" else forward_passes
-        ours, theirs = contestants(name, tokens, dtype)
-        rows.append(row | take_turns(ours, theirs, B * T, settings.rounds))
+        makers = [partial(make_work, whose, work, name, tokens, dtype) for whose in ("ours", "transformers")]
+        row |= take_turns(makers[0](), makers[1](), B * T, settings.rounds)
+        row |= dict(zip(("our_peak", "their_peak"), map(peak_memory, makers)))
+        rows.append(row)
     return experiment.save(rows)
 
 
-def forward_passes(name, tokens, dtype):
-    """Ours and theirs: the last position's final state of all tokens (B, T + 1) but the last, (B, d)."""
-    ours = newborn(name, 0, device=tokens.device, dtype=dtype)
-    theirs = transformers_model(PRESETS[name]).to(tokens.device, dtype).base_model
-    tokens = tokens[:, :-1]
-
-    @torch.inference_mode()
-    def our_pass():
-        return ours.hidden(tokens, last_only=True)
-
-    @torch.inference_mode()
-    def their_pass():
-        return theirs(tokens, use_cache=False)[0][:, -1]
-
-    return our_pass, their_pass
-
-
-def training_steps(name, tokens, dtype):
-    """Ours and theirs: a step of train.py's loop on windows (B, T + 1)."""
-    ours = newborn(name, 0, device=tokens.device).train()
-    theirs = transformers_model(PRESETS[name]).to(tokens.device).train()
-
-    def their_logits(inputs):
-        return theirs(inputs, use_cache=False).logits
-
-    steps = []
-    for model, forward in ((ours, ours), (theirs, their_logits)):
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        steps.append(partial(training_step, model, forward, optimizer, tokens, dtype))
-    return steps
+def make_work(whose, work, name, tokens, dtype):
+    """A function to time: a forward pass, or a training step, on windows (B, T + 1)."""
+    if whose == "ours":
+        model = newborn(name, 0, device=tokens.device)
+    else:
+        model = transformers_model(PRESETS[name]).to(tokens.device)
+    if work == "forward":
+        model = model.cast_blocks(dtype) if whose == "ours" else model.to(dtype).base_model
+        return partial(forward_pass, model, tokens[:, :-1])
+    loss = model if whose == "ours" else partial(their_loss, model)
+    if work == "compiled":
+        loss = torch.compile(loss)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return partial(training_step, model.train(), loss, optimizer, tokens, dtype)
 
 
-def training_step(model, forward, optimizer, window, dtype):
-    """The loss of a step; `forward` maps tokens to the model's logits."""
-    targets = window[:, 1:]
-    loss = loss_sum(forward, window[:, :-1], targets, window.device, dtype) / targets.numel()
-    loss.backward()
+@torch.inference_mode()
+def forward_pass(model, tokens):
+    """The last position's final state of tokens (B, T), (B, d)."""
+    if isinstance(model, Transformer):
+        return model.hidden(tokens, last_only=True)
+    return model(tokens, use_cache=False)[0][:, -1]
+
+
+def their_loss(model, inputs, targets):
+    """What our model gives for inputs and targets, of one of transformers'."""
+    logits = model(inputs, use_cache=False).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def training_step(model, loss, optimizer, window, dtype):
+    """A step on windows (B, T + 1), and its loss; `loss` maps inputs and targets to their summed loss."""
+    inputs, targets = window[:, :-1], window[:, 1:]
+    with torch.autocast(window.device.type, dtype, enabled=dtype is torch.bfloat16):
+        total = loss(inputs, targets)
+    (total / targets.numel()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
+    return total.detach() / targets.numel()
 
 
 def transformers_model(config: ModelConfig):
@@ -131,18 +139,38 @@ def transformers_model(config: ModelConfig):
 
 def take_turns(ours, theirs, num_tokens, rounds):
     """Tokens a second of two works on `num_tokens` tokens, which take turns, and their ratio."""
-    works = [("ours", ours), ("transformers", theirs)]
-    for _, work in works:
-        work()  # the first call allocates
-    turns = []
+    works = [ours, theirs]
+    for work in works:
+        work()  # the first call allocates, and compiles
+    speeds = {ours: [], theirs: []}
     for _ in range(rounds):
         works.reverse()
-        turns.append({name: num_tokens / seconds_of(work) for name, work in works})
-    speed = pd.DataFrame(turns)
-    ours, theirs = speed[["ours", "transformers"]].median()
-    ratios = speed["ours"] / speed["transformers"]
-    row = {"ours": ours, "transformers": theirs, "ratio": ours / theirs}
-    return row | {"lowest": ratios.min(), "highest": ratios.max()}
+        for work in works:
+            speeds[work].append(num_tokens / seconds_of(work))
+    ratios = [mine / other for mine, other in zip(speeds[ours], speeds[theirs])]
+    row = {"ours": median(speeds[ours]), "transformers": median(speeds[theirs])}
+    return row | {
+        "ratio": row["ours"] / row["transformers"],
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
+
+
+def peak_memory(maker):
+    """GiB that a process of its own takes at its peak, in which a work is made and done twice."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(do_twice, maker).result()
+
+
+def do_twice(maker):
+    """Make a work and do it twice; returns this process's peak, in GiB: on CUDA, of the device's memory."""
+    work = maker()
+    work()
+    work()
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 COMMANDS = {"": Command(bench, Settings())}

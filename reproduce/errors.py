@@ -18,7 +18,7 @@ from scipy.stats import kstest, norm
 
 from init import SCHEMES, keyed_generator
 from lib.checkpoint import Newborn, check_lengths, final_states
-from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure
+from lib.figures import COLOURS, legend_below, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress
@@ -28,7 +28,7 @@ from measure.census import Units, equal_ids, unit_census
 from measure.cosines import wilson
 from measure.verdict import NO_EVIDENCE, judge_units
 from model import PRESETS
-from seedprint import PaperSettings, last_outputs
+from seedprint import PaperSettings, last_outputs, paper_test
 
 LEVEL = 0.01  # from here on down, a test calls two models kin
 PAPER_TESTS = ("t-test", "U-test", "closed form")
@@ -43,8 +43,6 @@ class Settings(RunSettings):
     """presets to be born"""
     schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")
     """how they are drawn"""
-    first_seed: at_least(0) = 1
-    """seed of the first birth; the others follow"""
     num_births: at_least(3) = 45
     """newborns with token tables of their own; all pairs are compared"""
     trap_births: at_least(3) = 12
@@ -63,12 +61,10 @@ class Settings(RunSettings):
     """layers whose hidden units are looked for"""
     units: at_least(2) = 256
     """how many of them in each MLP"""
-    input_seed: int = 0
-    """seed of the random sequences and of the permutations"""
 
 
 def errors(settings: Settings):
-    """How often does each test call newborn strangers kin? Writes errors.json, errors.png, errors_tau.png."""
+    """How often does each test call newborn strangers kin? Writes errors.json and errors.png."""
     context = min(PRESETS[model].context_length for model in settings.model)
     check_lengths((settings.sequence_length,), context)
     check_lengths((settings.paper_length,), context, "--paper-length")
@@ -77,7 +73,7 @@ def errors(settings: Settings):
     choices = list(itertools.product(settings.model, settings.schemes, STATE_INPUTS))
     for model in settings.model:  # once scaled, weights know no scheme
         choices.append((model, settings.schemes[0], "weights"))
-    rows, taus = [], []
+    rows = []
     for model, scheme, inputs in progress(choices, desc="errors", unit=" settings"):
         key = {"inputs": inputs, "scheme": scheme, "model": model}
         newborns = strangers(model, scheme, inputs, settings)
@@ -87,61 +83,56 @@ def errors(settings: Settings):
             rate = error_rate("units", rejected, len(newborns))
             rows.append({"test": "units"} | key | rate | {"largest_share": largest_share})
         else:
-            p_values, pooled = paper_p(newborns, inputs, settings)
-            p_values = {"relabelling": relabelling_p(newborns, inputs, settings)} | p_values
-            if scheme == settings.schemes[0]:  # the one that is drawn
-                taus += tau_histogram(pooled, settings.paper_sequences, key)
+            p_values = relabelling_p(newborns, inputs, settings) | paper_p(newborns, inputs, settings)
         for test, p in p_values.items():
             rate = error_rate(test, p <= LEVEL, len(newborns))
             rows.append({"test": test} | key | rate | {"ks_p": kstest(p, "uniform").pvalue})
     draw_rates(rows, experiment.folder / "errors.png")
-    draw_taus(taus, experiment.folder / "errors_tau.png")
-    return experiment.save(rows, taus=taus)
+    return experiment.save(rows)
 
 
 def strangers(model, scheme, inputs, settings: Settings):
-    """Newborns of different seeds, with token tables of their own or one for all; drawn once and kept."""
-    is_trap = inputs in ("shared embedding", "gaussian")
+    """Newborns of seeds 1, 2, ..., with token tables of their own or one for all; drawn once and kept."""
+    count = settings.trap_births if inputs in ("shared embedding", "gaussian") else settings.num_births
     embedding_seed = 0 if inputs == "shared embedding" else None
-    newborns = []
-    for birth in range(settings.trap_births if is_trap else settings.num_births):
-        newborn = Newborn(PRESETS[model], settings.first_seed + birth, embedding_seed, scheme)
+    newborns = [Newborn(PRESETS[model], seed, embedding_seed, scheme) for seed in range(1, count + 1)]
+    for newborn in newborns:
         newborn.read = functools.cache(newborn.read)
-        newborns.append(newborn)
     return newborns
+
+
+def pairs_of(models):
+    """The numbers of all pairs of models."""
+    return itertools.combinations(range(len(models)), 2)
 
 
 def relabelling_p(newborns, inputs, settings: Settings):
     """The p of the exact test of states, for all pairs of newborns."""
     config = newborns[0].config
-    drawn = (settings.input_seed, range(settings.num_sequences), settings.sequence_length)
-    if inputs == "gaussian":
-        given = random_vectors(*drawn, config.d_model)
-    else:
-        given = random_tokens(*drawn, config.vocab_size)
+    draw, size = (
+        (random_vectors, config.d_model) if inputs == "gaussian" else (random_tokens, config.vocab_size)
+    )
+    given = draw(0, range(settings.num_sequences), settings.sequence_length, size)
     prints = []
     for newborn in newborns:
         states = final_states(newborn, given, settings.device, settings.torch_dtype)
         prints.append(lineage.fingerprint(states.flatten(0, 1)))
-    p = []
-    for i, j in itertools.combinations(range(len(newborns)), 2):
-        p.append(coordinates_p(lineage.relation(prints[i], prints[j]), i, j, settings))
-    return np.array(p)
+    p = [exact_p(lineage.relation(prints[i], prints[j]), i, j, settings) for i, j in pairs_of(newborns)]
+    return {"relabelling": np.array(p)}
 
 
-def coordinates_p(C, i, j, settings: Settings):
+def exact_p(C, i, j, settings: Settings):
     """The p of the exact test of correlations C, (d, d), between newborns number i and j."""
-    return lineage.diagonal_test(C, (settings.input_seed, i, j), settings.permutations)["p"]
+    return lineage.diagonal_test(C, (0, i, j), settings.permutations)["p"]
 
 
 def weights_p(newborns, settings: Settings):
     """The p of the exact tests of the blocks' weights and of token tables, for all pairs of newborns."""
-    blocks, tables = [], []
-    for i, j in itertools.combinations(range(len(newborns)), 2):
+    p = []
+    for i, j in pairs_of(newborns):
         correlations = lineage.weight_correlations(newborns[i], newborns[j])
-        blocks.append(coordinates_p(correlations["body"], i, j, settings))
-        tables.append(coordinates_p(correlations["embedding"], i, j, settings))
-    return {"weights": np.array(blocks), "token tables": np.array(tables)}
+        p.append([exact_p(correlations[part], i, j, settings) for part in ("body", "embedding")])
+    return dict(zip(("weights", "token tables"), np.transpose(p)))
 
 
 def units_found(newborns, settings: Settings):
@@ -150,7 +141,7 @@ def units_found(newborns, settings: Settings):
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
     rejected, shares = [], []
-    for i, j in itertools.combinations(range(len(models)), 2):
+    for i, j in pairs_of(models):
         tokens = equal_ids(models[i], models[j])
         census = unit_census(models[i], models[j], tokens, settings.units, settings.layers, (i, j))
         rejected.append(judge_units(census.matches) != NO_EVIDENCE)
@@ -159,26 +150,20 @@ def units_found(newborns, settings: Settings):
 
 
 def paper_p(newborns, inputs, settings: Settings):
-    """The p of the paper's tests, for all pairs of newborns; and the taus of all pairs."""
-    config = newborns[0].config
-    n = settings.paper_sequences
+    """The p of the paper's tests, for all pairs of newborns."""
     reading = PaperSettings(
         inputs="gaussian" if inputs == "gaussian" else "tokens",
-        paper_sequences=n,
+        paper_sequences=settings.paper_sequences,
         paper_length=settings.paper_length,
-        input_seed=settings.input_seed,
         device=settings.device,
         dtype=settings.dtype,
     )
-    outputs = [last_outputs(newborn, config.vocab_size, reading).numpy() for newborn in newborns]
-    top_k = config.d_model // 2
-    p, pooled = [], []
-    for a, b in itertools.combinations(outputs, 2):
-        taus = lineage.identity_taus(a, b, "top", top_k)
-        test = lineage.judge_taus(taus, n, config.d_model, "top", top_k, temperature=None)
+    outputs = [last_outputs(newborn, newborn.config.vocab_size, reading) for newborn in newborns]
+    p = []
+    for i, j in pairs_of(newborns):
+        test = paper_test(outputs[i], outputs[j], reading)
         p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
-        pooled.append(taus)
-    return dict(zip(PAPER_TESTS, np.transpose(p))), np.concatenate(pooled)
+    return dict(zip(PAPER_TESTS, np.transpose(p)))
 
 
 def error_rate(test, rejected, births):
@@ -187,12 +172,11 @@ def error_rate(test, rejected, births):
     Renumbered coordinates make the p of pairs that share a birth independent, so Wilson's interval holds for
     the exact tests; for the paper's, births are resampled.
     """
-    rejections = int(rejected.sum())
+    rejections, number = int(rejected.sum()), len(rejected)
+    low, high = wilson(rejections, number, 0.99)
     if test in PAPER_TESTS:
         low, high = interval_over_births(rejected, births)
-    else:
-        low, high = wilson(rejections, len(rejected), 0.99)
-    count = {"num_pairs": len(rejected), "rejections": rejections, "rate": rejections / len(rejected)}
+    count = {"num_pairs": number, "rejections": rejections, "rate": rejections / number}
     return count | {"low": low, "high": high}
 
 
@@ -214,45 +198,26 @@ def interval_over_births(rejected, births, resamples=2000):
     return low, high
 
 
-def tau_histogram(taus, n, key):
-    """Shares of strangers' taus over n inputs, in %, beside the Gaussian of independent rows (Figure 13)."""
-    edges = np.linspace(-0.3, 0.3, 61)
-    shares = 100 * np.histogram(np.clip(taus, -0.3, 0.3), edges)[0] / max(1, len(taus))
-    law = 100 * np.diff(norm.cdf(edges, scale=lineage.kendall_std(n)))
-    bins = zip((edges[1:] + edges[:-1]) / 2, shares, law)
-    return [key | {"tau": tau, "share": share, "gaussian": gaussian} for tau, share, gaussian in bins]
-
-
 def draw_rates(rows, path) -> None:
     """How often strangers are called kin: a line for each test and what it reads, a colour for each birth."""
-    question = "How often does a test call unrelated newborns kin? (99 % intervals)"
-    figure, grid = new_figure(question, width=7, height=5.6)
+    title = "How often does a test call unrelated newborns kin? (99 % intervals)"
+    figure, grid = new_figure(title, width=7, height=5.6)
     axes = grid[0, 0]
-    lines = list(dict.fromkeys((row["inputs"], row["test"]) for row in rows))
-    births = list(dict.fromkeys((row["model"], row["scheme"]) for row in rows))
-    for number, (birth, colour) in enumerate(zip(births, COLOURS)):
-        for row in rows:
-            if (row["model"], row["scheme"]) == birth:
-                height = lines.index((row["inputs"], row["test"])) + 0.18 * number
-                axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=colour)
-                axes.plot(100 * row["rate"], height, "o", color=colour)
-        axes.plot([], [], "o-", color=colour, label="{}, scheme {}".format(*birth))
+    lines, births = {}, {}  # their numbers
+    for row in rows:
+        birth = f"{row['model']}, scheme {row['scheme']}"
+        label = None if birth in births else birth
+        number = births.setdefault(birth, len(births))
+        height = lines.setdefault(f"{row['inputs']}: {row['test']}", len(lines)) + 0.18 * number
+        axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=COLOURS[number])
+        axes.plot(100 * row["rate"], height, "o", color=COLOURS[number], label=label)
+    axes.set_yticks(range(len(lines)), lines)
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
-    axes.set_yticks(range(len(lines)), [f"{inputs}: {test}" for inputs, test in lines])
     axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called kin")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     legend_below(figure, axes)
     save_figure(figure, path)
-
-
-def draw_taus(taus, path) -> None:
-    """Kendall's tau of strangers (Figure 13)."""
-    question = "Do two unrelated newborns rank inputs alike?"
-    theories = {"gaussian": "Gaussian of independent rows"}
-    labels = {"xlabel": "Kendall's tau of a dimension", "ylabel": "% of dimensions"}
-    keys = {"x": "tau", "y": "share", "series": "model", "panel": "inputs"}
-    curves(taus, path, question, **keys, theories=theories, style="-", **labels)
 
 
 COMMANDS = {"": Command(errors, Settings())}

@@ -8,7 +8,7 @@
 from dataclasses import dataclass
 
 from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
-from lib.figures import BLUE, legend_below, new_figure, save_figure
+from lib.figures import BLUE, legend_below, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, UserError, run_script
@@ -82,24 +82,20 @@ def changed(child):
     for name, (change, sizes) in CHANGES.items():
         for size in sizes:
             yield name, size, change(source, size)
-    folders = [] if child.is_newborn else steps(child.name)
-    for folder in folders[1:]:  # the first is a birth
-        yield STEPS, int(folder.name.removeprefix("step_")), parse_spec(str(folder)).open()
+    if not child.is_newborn:
+        for folder in steps(child.name)[1:]:  # the first is a birth
+            yield STEPS, int(folder.name.removeprefix("step_")), parse_spec(str(folder)).open()
 
 
 def draw_power(rows, path) -> None:
     """Units found in the layer with the fewest by the strength of each change, a panel a change."""
     figure, grid = new_figure("Which changes hide a child's hidden units?", 2, 3, height=3, sharey=True)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for axes, change in zip(grid.flat, dict.fromkeys(row["change"] for row in rows)):
-        axes.set_axis_on()
+    for axes, change in zip(grid.flat, unique(rows, "change")):
         line = [row for row in rows if row["change"] == change]
         shares = [100 * (row["units_share"] or 0) for row in line]
-        axes.plot(range(len(line)), shares, "o" if change == HIDING else "o-", color=BLUE, label="same birth")
-        lost = [place for place, row in enumerate(line) if row["verdict"] != SAME_BIRTH]
-        lost_shares = [shares[place] for place in lost]
-        axes.plot(lost, lost_shares, "o", color="white", mec=BLUE, label="another verdict")
+        axes.plot(shares, "o" if change == HIDING else "o-", color=BLUE, label="same birth")
+        lost = [share if row["verdict"] != SAME_BIRTH else None for share, row in zip(shares, line)]
+        axes.plot(lost, "o", color="white", mec=BLUE, label="another verdict")
         axes.set_xticks(range(len(line)), [str(row["strength"]) for row in line], rotation=45)
         axes.set(xlabel=change, ylim=(-4, 104), ylabel="% of units found")
     legend_below(figure, grid[0, 0])

@@ -71,62 +71,57 @@ def similarities(a, b, tokens, device, dtype):
     }
 
 
+def cosine(x, y):
+    """Cosine of two tensors of one shape."""
+    return ((x * y).sum() / x.norm() / y.norm()).item()
+
+
 def layer_weight(source, layer, kind):
     """A projection of a layer, (out, in) float32; `kind` is "self_attn.q", "mlp.up" and so on."""
     return source.read(f"model.layers.{layer}.{kind}_proj.weight").float()
 
 
 def intrinsic(a, b):
-    """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four."""
+    """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four.
+
+    Of models of two depths, the deeper one's are interpolated; 0 for a single layer.
+    """
     depth = min(a.config.num_layers, b.config.num_layers)
+    if depth == 1:
+        return 0.0
     correlations = []
     for kind in ("q", "k", "v", "o"):
-        x = std_profile(a, kind, depth)
-        y = std_profile(b, kind, depth)
-        if x.std() == 0 or y.std() == 0:  # as of a single layer
-            correlations.append(0.0)
-        else:
-            correlations.append(np.corrcoef(x, y)[0, 1])
+        profiles = [std_profile(source, kind, depth) for source in (a, b)]
+        correlations.append(np.corrcoef(profiles)[0, 1])
     return np.mean(correlations)
 
 
 def std_profile(source, kind, depth):
     """Standard deviation of a kind of matrix by layer, interpolated to `depth` layers."""
-    stds = []
-    for layer in range(source.config.num_layers):
-        stds.append(layer_weight(source, layer, f"self_attn.{kind}").std().item())
+    layers = range(source.config.num_layers)
+    stds = [layer_weight(source, layer, f"self_attn.{kind}").std().item() for layer in layers]
     return np.interp(np.linspace(0, 1, depth), np.linspace(0, 1, len(stds)), stds)
 
 
 def reef(a, b, tokens, device, dtype):
     """CKA of the blocks' outputs at the last of tokens (n, T): the mean over matched layers."""
-    outputs_a = block_outputs(a, tokens, device, dtype)
-    outputs_b = block_outputs(b, tokens, device, dtype)
-    return np.mean([cka(x, y) for x, y in zip(outputs_a, outputs_b)])
+    kernels = [block_kernels(source, tokens, device, dtype) for source in (a, b)]
+    return np.mean([cosine(x, y) for x, y in zip(*kernels)])
 
 
-def block_outputs(source, tokens, device, dtype):
-    """Last-position states after each block, (n, d) float32 each."""
-    outputs = []
+def block_kernels(source, tokens, device, dtype):
+    """`centred_kernel` of the last position's states after each block."""
+    kernels = []
 
     def keep(layer, x) -> None:
-        outputs.append(x[:, -1].float().clone())
+        kernels.append(centred_kernel(x[:, -1]))
 
     final_states(source, tokens, device, dtype, on_state=keep)
-    return outputs
-
-
-def cka(x, y):
-    """Linear centred kernel alignment of features (n, d1) and (n, d2)."""
-    kernel_x = centred_kernel(x)
-    kernel_y = centred_kernel(y)
-    product = (kernel_x * kernel_y).sum()
-    norms = kernel_x.norm() * kernel_y.norm()
-    return (product / norms.clamp(min=1e-300)).item()
+    return kernels
 
 
 def centred_kernel(x):
-    """Products of all pairs of rows of (n, d), the columns centred: (n, n) float64."""
+    """Products of all pairs of rows of (n, d), the columns centred: (n, n) float64. Their cosine is CKA."""
     x = x.double()
     x = x - x.mean(0)
     return x @ x.T
@@ -139,14 +134,11 @@ def pcs(a, b):
     """
     sums = np.zeros(3)  # of a b, of a a, of b b
     for name, shape in a.shapes.items():
-        if name.startswith(TABLES) or b.shapes.get(name) != shape:
-            continue
-        x = a.read(name).float()
-        y = b.read(name).float()
-        for i, product in enumerate((x * y, x * x, y * y)):
-            sums[i] += product.double().sum().item()
-    dot, square_a, square_b = sums
-    return dot / max((square_a * square_b) ** 0.5, 1e-300)
+        if not name.startswith(TABLES) and b.shapes.get(name) == shape:
+            x = a.read(name).float()
+            y = b.read(name).float()
+            sums += [product.double().sum().item() for product in (x * y, x * x, y * y)]
+    return sums[0] / (sums[1] * sums[2]) ** 0.5
 
 
 def ics(a, b):
@@ -156,25 +148,10 @@ def ics(a, b):
     Y = b.read("model.embed_tokens.weight")[:n].float()
     cosines = []
     for M, N in zip(invariant_terms(a), invariant_terms(b)):
-        xy = centred_product(X, M, Y, N)
-        xx = centred_product(X, M, X, M)
-        yy = centred_product(Y, N, Y, N)
-        cosines.append(xy / max(xx * yy, 1e-300) ** 0.5)
+        x = X @ M @ X.T
+        y = Y @ N @ Y.T
+        cosines.append(cosine(x - x.mean(), y - y.mean()))
     return np.mean(cosines)
-
-
-def centred_product(X, M, Y, N):
-    """Sum of the entries of X M X', centred, times those of Y N Y'; X and Y are (n, d), M and N (d, d).
-
-    Nothing (n, n) is made: with G = X'Y, the sum is that of the entries of M times those of G N G'.
-    """
-    G = X.T @ Y
-    total = (M * (G @ N @ G.T)).double().sum().item()
-    x = X.sum(0)
-    y = Y.sum(0)
-    mean_x = (x @ M @ x).item() / len(X)
-    mean_y = (y @ N @ y).item() / len(Y)
-    return total - mean_x * mean_y  # centring takes the means away
 
 
 def invariant_terms(source):
@@ -183,15 +160,10 @@ def invariant_terms(source):
     Matrices as they are stored, (out, in); key-value heads are repeated for their queries.
     """
     for layer in reversed(range(source.config.num_layers)[-2:]):
-        q = layer_weight(source, layer, "self_attn.q")
-        k = repeat_heads(layer_weight(source, layer, "self_attn.k"), source.config)
-        yield q.T @ k
-        v = repeat_heads(layer_weight(source, layer, "self_attn.v"), source.config)
-        o = layer_weight(source, layer, "self_attn.o")
-        yield v.T @ o.T
-        up = layer_weight(source, layer, "mlp.up")
-        down = layer_weight(source, layer, "mlp.down")
-        yield up.T @ down.T
+        q, k, v, o = (layer_weight(source, layer, f"self_attn.{kind}") for kind in "qkvo")
+        yield q.T @ repeat_heads(k, source.config)
+        yield repeat_heads(v, source.config).T @ o.T
+        yield layer_weight(source, layer, "mlp.up").T @ layer_weight(source, layer, "mlp.down").T
 
 
 def repeat_heads(weight, config):

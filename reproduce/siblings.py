@@ -1,6 +1,5 @@
 """What becomes of siblings: models that differ in one thing, trained on the same text in the same order?
 
-    python -m reproduce.siblings births                         # is an unprejudiced birth better? 35 minutes
     python -m reproduce.siblings calibrations --text wiki.txt   # BB Figure 12, Table 7; SO; 80 minutes
 
 Each run is made once and reused, and taken up where it was stopped.
@@ -11,22 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import pandas as pd
+import numpy as np
 import torch
 
 import sinks
 import train
-from init import newborn
 from lib import checkpoint, runtime
 from lib.data import default_folder
-from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure
+from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import check_settings, read_log
+from lib.runs import merged_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from measure import attention
 from model import CHOICES
-from probe import count_predictions
 
 SEEDS = (42, 123, 1000, 2000)
 CONFIGS = Path(train.__file__).with_name("configs")
@@ -47,7 +44,7 @@ MAY_DIFFER = {"keep"} | train.MAY_CHANGE - {"max_iters", "eval_every", "eval_seq
 
 @dataclass
 class Settings(RunSettings):
-    """What `births`, and `python -m reproduce.family`, can be told."""
+    """What `python -m reproduce.family` can be told, and `calibrations` too."""
 
     scale: Literal["smoke", "laptop"] = "laptop"
     """of the training; smoke: does it work?"""
@@ -97,7 +94,7 @@ def trained(run: train.Settings):
     """
     run, _, _ = runtime.start(replace(run, resume=len(checkpoint.steps(run.out)) > 0))
     try:
-        check_settings(run, MAY_DIFFER)
+        merged_settings(run, MAY_DIFFER)
     except UserError as error:
         raise UserError(f"{error}; or move it away, or name another folder by --runs") from None
     last = Path(run.out, f"step_{run.max_iters:07}")
@@ -115,16 +112,10 @@ def begin(name, paper, settings: Settings, runs):
     return Experiment(name, paper, settings)
 
 
-def logged(run, key):
-    """What the log of a run's folder says of `key`, by step."""
-    table = pd.DataFrame(read_log(Path(run)))
-    return table.set_index("step")[key].dropna()
-
-
 def losses(run):
     """A run's last held-out loss, and the mean of all its evaluations after birth."""
-    after_birth = logged(run, "val_loss").drop(0)
-    return {"val_loss": after_birth.iloc[-1], "mean_loss": after_birth.mean()}
+    later = [row["val_loss"] for row in read_log(Path(run)) if row["step"] > 0 and "val_loss" in row]
+    return {"val_loss": later[-1], "mean_loss": np.mean(later)}
 
 
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
@@ -141,9 +132,7 @@ def calibrations(settings: CalibrationSettings):
         key = {"config": config, "calibration": kind, "seed": seed}
         rows.append(key | losses(run.out) | measure_sinks(experiment, config, run))
     draw_calibrations(rows, experiment.folder / "calibrations.png")
-    columns = ("config", "calibration", "seed", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
-    columns += ("disparity", "effective_rank", "norm_ratio", "value_ratio")
-    return experiment.save(rows, columns)
+    return experiment.save(rows)
 
 
 def calibration_runs(settings: Settings):
@@ -164,10 +153,7 @@ def calibration_runs(settings: Settings):
 
 @torch.inference_mode()
 def measure_sinks(experiment, config, run: train.Settings):
-    """A run's loss on the settings' text, its sinks at 64 tokens, and SO's links in the mean of layers.
-
-    The links are those of the trained model and of its birth.
-    """
+    """A run's loss on the settings' text, its sinks at 64 tokens, and SO's links in the mean of layers."""
     spec = checkpoint.parse_spec(run.out)
     model = spec.load(experiment.device)
     reading = sinks.Settings(
@@ -178,11 +164,9 @@ def measure_sinks(experiment, config, run: train.Settings):
     )
     row = {"text_loss": text_loss(experiment, spec, model), "uniform_alpha1": attention.uniform_alpha(64)}
     row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
-    birth = newborn(spec.config, run.seed, run.embedding_seed, run.init, experiment.device)
-    for prefix, measured in (("birth_", birth), ("", model)):
-        layers = pd.DataFrame(sinks.dissect(reading, spec, measured)["layers"])
-        for name in ("disparity", "others_disparity", "effective_rank", "output_tau"):
-            row[prefix + name] = layers[name].astype(float).mean()
+    layers = sinks.dissect(reading, spec, model)["layers"]
+    for name in ("disparity", "effective_rank", "output_tau"):
+        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     return row
 
 
@@ -201,65 +185,21 @@ def text_loss(experiment, spec, model):
 
 def draw_calibrations(rows, path) -> None:
     """Held-out loss against the sink rate, a point a seed, a panel a configuration."""
-    configs = list(pd.DataFrame(rows).groupby("config", sort=False))
+    configs = unique(rows, "config")
     title = "Which calibration of heads ends with fewer sinks, and with a lower loss? (a point a seed)"
     figure, grid = new_figure(title, columns=len(configs), sharex=True)
-    for axes, (config, runs) in zip(grid[0], configs):
-        for (kind, part), colour in zip(runs.groupby("calibration", sort=False), COLOURS):
-            axes.plot(100 * part["sink_rate"], part["val_loss"], "o", color=colour, label=kind, alpha=0.7)
+    for axes, config in zip(grid[0], configs):
+        for kind, colour in zip(CHOICES["attn_calibration"], COLOURS):
+            part = [row for row in rows if (row["config"], row["calibration"]) == (config, kind)]
+            rates = [100 * row["sink_rate"] for row in part]
+            axes.plot(rates, [row["val_loss"] for row in part], "o", color=colour, label=kind, alpha=0.7)
         axes.set(title=f"train.py configs/{config}.py", xlabel="sink rate at 64 tokens, % of heads")
         axes.set(ylabel="held-out loss, nats a token")
     legend_below(figure, grid[0, 0])
     save_figure(figure, path)
 
 
-# ---- is an unprejudiced birth a better one? (ours) ---------------------------------------------------------
-
-
-def births(settings: Settings):
-    """Is an unprejudiced birth a better one? GPT-2 styles drawn by `gpt2` and by `centered` (ours)"""
-    runs = birth_runs(settings)
-    experiment = begin("births", "ours", settings, runs)
-    rows = []
-    for (init, seed), run in runs.items():
-        model = checkpoint.load(run.out, experiment.device)
-        num_sequences = 4 if settings.scale == "smoke" else 200
-        mean_cosine, _ = count_predictions(model, 64, num_sequences)["cosines"].mean_and_std()
-        row = {"init": init, "seed": seed, "birth_loss": logged(run.out, "val_loss")[0]}
-        rows.append(row | losses(run.out) | {"mean_cosine": mean_cosine})
-    draw_births(rows, experiment.folder / "births.png")
-    return experiment.save(rows)
-
-
-def birth_runs(settings: Settings):
-    """Runs of both births by (init, seed)."""
-    runs = {}
-    for init, seed in itertools.product(("gpt2", "centered"), settings.some(SEEDS)):
-        changes = {"model": "tiny_gpt2", "init": init, "seed": seed, "keep": "last"}
-        runs[init, seed] = settings.training("laptop", f"births/laptop-{init}-{seed}", **changes)
-    return runs
-
-
-def draw_births(rows, path) -> None:
-    """Held-out loss at the end, after one birth and after the other."""
-    curves(
-        [row | {"series": f"seed {row['seed']}"} for row in rows],
-        path,
-        "Does training gain by an unprejudiced birth?",
-        x="init",
-        y="val_loss",
-        series="series",
-        xlabel="birth (centered: unprejudiced)",
-        xticks=(0, 1),
-        xlim=(-0.3, 1.3),
-        ylabel="held-out loss at the end, nats a token",
-    )
-
-
-COMMANDS = {
-    "births": Command(births, Settings()),
-    "calibrations": Command(calibrations, CalibrationSettings()),
-}
+COMMANDS = {"calibrations": Command(calibrations, CalibrationSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

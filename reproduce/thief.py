@@ -16,14 +16,12 @@ from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
-import scipy.linalg
 import torch
 
 from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
 from lib.data import load_tokenizer
-from lib.folders import parameter_shapes
 from lib.settings import Command, RunSettings, UserError, run_script
 from model import Transformer
 from seedprint import Models
@@ -99,7 +97,7 @@ def rotation(config, generator):
     Q = Q * np.sign(np.diag(R))  # uniform over all rotations only with these signs
     if fixed:
         basis, _ = np.linalg.qr(np.column_stack([np.ones(d), generator.standard_normal((d, d - 1))]))
-        Q = basis @ scipy.linalg.block_diag(1.0, Q) @ basis.T
+        Q = basis[:, 1:] @ Q @ basis[:, 1:].T + 1 / d
     return torch.from_numpy(Q)
 
 
@@ -140,9 +138,8 @@ def neurons(weights, config, generator):
         units = shuffled(generator, config.d_ff)
         groups = shuffled(generator, config.kv_heads)
         heads = torch.cat([group * queries + shuffled(generator, queries) for group in groups])
-        orders = {"units": units}
-        for what, chosen in (("queries", heads), ("keys", groups)):
-            orders[what] = (chosen[:, None] * config.head_size + within).flatten()
+        rows = [(chosen[:, None] * config.head_size + within).flatten() for chosen in (heads, groups)]
+        orders = {"units": units, "queries": rows[0], "keys": rows[1]}
         select(weights, orders, f"model.layers.{layer}.")
     return config
 
@@ -163,11 +160,6 @@ def signs(weights, config, generator):
 WAYS = {"rotate": rotate, "permute": permute, "neurons": neurons, "signs": signs}
 
 
-def fitting_ways(config):
-    """All ways of hiding a model that go together."""
-    return ("rotate", "neurons", "signs") if config.mlp == "swiglu" else ("rotate", "neurons")
-
-
 def hidden(source, ways=None, seed=0):
     """A source that computes what a source of ours does, hidden in several ways, one after another.
 
@@ -175,7 +167,9 @@ def hidden(source, ways=None, seed=0):
     """
     weights = {name: weight.double() for name, weight in weights_of(source).items()}
     config = source.config
-    for way in ways or fitting_ways(config):
+    if ways is None:
+        ways = ("rotate", "neurons", "signs") if config.mlp == "swiglu" else ("rotate", "neurons")
+    for way in ways:
         config = WAYS[way](weights, config, keyed_generator("thief", way, seed))
     return as_source({name: weight.float() for name, weight in weights.items()}, config)
 
@@ -235,12 +229,11 @@ def rounded(source, bits):
     return of_matrices(source, change)
 
 
-def narrowed(source, share, seed=0):
+def narrowed(source, share):
     """A share of a source's residual coordinates and of its hidden units, chosen at random; all heads."""
     old = source.config
-    width = round(share * old.d_model)
-    units = round(share * old.d_ff)
-    generator = keyed_generator("narrowed", seed)
+    width, units = round(share * old.d_model), round(share * old.d_ff)
+    generator = keyed_generator("narrowed", 0)
     orders = {"stream": torch.from_numpy(generator.permutation(old.d_model)[:width])}
     orders["units"] = torch.from_numpy(generator.permutation(old.d_ff)[:units])
     weights = weights_of(source)
@@ -250,14 +243,12 @@ def narrowed(source, share, seed=0):
 
 def cut(source, layers):
     """The layers of a source with these numbers, from 0, in this order; one may come twice."""
-    config = replace(source.config, num_layers=len(layers))
-    weights = {}
-    for name in parameter_shapes(config):
-        words = name.split(".")
-        if "layers" in words:
-            words[2] = str(layers[int(words[2])])
-        weights[name] = source.read(".".join(words))
-    return as_source(weights, config)
+    weights = {name: source.read(name) for name in source.shapes if "layers" not in name}
+    for place, layer in enumerate(layers):
+        for name in source.shapes:
+            if name.startswith(f"model.layers.{layer}."):
+                weights[name.replace(f".{layer}.", f".{place}.")] = source.read(name)
+    return as_source(weights, replace(source.config, num_layers=len(layers)))
 
 
 def save(folder, source, tokenizer=None) -> None:
@@ -271,14 +262,12 @@ def hide(settings: Settings) -> None:
     """Write a copy of a model that computes the same and looks like another; UserError if <out> is there."""
     if len(settings.models) != 1:
         raise UserError("expected one model to hide: a checkpoint folder, or PRESET@SEED")
-    spec = parse_spec(settings.models[0])
-    source = spec.open()
     if os.path.lexists(settings.out):
         raise UserError(f"'{settings.out}' is there already: give another --out")
-    ways = settings.ways or fitting_ways(source.config)
+    spec = parse_spec(settings.models[0])
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
-    save(settings.out, hidden(source, ways, settings.seed), tokenizer)
-    print(f"{settings.out} computes what {spec.label} does, hidden by {', '.join(ways)}; compare them:")
+    save(settings.out, hidden(spec.open(), settings.ways, settings.seed), tokenizer)
+    print(f"{settings.out} computes what {spec.label} does, hidden; compare them:")
     print(f"python seedprint.py compare {spec.label} {settings.out}")
 
 

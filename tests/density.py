@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COUNTED = (ast.Name, ast.Attribute, ast.Call, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Subscript, ast.Compare)
+LEFT_OUT = ("tests", "configs", "answers", "docs")  # docs has the lesson's solutions
 CLEVER = {
     "conditional": ast.IfExp,
     "comprehension": ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp,
@@ -21,11 +22,11 @@ CLEVER = {
 
 
 def python_files(folder: Path = ROOT) -> list[Path]:
-    """All Python below a folder, without tests, configs and what is hidden (environments, caches)."""
+    """All Python below a folder, without tests, configs, answers and what is hidden."""
     files = []
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).parts
-        if parts[0] not in ("tests", "configs") and not any(part.startswith(".") for part in parts):
+        if parts[0] not in LEFT_OUT and not any(part.startswith(".") for part in parts):
             files.append(path)
     return files
 

@@ -1,14 +1,13 @@
 """Is a run that was killed at any moment, or met a full disk, and resumed, the run that was not?
 
-    python tests/kill_training.py            # SIGKILL at each of some 200 moments: five minutes
+    python tests/kill_training.py            # SIGKILL at each of some 200 moments, of one process and of two
     python tests/kill_training.py 5          # at five of them, evenly spread
-    python tests/kill_training.py random 100 # 100 kills at random times, of one process and of two
     python tests/kill_training.py full 20    # files may not grow beyond 20 random sizes
 
-A moment is one at which the process opens, renames or removes a file of its run: Python announces each (PEP
-578), and the process kills itself there. So no clock decides what is tested. After the first kill the run is
-resumed and killed again, then resumed to its end. All that its files hold must come out the same, to the last
-bit, but for the speeds in metrics.jsonl; and no other file may be left.
+A moment is one at which the (first) process opens, renames or removes a file of its run: Python announces
+each (PEP 578), and the process kills itself there. So no clock decides what is tested. After the first kill
+the run is resumed and killed again, then resumed to its end. All that its files hold must come out the same,
+to the last bit, but for the speeds in metrics.jsonl; and no other file may be left.
 """
 
 import json
@@ -20,7 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
-import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -56,7 +55,6 @@ def small_run(tokens: Path, out: Path) -> train.Settings:
         out=str(out),
         device="cpu",
         dtype="float32",
-        resume=True,
         sequence_length=16,
         global_batch_size=4,
         micro_batch_size=2,
@@ -69,85 +67,55 @@ def small_run(tokens: Path, out: Path) -> train.Settings:
     )
 
 
-def train_until(
-    settings: train.Settings, moment: int, counter, rank: int, world_size: int, port: int
-) -> None:
-    """Train, counting moments in the shared `counter`, and die at the one that is given; 0: never."""
+def train_until(settings: train.Settings, moment: int, counter, size: int, ranks: tuple) -> None:
+    """Train, counting moments in the shared `counter`, and die at the one that is given; 0: never.
+
+    Files may have `size` bytes; `ranks` are this process's number, how many there are, and where they meet.
+    """
     run = os.path.abspath(settings.out)
+    rank, world_size, port = ranks
 
     def announced(event: str, arguments: tuple) -> None:
-        if event in EVENTS and isinstance(arguments[0], str | os.PathLike):
+        if rank == 0 and event in EVENTS and isinstance(arguments[0], str | os.PathLike):
             path = os.fspath(arguments[0])
             if not os.path.isabs(path) or path.startswith(run):  # shutil.rmtree names files within a folder
                 counter.value += 1
                 if counter.value == moment:
                     os.kill(os.getpid(), signal.SIGKILL)
 
+    torch.set_num_threads(1)
     if world_size > 1:  # as torchrun has it
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
         os.environ |= {name: str(number) for name, number in numbers.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
-        torch.set_num_threads(1)
+    settings = replace(settings, resume=Path(run, "settings.json").exists())
     runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     sys.stdout = open(os.devnull, "w")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     sys.addaudithook(announced)
     try:
         train.train(settings)
     except UserError as error:
-        _, largest = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))  # the message may go into a file, too
-        sys.stderr.write(f"{error}\n")
         os._exit(FULL if "cannot write" in str(error) else 1)
     os._exit(0)
 
 
-def attempt(settings: train.Settings, moment: int = 0) -> tuple[int, int]:
-    """Train in a process of its own: its exit status, and how many moments it saw."""
-    counter = processes.Value("i", 0)
-    process = processes.Process(target=train_until, args=(settings, moment, counter, 0, 1, 0))
-    process.start()
-    process.join()
-    if process.exitcode not in (0, -signal.SIGKILL):
-        sys.exit(f"training ended with status {process.exitcode}")
-    return process.exitcode, counter.value
-
-
-def attempt_for(settings: train.Settings, world_size: int, seconds: float | None = None) -> bool:
-    """Train in one process or several, and kill them all after some seconds; were they still at work?"""
+def attempt(settings: train.Settings, world_size=1, moment=0, size=resource.RLIM_INFINITY) -> tuple[int, int]:
+    """Train in processes of their own: the first one's exit status, and how many moments it saw."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     counter = processes.Value("i", 0)
     ranks = []
     for rank in range(world_size):
-        arguments = (settings, 0, counter, rank, world_size, port)
+        arguments = (settings, moment, counter, size, (rank, world_size, port))
         ranks.append(processes.Process(target=train_until, args=arguments))
         ranks[-1].start()
-    deadline = None if seconds is None else time.monotonic() + seconds
-    for process in ranks:
-        process.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    was_killed = False
-    for process in ranks:
-        was_killed |= process.is_alive()
-        process.kill()
+    ranks[0].join()
+    for process in ranks[1:]:
+        if ranks[0].exitcode:
+            process.kill()
         process.join()
-    if not was_killed and any(process.exitcode for process in ranks):
-        sys.exit(f"training ended with status {[process.exitcode for process in ranks]}")
-    return was_killed
-
-
-def attempt_with_limit(settings: train.Settings, size: int) -> int:
-    """Train in a process whose files may have `size` bytes at most; its exit status."""
-
-    counter = processes.Value("i", 0)
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        train_until(settings, 0, counter, 0, 1, 0)
-
-    process = processes.Process(target=limited)
-    process.start()
-    process.join()
-    return process.exitcode
+    return ranks[0].exitcode, counter.value
 
 
 def contents(run: Path) -> dict[str, str | bytes]:
@@ -158,8 +126,9 @@ def contents(run: Path) -> dict[str, str | bytes]:
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = json.dumps([{k: v for k, v in row.items() if k not in SPEEDS} for row in rows])
-        elif path.is_file() and path.name != "checksums.json":
+        elif path.is_file():
             found[name] = path.read_bytes().replace(str(run).encode(), b"RUN")
+            found[name] = found[name].replace(b'"resume": true', b'"resume": false')
     return found
 
 
@@ -169,41 +138,21 @@ def differences(run: Path, expected: dict) -> str:
     return ", ".join(sorted(name for name in expected | found if expected.get(name) != found.get(name)))
 
 
-def kill_at_moments(folder: Path, tokens: Path, count: int | None) -> None:
+def kill_at_moments(folder: Path, tokens: Path, world_size: int, count: int | None) -> None:
     """Kill a run at every moment, or at `count` of them, then at another one; resume it to its end."""
-    _, total = attempt(small_run(tokens, folder / "whole"))
+    folder /= str(world_size)
+    _, total = attempt(small_run(tokens, folder / "whole"), world_size)
     expected = contents(folder / "whole")
     count = count or total
     for i in range(count):
         moment = 1 + i * (total - 1) // max(1, count - 1)
         settings = small_run(tokens, folder / f"killed_at_{moment}")
-        kills = 0
-        for death in (moment, 1 + moment % 40, 0):
-            status, _ = attempt(settings, death)
-            kills += status != 0
-        report(f"moment {moment} of {total}: {kills} kills", differences(Path(settings.out), expected))
-
-
-def kill_at_random(folder: Path, tokens: Path, count: int) -> None:
-    """Kill runs of one process and of two `count` times in all, at random times; resume them to their end."""
-    expected, durations = {}, {}
-    for world_size in (1, 2):
-        settings = small_run(tokens, folder / f"whole_{world_size}")
-        begun = time.monotonic()
-        attempt_for(settings, world_size)
-        durations[world_size] = time.monotonic() - begun
-        expected[world_size] = contents(folder / f"whole_{world_size}")
-    draw = random.Random(0)
-    kills, number = 0, 0
-    while kills < count:
-        number += 1
-        world_size = 1 + number % 2
-        settings = small_run(tokens, folder / f"random_{number}")
-        for _ in range(draw.randrange(1, 4)):
-            kills += attempt_for(settings, world_size, draw.uniform(0.1, 1) * durations[world_size])
-        attempt_for(settings, world_size)
-        text = f"run {number}, {world_size} processes: {kills} kills so far"
-        report(text, differences(Path(settings.out), expected[world_size]))
+        statuses = [attempt(settings, world_size, death)[0] for death in (moment, 1 + moment % 40, 0)]
+        wrong = differences(Path(settings.out), expected)
+        kills = statuses.count(-signal.SIGKILL)
+        if kills == 0 or statuses[2] or not set(statuses) <= {0, -signal.SIGKILL}:
+            wrong += f" statuses {statuses}"
+        report(f"{world_size} processes, moment {moment} of {total}: {kills} kills", wrong)
 
 
 def fill_the_disk(folder: Path, tokens: Path, count: int) -> None:
@@ -214,13 +163,13 @@ def fill_the_disk(folder: Path, tokens: Path, count: int) -> None:
     for number in range(count):
         size = round(10 ** draw.uniform(2, 6.8))
         settings = small_run(tokens, folder / f"full_{number}")
-        status = attempt_with_limit(settings, size)
+        status, _ = attempt(settings, size=size)
         for step in checkpoint.steps(settings.out):
             checkpoint.parse_spec(str(step)).open()
         attempt(settings)
         wrong = differences(Path(settings.out), expected)
         if status not in (0, FULL):
-            wrong = f"status {status} {wrong}"
+            wrong += f" status {status}"
         report(f"{size} bytes: {'the disk is full' if status else 'room enough'}", wrong)
 
 
@@ -233,12 +182,15 @@ def report(text: str, wrong: str) -> None:
 
 def main() -> None:
     """Disturb runs as the words ask; exit status 1 if any comes out different."""
-    kinds = {"random": kill_at_random, "full": fill_the_disk}
     words = sys.argv[1:]
-    disturb = kinds.get(words[0], kill_at_moments) if words else kill_at_moments
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        disturb(folder, prepare(folder), int(words[-1]) if words else None)
+        tokens = prepare(folder)
+        if words[:1] == ["full"]:
+            fill_the_disk(folder, tokens, int(words[1]))
+        else:
+            for world_size in (1, 2):
+                kill_at_moments(folder, tokens, world_size, int(words[0]) if words else None)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import transformers
 from conftest import KINDS, ROOT, random_model
@@ -72,33 +73,11 @@ def test_long_sequences_take_the_other_path_of_the_kernel():
 
 def test_weights_are_read_before_heads_are_replaced():
     model = random_model(KINDS["llama"])
-    tokens = random_tokens(2, range(3), 12, 97)
 
     def double_the_first_layer(layer, heads, q, k, v):
         return 2 * heads if layer == 1 else None
 
-    assert_alpha(model, tokens, range(1, 13), double_the_first_layer)
-    plain = attention.attention_to(model, tokens)
-    changed = attention.attention_to(model, tokens, on_heads=double_the_first_layer)
-    assert torch.equal(changed[:, 0], plain[:, 0])
-    assert not torch.allclose(changed[:, 1:], plain[:, 1:], atol=1e-3)
-
-
-def test_weights_of_each_query():
-    model = random_model(KINDS["qwen3"])
-    tokens = random_tokens(0, range(2), 21, 97)
-    positions = (21, 3, 3)  # any order, and repeated
-    layers = []
-
-    def watch(layer, heads, q, k, v):
-        layers.append(attention.weights_on(q, k, torch.tensor(positions)))
-
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=watch)
-    weights = torch.stack(layers, dim=1).double()
-    matrices = explicit(model, tokens)
-    for column, position in enumerate(positions):
-        torch.testing.assert_close(weights[..., column], matrices[..., position - 1], atol=1e-6, rtol=0)
+    assert_alpha(model, random_tokens(2, range(3), 12, 97), range(1, 13), double_the_first_layer)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "llama3", "qwen2", "qwen3"])
@@ -125,26 +104,9 @@ def test_uniform_attention_is_the_mean_of_1_over_i():
     alpha = attention.attention_to(model, random_tokens(0, range(2), 50, 4096), range(1, 51))
     for position in range(1, 51):
         law = sum(1 / i for i in range(position, 51)) / (51 - position)
-        assert attention.uniform_alpha(50, position) == pytest.approx(law, rel=1e-12)
+        if position == 1:
+            assert attention.uniform_alpha(50) == pytest.approx(law, rel=1e-12)
         assert (alpha[..., position - 1] - law).abs().max() < 1e-6  # float32 sums of 50 numbers
-
-
-def test_a_planted_sink_stands_out():
-    model = init.newborn("tiny_llama", 3)
-    layer = model.model.layers[2].self_attn
-    with torch.no_grad():  # head 5 of layer 3: a key along every query, at the one token that is always first
-        layer.q_proj.weight[4 * 32 : 5 * 32].zero_()
-        layer.q_proj.bias = torch.nn.Parameter(torch.zeros(256))
-        layer.q_proj.bias[4 * 32 + 15] = 40.0  # the slowest pair of RoPE
-        model.model.embed_tokens.weight[7] = 0.0
-        model.model.embed_tokens.weight[7, 0] = 50.0
-        layer.k_proj.weight[4 * 32 + 15] = 0.0
-        layer.k_proj.weight[4 * 32 + 15, 0] = 1.0
-    tokens = random_tokens(0, range(4), 32, 4096)
-    tokens[:, 0] = 7
-    alpha = attention.sink_signs(model, tokens)["alpha1"]
-    assert alpha[:, 2, 4].min() > 0.9
-    assert attention.sink_share(alpha, 0.3).tolist() == pytest.approx([1 / 48] * 4)  # one of 6 x 8 heads
 
 
 def test_batches_do_not_matter(monkeypatch):
@@ -203,6 +165,55 @@ def test_attention_on_a_gpu():
     here = attention.attention_to(model, tokens, range(1, 34))
     there = attention.attention_to(model.cuda(), tokens.cuda(), range(1, 34)).cpu()
     torch.testing.assert_close(there, here, atol=1e-5, rtol=0)  # float32 states, summed in another order
+
+
+# ---- the stream --------------------------------------------------------------------------------------------
+
+
+def test_effective_rank_is_the_entropy_of_singular_values():
+    """By numpy's singular values of the centred matrix, of batches of any shape."""
+    states = (
+        torch.randn(4, 30, 12, generator=torch.Generator().manual_seed(0)) @ torch.randn(12, 12).tril() + 5
+    )
+    rank = attention.EffectiveRank()
+    for part in states.split((1, 3)):
+        rank.update(part)
+    matrix = states.flatten(0, 1).double().numpy()
+    values = np.linalg.svd(matrix - matrix.mean(0), compute_uv=False)
+    # squares are summed in float64: singular values keep half of its digits
+    assert rank.value() == pytest.approx(np.exp(scipy.stats.entropy(values)), rel=1e-6)
+
+
+@pytest.mark.parametrize("directions", [1, 3, 8])
+def test_effective_rank_of_equal_directions(directions):
+    """As many as there are, whatever their size and the mean."""
+    states = torch.cat([torch.eye(8)[:directions], -torch.eye(8)[:directions]]) * 7 + 3
+    rank = attention.EffectiveRank()
+    rank.update(states)
+    assert rank.value() == pytest.approx(directions, rel=1e-6)
+
+
+def test_effective_rank_of_one_state_is_nothing():
+    """Also where rounding leaves a little of a state that is large."""
+    rank = attention.EffectiveRank()
+    for _ in range(3):
+        rank.update(torch.randn(6, generator=torch.Generator().manual_seed(0)).mul(1e4).expand(5, 4, 6))
+    assert rank.value() == 0
+
+
+def test_dominance_ratio_by_hand():
+    states = torch.tensor([[1.0, -1.0, 1.0, 1.0], [0.0, 0.0, -8.0, 0.0]])
+    assert attention.dominance_ratio(states).tolist() == [1, 4]
+
+
+def test_output_tau_is_kendalls():
+    weight = torch.randn(6, 20, generator=torch.Generator().manual_seed(1))
+    std = torch.rand(20, generator=torch.Generator().manual_seed(2))
+    expected = scipy.stats.kendalltau(np.linalg.norm(weight, axis=0), std).statistic
+    assert attention.output_tau(weight, std) == pytest.approx(expected)
+    assert attention.output_tau(weight, weight.norm(dim=0)) == pytest.approx(1)
+    assert attention.output_tau(weight, -weight.norm(dim=0)) == pytest.approx(-1)
+    assert attention.output_tau(weight, torch.zeros(20)) is None
 
 
 # ---- memory and time ---------------------------------------------------------------------------------------

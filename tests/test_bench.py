@@ -1,6 +1,7 @@
 """reproduce/bench.py at a size for tests: that it measures what it says it measures."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from lib.files import read_json
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import bench
 
-COLUMNS = "model work batch_size sequence_length dtype ours transformers ratio lowest highest"
+COLUMNS = (
+    "model work batch_size sequence_length dtype ours transformers ratio lowest highest our_peak their_peak"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +23,8 @@ def small_cases(monkeypatch):
     monkeypatch.setattr(bench, "CASES", (("forward", "tiny_llama", 4, 16), ("training", "tiny_llama", 2, 16)))
 
 
-def test_rows_of_both_works(tmp_path):
+def test_rows_of_both_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "peak_memory", lambda maker: 1.0)  # is tested below
     done = run_here("reproduce.bench", "--rounds", 2, "--dtype", "bfloat16", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = read_json(tmp_path / "bench.json")["rows"]
@@ -33,7 +37,11 @@ def test_rows_of_both_works(tmp_path):
 def test_both_pass_over_the_same_tokens():
     """Each returns one state a sequence; ours is what the model says of all tokens but the last."""
     tokens = torch.randint(97, (4, 17))
-    ours, theirs = bench.forward_passes("tiny_llama", tokens, torch.float32)
+    works = [
+        bench.make_work(whose, "forward", "tiny_llama", tokens, torch.float32)
+        for whose in ("ours", "transformers")
+    ]
+    ours, theirs = works
     assert ours().shape == theirs().shape == (4, 32)
     model = bench.newborn("tiny_llama", 0)
     assert torch.allclose(ours(), model.hidden(tokens[:, :-1])[:, -1], atol=1e-6)
@@ -41,7 +49,9 @@ def test_both_pass_over_the_same_tokens():
 
 def test_training_steps_lower_the_loss():
     torch.manual_seed(0)
-    for step in bench.training_steps("tiny_llama", torch.randint(97, (2, 17)), torch.float32):
+    tokens = torch.randint(97, (2, 17))
+    for whose in ("ours", "transformers"):
+        step = bench.make_work(whose, "training", "tiny_llama", tokens, torch.float32)
         losses = [step().item() for _ in range(3)]
         assert losses == sorted(losses, reverse=True)
 
@@ -57,15 +67,21 @@ def test_turns_alternate_and_medians_count(monkeypatch):
     seconds = iter([3.0, 30.0, 20.0, 2.0, 1.0, 5.0])
 
     def seconds_of(work):
-        order.append(work())
+        work()
         return next(seconds)
 
     monkeypatch.setattr(bench, "seconds_of", seconds_of)
-    row = bench.take_turns(lambda: "A", lambda: "B", 60, 3)
-    assert order == ["B", "A", "A", "B", "B", "A"]
+    row = bench.take_turns(lambda: order.append("A"), lambda: order.append("B"), 60, 3)
+    assert order == ["A", "B"] + ["B", "A", "A", "B", "B", "A"]
     assert row["ours"] == 60 / 20 and row["transformers"] == 60 / 2
     assert row["ratio"] == pytest.approx(0.1)
     assert row["lowest"] == pytest.approx(3 / 30) and row["highest"] == pytest.approx(1 / 5)
+
+
+def test_peak_memory_is_of_a_process_of_its_own():
+    """Blocks of 0.5 and 1 GiB, more than importing takes; all else is the same, but for some MiB."""
+    small, large = (bench.peak_memory(partial(partial, torch.ones, size)) for size in (2**27, 2**28))
+    assert large - small == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("name", ["nano_gpt2", "nano_llama", "nano_qwen"])

@@ -221,15 +221,13 @@ def test_thief_as_a_script(tmp_path):
     assert_refused(run_here("reproduce.thief", *words), "gate")
 
 
-@pytest.mark.parametrize(
-    "preset, ways", [("tiny_gpt2", "rotate, neurons"), ("tiny_llama", "rotate, neurons, signs")]
-)
-def test_a_thief_hides_a_model_in_all_ways_that_fit(preset, ways, tmp_path, monkeypatch):
+@pytest.mark.parametrize("preset", ["tiny_gpt2", "tiny_llama"])
+def test_a_thief_hides_a_model_in_all_ways_that_fit(preset, tmp_path, monkeypatch):
     theirs = PRESETS[preset]
     config = replace(CONFIG, mlp=theirs.mlp, norm=theirs.norm, tie_embeddings=theirs.tie_embeddings)
     monkeypatch.setitem(PRESETS, preset, config)
     done = run_here("reproduce.thief", f"{preset}@3", "--out", tmp_path / "stolen")
-    assert done.returncode == 0 and f"hidden by {ways};" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
     for row in found(Newborn(config, 3), open_folder(tmp_path / "stolen")):
         assert row.share >= 0.99
 
@@ -300,8 +298,8 @@ def test_other_vocabularies(tmp_path):
         vocabulary = {f"token {string}": number for number, string in enumerate(strings)}
         (tmp_path / folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     assert min(shares(base, open_folder(tmp_path / "reordered"))) == 1
-    (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}}')
-    with pytest.raises(UserError, match="its tokenizer has 'a' as token 'b'"):
+    (tmp_path / "a" / "tokenizer.json").write_text('{"model": {"vocab": 3}}')
+    with pytest.raises(UserError, match="cannot read .*tokenizer.json"):
         found(base, open_folder(tmp_path / "reordered"))
 
 

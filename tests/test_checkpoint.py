@@ -6,21 +6,19 @@ Names and the models they mean; states with one block in memory, against the who
 import errno
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
-import sentencepiece
 import torch
 import transformers
-from conftest import KINDS, ROOT, assert_refused, random_model, run_here
+from conftest import KINDS, ROOT, random_model
 
 import init
 from lib import checkpoint, data, folders
 from lib.checkpoint import Newborn, Spec, chosen_models, final_states, parse_spec
+from lib.files import read_json, sha256
 from lib.settings import UserError
 from model import PRESETS, ModelConfig
 
@@ -39,7 +37,6 @@ def edit_config(folder: str, **changes) -> None:
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    (Path(folder) / "checksums.json").unlink(missing_ok=True)
 
 
 def test_what_is_saved_is_loaded(kind, tmp_path):
@@ -123,15 +120,12 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     "changes, word",
     [
         ({"model_type": "gpt_neox"}, "gpt_neox"),
-        ({"model_type": None}, "foreign architecture"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"num_hidden_layers": 4}, "model.layers.3"),
-        ({"num_hidden_layers": 2}, "model.layers.2"),
         ({"num_key_value_heads": 2}, "k_proj"),
         ({"hidden_size": None}, "d_model"),
         ({"num_attention_heads": 0}, "0 heads"),
@@ -144,23 +138,6 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
     with pytest.raises(UserError, match=word) as error:
         checkpoint.load(folder)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_hostile_index_and_integer_weights(tmp_path):
-    folder, model = saved(tmp_path / "a", KINDS["llama"])
-    outside = tmp_path / "outside.safetensors"
-    (tmp_path / "a" / "model.safetensors").rename(outside)
-    for name in ("../outside.safetensors", str(outside), "model.bin", 7, "a" * 300 + ".safetensors"):
-        index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
-        (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(UserError, match="weight_map|in this folder|missing|too long"):
-            checkpoint.load(folder)
-    (tmp_path / "a" / "model.safetensors.index.json").unlink()
-    (tmp_path / "a" / "checksums.json").unlink()
-    weights = {name: weight.to(torch.int8) for name, weight in model.state_dict().items()}
-    safetensors.torch.save_file(weights, tmp_path / "a" / "model.safetensors")
-    with pytest.raises(UserError, match="I8"):
-        checkpoint.load(folder)
 
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -225,8 +202,8 @@ def test_models_that_flags_choose(tmp_path):
     "name, word",
     [
         ("nano_lama@3", "did you mean nano_llama"),
-        ("tiny_llama", "give it a seed, as in tiny_llama@42"),
-        ("nothing", "PRESET@SEED"),
+        ("tiny_llama", "tiny_llama@SEED"),
+        ("nothing", "no model 'nothing'"),
         ("null\0byte", "no model"),
         (str(ROOT / "docs"), "config.json is missing"),
     ],
@@ -236,7 +213,7 @@ def test_names_of_nothing(name, word):
         checkpoint.load(name)
 
 
-def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
+def test_nan_and_a_huge_tokenizer_are_named(tmp_path):
     model = init.newborn("tiny_llama", 1)
     model.lm_head.weight.data[7, 3] = float("nan")
     checkpoint.save(tmp_path / "a", model)
@@ -247,8 +224,8 @@ def test_nan_and_a_damaged_tokenizer_are_named(tmp_path):
     spec = parse_spec(str(tmp_path / "a"))
     assert spec.tokenizer_file == tmp_path / "a" / "tokenizer.model"
     assert spec.tokenizer_file.read_bytes() == tokenizer.content
-    (tmp_path / "a" / "tokenizer.model").write_bytes(b"something else")
-    with pytest.raises(UserError, match="corrupt.*tokenizer.model"):
+    os.truncate(tmp_path / "a" / "tokenizer.model", 2**27)
+    with pytest.raises(UserError, match="tokenizer.model: it has 134,217,728 bytes"):
         _ = spec.tokenizer_file
 
 
@@ -316,16 +293,12 @@ class Full:
 
 
 def test_saving_replaces_and_survives(tmp_path):
-    """A second save takes the place of the first; a failed one, or one killed in between, leaves it alone."""
+    """A failed save leaves the first alone; a second one takes its place."""
     first, second = random_model(KINDS["llama"], 1), random_model(KINDS["llama"], 2)
     checkpoint.save(tmp_path / "a", first)
     with pytest.raises(UserError, match="cannot write"):
         checkpoint.save(tmp_path / "a", second, tokenizer=Full())
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), first(TOKENS))
-    (tmp_path / "a").rename(tmp_path / ".a.old.tmp")  # where a kill between the two renames leaves it
-    with pytest.raises(UserError):
-        checkpoint.save(tmp_path / "a", second, tokenizer=Full())
-    assert [path.name for path in tmp_path.iterdir()] == [".a.old.tmp"]
     checkpoint.save(tmp_path / "a", second)
     assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), second(TOKENS))
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
@@ -346,7 +319,7 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path):
     folder = tmp_path / "step_0000002"
     checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
     state, tensors = checkpoint.read_state(folder)
-    assert state == checkpoint.TrainingState(2, "data")
+    assert (state.step, state.data) == (2, "data")
     other = torch.optim.AdamW(model.parameters(), fused=True)
     checkpoint.restore(other, model, state, tensors)
     for parameter in model.parameters():
@@ -360,82 +333,31 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path):
     "damage, word",
     [
         ({"step": 3}, "of step 3"),
-        ({"step": 10**15}, "of step 1000000000000000"),
         ({"step": "2"}, "Expected `int`"),
-        ({"step": 2.0}, "Expected `int`"),
-        ({"data": None}, "Expected `str`"),
         ({"maximize": True}, "unknown setting"),
+        ({"sha256": {}}, "config.json is not what"),
         ("shape", "expected"),
         ("name", "exp_avg is missing"),
-        ("missing", "is missing, expected"),
-        ("type", "F64"),
-        ("step", "of step 1, the weights of step 2"),
+        ("step", "optimizer.safetensors is not what"),
     ],
 )
 def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
-    """Neither tensors of other shapes, names and types nor another step are ever given to an optimizer."""
+    """Neither tensors of other shapes and names nor another step's are ever given to an optimizer."""
     model = random_model(KINDS["llama"])
     folder = tmp_path / "step_0000002"
+    path = folder / "optimizer.safetensors"
     checkpoint.save(folder, model, trained(model), checkpoint.TrainingState(2, "data"))
-    (folder / "checksums.json").unlink()
+    state = read_json(folder / "state.json")
     if isinstance(damage, dict):
-        (folder / "state.json").write_text(json.dumps({"step": 2, "data": "data"} | damage))
+        state |= damage
     else:
-        tensors = safetensors.torch.load_file(folder / "optimizer.safetensors")
+        tensors = safetensors.torch.load_file(path)
         tensor = tensors.pop("model.norm.weight.exp_avg")
-        if damage == "shape":
-            tensors["model.norm.weight.exp_avg"] = tensor[:-1].clone()
-        elif damage == "name":
-            tensors["model.norm.weight.max_exp_avg"] = tensor
-        elif damage == "type":
-            tensors["model.norm.weight.exp_avg"] = tensor.double()
-        elif damage == "step":
-            tensors["model.norm.weight.exp_avg"] = tensor
-        metadata = {"step": "1" if damage == "step" else "2"}
-        safetensors.torch.save_file(tensors, folder / "optimizer.safetensors", metadata)
+        name = "model.norm.weight.max_exp_avg" if damage == "name" else "model.norm.weight.exp_avg"
+        tensors[name] = tensor[:-1].clone() if damage == "shape" else tensor + 1
+        safetensors.torch.save_file(tensors, path)
+        if damage != "step":
+            state["sha256"][path.name] = sha256(path)
+    (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=word):
         checkpoint.read_state(folder)
-
-
-def test_full_disk(tmp_path):
-    code = """
-import pathlib, resource, sys
-import init
-from lib import checkpoint
-from lib.settings import Command, RunSettings, run_script
-def work(settings):
-    "Save two megabytes where one fits."
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-    checkpoint.save(pathlib.Path(settings.out), init.newborn("tiny_llama", 1))
-run_script({"": Command(work, RunSettings(out=sys.argv.pop()))}, "What?")
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert_refused(result, "cannot write", str(tmp_path / "a"))
-    assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_scripts_take_folders_and_name_tokens(tmp_path, monkeypatch):
-    """A tokenizer beside the weights gives tokens their text; a newborn beside it has none."""
-    monkeypatch.setattr("lib.runtime.matmul_peak", lambda device, dtype: 1e11)
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter((ROOT / "model.py").read_text().splitlines()),
-        model_prefix=str(tmp_path / "m"),
-        vocab_size=300,
-        minloglevel=2,
-        model_type="bpe",
-    )
-    config = replace(PRESETS["tiny_llama"], vocab_size=300)
-    checkpoint.save(
-        tmp_path / "a", init.newborn(config, 1), tokenizer=data.load_tokenizer(str(tmp_path / "m.model"))
-    )
-    small = ["--num-sequences", 30, "--sequence-length", 8, "--out", tmp_path]
-    result = run_here("probe", "--model", tmp_path / "a", "tiny_llama@4", *small)
-    assert result.returncode == 0, result.stderr
-    folder, newborn = json.loads((tmp_path / "probe.json").read_text())["rows"]
-    coder = sentencepiece.SentencePieceProcessor(str(tmp_path / "m.model"))
-    assert folder["top1_text"] == coder.id_to_piece(folder["top1_token"])
-    assert (folder["seed"], newborn["seed"]) == (None, 4) and newborn.get("top1_text") is None
-    assert "top1_text" in result.stdout
-    assert_refused(run_here("probe", "--model", tmp_path / "nothing"), "no model")

@@ -78,8 +78,3 @@ def test_a_figure_is_a_whole_png(tmp_path):
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG") and b"IEND" in content[-12:]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_long_names_keep_their_end():
-    assert figures.clipped("short") == "short"
-    assert figures.clipped("a/long/path/to/some/checkpoint", 12) == "...heckpoint"

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import resource
 import struct
@@ -21,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from lib import checkpoint, data, files, folders, inputs, parts
 from lib.folders import GGUF_KEYS
 from lib.settings import UserError
-from model import Llama3Scaling, ModelConfig
+from model import ModelConfig
 
 gguf = pytest.importorskip("gguf")
 needs_smollm2 = pytest.mark.skipif(
@@ -53,7 +52,7 @@ def coder():
     return coder
 
 
-def write(path, architecture, config, weights, coder=None, pre="smollm", bos=1, more=None):
+def write(path, architecture, config, weights, coder=None, pre="smollm", more=None):
     """A .gguf file as llama.cpp's converter writes it: q and k of llama in pairs, some matrices packed."""
     writer = gguf.GGUFWriter(path, architecture)
     raw = checkpoint.config_json(config)
@@ -69,8 +68,7 @@ def write(path, architecture, config, weights, coder=None, pre="smollm", bos=1, 
         writer.add_token_list(vocabulary)
         writer.add_token_types([3, 3] + [1] * (len(vocabulary) - 2))
         writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
-        if bos is not None:
-            writer.add_bos_token_id(bos)
+        writer.add_bos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_layers)
     for name, weight in weights.items():
         array = weight.detach().numpy()
@@ -141,23 +139,15 @@ def test_transformers_reads_the_same(tiny):
         assert torch.equal(source.read(name), torch.as_tensor(weight)), name
 
 
-def test_factors_of_llama_3(tmp_path):
-    """A file has the factors of RoPE alone: where they are Llama 3's, so is the model; else it is refused."""
-    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
-    config = replace(KINDS["llama"], d_model=128, rope_theta=5e5, rope_scaling=scaling)
-    model = rounded(random_model(config))
-    raw = transformers.LlamaConfig(**checkpoint.config_json(config))
-    scaled, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](raw)
-    plain = 5e5 ** -(torch.arange(0, 32, 2) / 32)
-    factors = (plain / scaled).numpy()
-    weights = dict(model.named_parameters())
-    path = write(tmp_path / "a.gguf", "llama", config, weights, more={"rope_freqs.weight": factors})
-    tokens = torch.randint(97, (1, 600))
-    torch.testing.assert_close(checkpoint.load(path)(tokens), model(tokens), rtol=1e-4, atol=1e-4)
-    factors[3] = 2
-    path = write(tmp_path / "b.gguf", "llama", config, weights, more={"rope_freqs.weight": factors})
-    with pytest.raises(UserError, match="rope_freqs"):
+def test_factors_of_rope_are_compared_only(tmp_path):
+    """Llama 3's stand in the file without the parameters that made them."""
+    weights = dict(random_model(KINDS["llama"]).named_parameters())
+    factors = {"rope_freqs.weight": np.ones(4, np.float32)}
+    path = write(tmp_path / "a.gguf", "llama", KINDS["llama"], weights, more=factors)
+    with pytest.raises(UserError, match="RoPE of type 'rope_freqs'"):
         checkpoint.load(path)
+    source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
+    assert source.config is None and source.width == 32
 
 
 def test_another_architecture_is_compared_only(tmp_path):
@@ -232,11 +222,10 @@ def test_a_tokenizer_json(coder, tmp_path):
             data.load_tokenizer(str(path))
 
 
-@pytest.mark.parametrize("bos", [1, None])
-def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, bos):
+def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path):
     """Trained on from a .gguf file by its own tokenizer: `transformers` opens the folder, and we do."""
     model, _ = tiny
-    parent = write(tmp_path / "a.gguf", "llama", model.config, dict(model.named_parameters()), coder, bos=bos)
+    parent = write(tmp_path / "a.gguf", "llama", model.config, dict(model.named_parameters()), coder)
     (tmp_path / "text.txt").write_text(TEXT)
     words = ["--init-from", parent, "--tokenizer", parent, "--source", tmp_path / "text.txt"]
     words += ["--sequence-length", 16, "--global-batch-size", 2, "--micro-batch-size", 2]
@@ -247,8 +236,8 @@ def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, bos):
     assert child.tokenizer_file.name == "tokenizer.json"
     tokenizer = data.load_tokenizer(str(child.tokenizer_file))
     theirs = transformers.AutoTokenizer.from_pretrained(child.folder)
-    assert tokenizer.encode([TEXT]) == [coder.encode(TEXT).ids] and tokenizer.bos == bos
-    assert theirs(TEXT)["input_ids"] == coder.encode(TEXT).ids and theirs.bos_token_id == bos
+    assert tokenizer.encode([TEXT]) == [coder.encode(TEXT).ids] and tokenizer.bos == 1
+    assert theirs(TEXT)["input_ids"] == coder.encode(TEXT).ids and theirs.bos_token_id == 1
     tokens = torch.randint(400, (1, 20))
     reference = transformers.AutoModelForCausalLM.from_pretrained(child.folder).eval()
     torch.testing.assert_close(child.load()(tokens), reference(tokens).logits, rtol=1e-4, atol=1e-4)
@@ -257,8 +246,8 @@ def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, bos):
 
 
 def test_what_is_read_by_a_files_tokenizer(tiny, tmp_path):
-    """A text is cut by the model's own tokenizer; bytes are refused for a vocabulary of 400."""
-    model, path = tiny
+    """A text is cut by the model's own tokenizer."""
+    _, path = tiny
     (tmp_path / "text.txt").write_text(TEXT)
     spec = checkpoint.parse_spec(str(path))
     settings = inputs.TextSettings(text=str(tmp_path / "text.txt"), num_sequences=4, device="cpu")
@@ -268,16 +257,6 @@ def test_what_is_read_by_a_files_tokenizer(tiny, tmp_path):
     tokenizer = data.load_tokenizer(str(path))
     for row in tokens:
         assert tokenizer.decode(row[1:].tolist()) in TEXT.replace("\r\n", "\n")
-    settings.tokenizer = "bytes"
-    with pytest.raises(UserError, match="400 tokens, and they are not bytes"):
-        inputs.read_tokens(settings, spec, 16)
-    settings.tokenizer = None
-    settings.first_token = None
-    done = run_here(
-        "probe", "--model", path, "--num-sequences", 20, "--sequence-length", 8, "--out", tmp_path
-    )
-    (row,) = json.loads((tmp_path / "probe.json").read_text())["rows"]
-    assert done.returncode == 0 and row["top1_text"] == tokenizer.text(row["top1_token"])
 
 
 # ---- strangers' files --------------------------------------------------------------------------------------
@@ -299,25 +278,16 @@ def tensor(*dims: int, kind=0, place=0, name=b"x") -> bytes:
 OF_PHI = text(b"general.architecture") + struct.pack("<I", 8) + text(b"phi3")
 HOSTILE = {
     "empty": b"",
-    "magic": header(OF_PHI, magic=b"GGML"),
     "version": header(OF_PHI, version=2**24 * 3),  # of another byte order
-    "no architecture": header(),
-    "many values": header(OF_PHI, num_values=2**60),
     "many tensors": header(OF_PHI, num_tensors=2**60),
-    "long key": header(text(b"abc", 2**60)),
     "long string": header(OF_PHI, text(b"a") + struct.pack("<I", 8) + text(b"abc", 2**64 - 1), b"\0" * 99),
     "no text": header(OF_PHI, text(b"\xff\xfe") + struct.pack("<IB", 0, 1)),
-    "long array": header(OF_PHI, text(b"a") + struct.pack("<IIQ", 9, 6, 2**61), b"\0" * 99),
     "long list": header(OF_PHI, text(b"a") + struct.pack("<IIQ", 9, 8, 2**62), b"\0" * 99),
-    "array of arrays": header(OF_PHI, text(b"a") + struct.pack("<IIQ", 9, 9, 2) + b"\0" * 99),
     "kind of value": header(OF_PHI, text(b"a") + struct.pack("<II", 13, 2)),
     "kind of tensor": header(OF_PHI, tensors=tensor(8, kind=99) + bytes(99), num_tensors=1),
     "past the end": header(OF_PHI, tensors=tensor(8, place=2**63) + bytes(99), num_tensors=1),
-    "half past the end": header(OF_PHI, tensors=tensor(8, place=32) + bytes(63), num_tensors=1),
     "overflow": header(OF_PHI, tensors=tensor(2**32, 2**32) + bytes(99), num_tensors=1),
-    "overflow to little": header(OF_PHI, tensors=tensor(2**62 + 2, 4) + bytes(99), num_tensors=1),
     "no numbers": header(OF_PHI, tensors=tensor(0, 2**60) + bytes(99), num_tensors=1),
-    "no axes": header(OF_PHI, tensors=tensor() + bytes(99), num_tensors=1),
     "many axes": header(OF_PHI, tensors=tensor(*[1] * 5) + bytes(99), num_tensors=1),
     "part of a block": header(OF_PHI, tensors=tensor(33, kind=8) + bytes(99), num_tensors=1),
     "twice": header(OF_PHI, tensors=2 * tensor(8) + bytes(99), num_tensors=2),
@@ -346,17 +316,7 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
     for size in [*range(0, 400, 13), *np.linspace(400, len(whole) - 64, 30).astype(int)]:
         (tmp_path / "a.gguf").write_bytes(whole[:size])
         with pytest.raises(UserError, match="a.gguf"):
-            folders.open_file(tmp_path / "a.gguf")
-
-
-def test_what_is_no_file_is_refused(tmp_path):
-    (tmp_path / "folder.gguf").mkdir()
-    os.mkfifo(tmp_path / "fifo.gguf")
-    for name in ("folder.gguf", "fifo.gguf", "missing.gguf"):
-        with pytest.raises(UserError, match=name):
-            checkpoint.load(tmp_path / name)
-        with pytest.raises(UserError, match=name):
-            data.load_tokenizer(str(tmp_path / name))
+            folders.open_gguf(tmp_path / "a.gguf")
 
 
 def test_without_the_packages(tiny, monkeypatch):

@@ -110,23 +110,6 @@ def exact_log10_p(count: int, n: int, V: int) -> float:
     return min(0.0, math.log10(V * ways) - n * math.log10(V))
 
 
-def test_shares_of_any_number_of_processes_add_up(by_hand, monkeypatch):
-    """Three processes, of which the first has no batch: the same counts, the same sums but for rounding."""
-    model, tokens, dimensions, _ = by_hand
-    whole = probe.count_predictions(model, 9, 60, 32, input_seed=2)
-    parts = []
-    for rank in range(3):
-        batches = range(2 * rank // 3, 2 * (rank + 1) // 3)
-        monkeypatch.setattr(probe, "share", lambda count, batches=batches: batches)
-        parts.append(probe.count_predictions(model, 9, 60, 32, input_seed=2))
-    assert [int(part["token_counts"].sum()) for part in parts] == [0, 32, 28]
-    assert sum(part["token_counts"] for part in parts).tolist() == tokens
-    assert sum(part["dimension_counts"] for part in parts).tolist() == dimensions
-    for name in ("count", "sum", "outer", "pairs"):
-        total = sum(getattr(part["cosines"], name) for part in parts)
-        torch.testing.assert_close(total, getattr(whole["cosines"], name), rtol=1e-12, atol=1e-12)
-
-
 def test_vectors_and_the_layers_they_go_through():
     """Cosines of the last position's stream, before the first block and after each."""
     model = random_model(KINDS["llama"])
@@ -141,16 +124,6 @@ def test_vectors_and_the_layers_they_go_through():
         unit = stream / stream.norm(dim=1, keepdim=True)
         cosines = (unit @ unit.T)[np.tril_indices(20, -1)]
         assert statistics.mean_and_std()[0] == pytest.approx(cosines.mean().item(), abs=1e-6)
-
-
-def test_a_newborn_prefers_and_an_attention_only_one_does_not():
-    """BB Finding 1.1 and section 4.1, at a size for tests."""
-    rows = {}
-    for sublayers in ("full", "attention"):
-        model = init.newborn(replace(PRESETS["tiny_gpt2"], sublayers=sublayers), 42)
-        rows[sublayers] = probe.preference(model, probe.count_predictions(model, 32, 200))
-    assert rows["full"]["mean_cosine"] > 0.05 > 0.02 > abs(rows["attention"]["mean_cosine"])
-    assert rows["full"]["log10_p"] < -2 < rows["attention"]["log10_p"]
 
 
 def test_nan_weights_are_named():
@@ -184,15 +157,13 @@ def test_command_line(result):
     assert found.keys() == {"experiment", "paper", "settings", "environment", "rows", "details"}
     models = [(row["model"], row["seed"], row["sequence_length"]) for row in found["rows"]]
     assert models == [("backcopy", seed, T) for seed in (1, 2) for T in (16, 64)]
-    assert len(done.stdout.splitlines()) == 5
+    assert len(done.stdout.splitlines()) == 6
     for row, detail in zip(found["rows"], found["details"], strict=True):
         assert CONTRACT <= row.keys() and row["num_sequences"] == 90
         assert str(row["top1_token"]) in done.stdout
         assert (detail["tokens"][0], detail["token_counts"][0]) == (row["top1_token"], row["top1_count"])
         assert sum(detail["token_counts"]) == sum(detail["dimension_counts"]) == 90
         assert len(set(detail["tokens"])) == len(detail["token_counts"])
-        assert detail["batch_size"] * row["sequence_length"] == runtime.BATCH_TOKENS["cpu"]
-        assert detail["sequences_per_second"] > 0
 
 
 def test_presets_share_an_embedding_and_named_newborns_have_their_own(result, tmp_path):
@@ -214,7 +185,7 @@ def test_two_processes_give_the_rows_of_one(result, tmp_path):
     assert done.returncode == 0, done.stderr
     two = saved(tmp_path)
     assert two["environment"]["processes"] == 2
-    assert len(done.stdout.splitlines()) == 5  # one rank prints
+    assert len(done.stdout.splitlines()) == 6  # one rank prints
     for ours, theirs in zip(found["rows"], two["rows"], strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():  # sums in another order; threads may block a product otherwise
@@ -244,8 +215,7 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     texts = tokens.load_tokenizer().text
     assert named == plain | {
         "model": str(folders[0]),
-        "top1_text": texts(expected["top1_token"]),
-        "direction_text": texts(expected["direction_token"]),
+        "top1_text": repr(texts(expected["top1_token"])),
     }
     assert texts(401) == "" and named["top1_text"] in done.stdout
 
@@ -266,7 +236,7 @@ def test_figure_of_few_tokens(tmp_path):
         (["--model", "nano_llama", "nano_gpt2", "--sequence-length", "64", "2048"], ["2048", "1 to 1024"]),
         (["--num-sequences", "1"], ["num_sequences", ">= 2"]),
         (["--out", "probe.py"], ["--out", "probe.py"]),
-        (["--model", "tiny_gpt2", "tiny_gpt2"], ["--model", "tiny_gpt2", "twice"]),
+        (["--model", "tiny_gpt2", "tiny_gpt2"], ["model", "tiny_gpt2", "twice"]),
     ],
 )
 def test_refusals(flags, words, tmp_path):

@@ -45,7 +45,7 @@ def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
     assert f"  {json.dumps(rows[0])}," in text.splitlines()
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert printed[0] == ["name", "value", "seed"]
-    assert printed[1:] == [["[1,", "2]", "0.3", "123456"], ["},", "{", "1e-300", "n/a"]]
+    assert printed[1:] == [["[1,", "2]", "0.3", "123456"], ["},", "{", "1e-300", "None"]]
 
 
 def test_nan_is_no_json(tmp_path):

@@ -52,12 +52,6 @@ def test_unwritable_out(tmp_path):
             runtime.start(RunSettings(device="cpu", out=str(out)))
 
 
-def test_a_batch_is_never_a_single_sequence():
-    cpu = torch.device("cpu")
-    assert runtime.default_batch_size(cpu, 64) * 64 == runtime.BATCH_TOKENS["cpu"]
-    assert runtime.default_batch_size(cpu, 10**6) == 2
-
-
 # ---- processes ---------------------------------------------------------------------------------------------
 
 
@@ -102,6 +96,7 @@ def test_two_processes_share_and_one_speaks(tmp_path):
     saved = json.loads((tmp_path / "out" / "sum.json").read_text())
     assert saved["rows"] == [{"total": 45, "others": 35}]  # 0 + ... + 4 = 10 is the first's
     assert saved["environment"]["processes"] == 2
-    assert result.stdout.split() == ["total", "others", "45", "35"]
+    assert result.stdout.split()[-4:] == ["total", "others", "45", "35"]
+    assert result.stdout.count("total") == 1
     assert result.stderr.count("two.py: that was all") == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["sum.json"]

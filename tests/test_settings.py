@@ -1,6 +1,5 @@
 """lib/settings.py: flags, config files, subcommands, and what a mistake in them is answered with."""
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,7 +7,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, plain
+from conftest import plain
 from tyro.conf import Positional, arg
 
 from lib.settings import (
@@ -16,7 +15,6 @@ from lib.settings import (
     RunSettings,
     UserError,
     at_least,
-    closest,
     read_command,
     read_settings,
     run_script,
@@ -79,7 +77,6 @@ def test_defaults_and_flags():
     [
         (["--step", 3], ["--step", "Perhaps you meant", "--steps INT"]),
         (["--steps", "1.5"], ["--steps", "1.5"]),
-        (["--kind", "huge"], ["--kind", "huge", "small", "large"]),
         (["--device", "tpu"], ["--device", "tpu", "auto", "cpu", "cuda"]),
         (["stray"], ["stray"]),
         (["--steps", 3, "late.py"], ["late.py"]),  # a config file comes before the flags
@@ -102,8 +99,8 @@ def test_flags_that_tyro_refuses(words, message, capsys):
         (["--rate", "nan"], "Expected `float` >= 0.0 - at `$.rate`"),
         (["--rate", "1e400"], "Expected `float` <= 1"),
         (["--steps", 10**30], "`int` <= 1"),
-        (["--seed", 3, 4, 3], "--seed (3, 4, 3): expected one value or more, and none of them twice"),
-        (["--seed"], "--seed (): expected one value or more, and none of them twice"),
+        (["--seed", 3, 4, 3], "seed (3, 4, 3): expected one value or more"),
+        (["--seed"], "seed (): expected one value or more"),
         (["missing.py"], "cannot read config file 'missing.py': there is no such file"),
     ],
 )
@@ -111,14 +108,6 @@ def test_flags_that_are_refused(words, message):
     with pytest.raises(UserError) as error:
         parse(*words)
     assert message in str(error.value)
-
-
-def test_closest():
-    assert closest("large", ("small", "large"), "kind") == "large"
-    with pytest.raises(UserError, match="^unknown kind 'larg': did you mean large?"):
-        closest("larg", ("small", "large"), "kind")
-    with pytest.raises(UserError, match="^unknown kind 'x': choose from small, large$"):
-        closest("x", ("small", "large"), "kind")
 
 
 # ---- config files ------------------------------------------------------------------------------------------
@@ -157,14 +146,12 @@ def test_values_that_fit_by_their_meaning(tmp_path):
         ("def steps(): pass", ["steps", "int", "function"]),
         ("from math import pi", ["pi", "setting"]),
         ("steps = '3'", ["steps", "int", "str"]),
-        ("steps = 1e3", ["steps", "int", "float"]),
         ("steps = True", ["steps", "int", "bool"]),
-        ("steps = 1, 2", ["steps", "int", "array"]),
+        ("steps = 0", ["steps", ">= 1"]),
+        ("rate = float('nan')", ["rate"]),
         ("seed = 3", ["seed", "array", "int"]),
         ("seed = 1, 2.5", ["seed", "int", "float"]),
-        ("seed = ()", ["seed"]),
-        ("resume = 1", ["resume", "bool", "int"]),
-        ("name = None", ["name", "str", "null"]),
+        ("seed = 1, 1", ["seed"]),
         ("kind = 'larg'", ["kind", "larg"]),
         ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
         ("steps = ", ["SyntaxError", "invalid syntax"]),
@@ -177,12 +164,6 @@ def test_bad_config_files(tmp_path, text, words):
     for word in words:
         assert word in str(error.value)
     assert str(tmp_path / "c.py") in str(error.value) or words == ["seed"]  # which was checked as a flag is
-
-
-@pytest.mark.parametrize("text", ["steps = 0", "rate = float('nan')", "rate = 1e999", "seed = 1, 1"])
-def test_numbers_of_config_files_are_checked_as_flags_are(tmp_path, text):
-    with pytest.raises(UserError, match="(steps|rate|seed)"):
-        configured(tmp_path, text)
 
 
 # ---- subcommands -------------------------------------------------------------------------------------------
@@ -248,18 +229,9 @@ def test_help_names_every_flag_with_its_default(capsys):
         assert part in text
     for part in ("optimizer steps, how many (default: 100)", "in 100 % of it", "(default: 1 2)", "CONFIG.py"):
         assert part in text
-
-
-def test_help_names_positional_models(capsys):
     text = helped(capsys, "compare", "--help")
     for part in ("BASE", "SUSPECT", "the older model", "rows of a matrix (default: 64)"):
         assert part in text
-
-
-def test_help_shows_a_config_files_defaults(capsys, tmp_path):
-    config = tmp_path / "c.py"
-    config.write_text("steps = 123")
-    assert "(default: 123)" in helped(capsys, "rate", config, "--help")
 
 
 # ---- a script's whole life ---------------------------------------------------------------------------------
@@ -299,22 +271,3 @@ def test_mistakes_are_one_line_and_status_2(run, monkeypatch):
 def test_too_little_memory(run):
     for take in (lambda settings: torch.empty(2**60), lambda settings: np.empty(2**50)):
         assert run(take) == (2, "script.py: there is too little memory: choose a smaller model or batch\n")
-
-
-@pytest.mark.parametrize("redirection, message", [("> /dev/full", "No space left"), ("| head -1", "Broken")])
-def test_what_cannot_be_printed(redirection, message):
-    """A full disk, or a reader that goes away, is a line and no traceback."""
-    script = """
-import sys
-from lib.settings import Command, RunSettings, run_script
-def work(settings):
-    "Print more than a pipe holds."
-    for number in range(100_000):
-        print(number)
-sys.argv[0] = "script.py"
-run_script({"": Command(work, RunSettings())}, "What?")
-"""
-    command = f"set -o pipefail; {sys.executable} -c '{script}' {redirection}"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and f"script.py: {message}" in done.stderr

@@ -6,7 +6,6 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import assert_refused, run_here
@@ -54,18 +53,16 @@ def write_log(run, lines: list[dict]) -> None:
 
 
 def test_runs_are_the_configs_by_name():
-    laptop = siblings.Settings(runs="./some//runs/")
-    births = siblings.birth_runs(laptop)
-    assert sum(run.max_iters for run in births.values()) == 1200
-    assert births["gpt2", 42].out == "some/runs/births/laptop-gpt2-42"
-    calibrated = siblings.calibration_runs(laptop)
+    calibrated = siblings.calibration_runs(siblings.Settings(runs="./some//runs/"))
     assert len({run.out for run in calibrated.values()}) == len(calibrated) == 4 * 3 + 4 * 5
     plain = calibrated["backcopy", "none", 42]
     assert (plain.out, plain.source, plain.attn_calibration) == ("some/runs/backcopy", ("backcopy",), "none")
-    assert (plain.dtype, births["gpt2", 42].dtype) == ("float32", "auto")  # as configs/backcopy.py asks
-    small = siblings.Settings(scale="smoke", runs="r", dtype="bfloat16")
-    for make in (siblings.calibration_runs, siblings.birth_runs):
-        assert {(run.max_iters, run.dtype) for run in make(small).values()} == {(2, "bfloat16")}
+    assert (plain.dtype, calibrated["laptop", "none", 42].dtype) == (
+        "float32",
+        "auto",
+    )  # of configs/backcopy.py
+    small = siblings.calibration_runs(siblings.Settings(scale="smoke", runs="r", dtype="bfloat16"))
+    assert {(run.max_iters, run.dtype) for run in small.values()} == {(2, "bfloat16")}
 
 
 @pytest.mark.usefixtures("quick_training")
@@ -121,24 +118,21 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
             siblings.trained(replace(run, **{name: value}))
 
 
-def test_logs_are_read_to_the_last_bit(tmp_path):
-    losses = np.random.default_rng(0).lognormal(size=200).tolist()
-    write_log(tmp_path, [{"step": i, "loss": loss} | {"val_loss": 2.0} for i, loss in enumerate(losses)])
-    assert siblings.logged(tmp_path, "loss").tolist() == losses
-    write_log(
-        tmp_path, [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "val_loss": 7.0}]
-    )
-    assert siblings.logged(tmp_path, "val_loss").to_dict() == {0: 9.0, 2: 7.0}
+def test_losses_are_those_after_birth(tmp_path):
+    lines = [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}]
+    write_log(tmp_path, [*lines, {"step": 2, "val_loss": 7.1}, {"step": 3, "val_loss": 5.1}])
+    assert siblings.losses(tmp_path) == {"val_loss": 5.1, "mean_loss": pytest.approx(6.1)}
 
 
 def test_mistakes(tmp_path):
-    assert_refused(run_here("reproduce.siblings"), "births", "calibrations")  # each takes an hour
-    assert_refused(run_here("reproduce.siblings", "birth"), "births", "calibrations")
+    assert_refused(run_here("reproduce.siblings"), "calibrations")  # it takes an hour
     missing = run_here("reproduce.siblings", "calibrations", "--text", tmp_path / "missing.txt")
     assert_refused(missing, "missing.txt")
     (tmp_path / "file").write_text("")
-    full = run_here("reproduce.siblings", "births", "--out", tmp_path / "file", "--runs", tmp_path / "runs")
-    assert_refused(full, "--out")  # before hours of training
+    words = ("--out", tmp_path / "file", "--runs", tmp_path / "runs")
+    assert_refused(
+        run_here("reproduce.siblings", "calibrations", *words), "--out"
+    )  # before hours of training
     assert not (tmp_path / "runs").exists()
 
 
@@ -186,25 +180,3 @@ def test_text_loss_is_the_cross_entropy(tmp_path):
     assert siblings.text_loss(experiment, checkpoint.parse_spec("tiny_llama@1"), model) is None
     experiment.settings.text = None
     assert siblings.text_loss(experiment, spec, model) is None
-
-
-# ---- births ------------------------------------------------------------------------------------------------
-
-
-def test_births(tmp_path, monkeypatch):
-    """Newborns as if they were trained, with logs: `centered` ones do not contract."""
-    small = replace(PRESETS["tiny_gpt2"], num_layers=2, vocab_size=300)
-    settings = siblings.Settings(runs=str(tmp_path / "runs"), out=str(tmp_path / "out"), **CPU)
-    for (init, seed), run in siblings.birth_runs(settings).items():
-        checkpoint.save(Path(run.out, "step_0000020"), newborn(small, seed, scheme=init))
-        held_out = {0: 8.0, 10: 7.0, 20: 5 + seed / 1000}
-        write_log(run.out, [{"step": step, "val_loss": loss} for step, loss in held_out.items()])
-    monkeypatch.setattr(siblings, "trained", lambda run: run.out)
-    rows = siblings.births(settings)["rows"]
-    assert [(row["init"], row["seed"]) for row in rows] == list(siblings.birth_runs(settings))
-    for row in rows:
-        last = 5 + row["seed"] / 1000
-        assert row["birth_loss"] == 8.0 and row["val_loss"] == last
-        assert row["mean_loss"] == pytest.approx((7 + last) / 2)
-        assert (row["mean_cosine"] > 0.05) == (row["init"] == "gpt2")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"births.json", "births.png"}

@@ -118,11 +118,6 @@ def test_learning_rate_in_closed_form(step, expected):
     assert train.learning_rate(step, settings) == pytest.approx(3e-4 * expected, rel=1e-12)
 
 
-def test_learning_rate_without_warmup_or_decay():
-    assert train.learning_rate(0, train.Settings(learning_rate=1.0, warmup_iters=0)) == 1.0
-    assert train.learning_rate(0, train.Settings(learning_rate=1.0, warmup_iters=1, max_iters=1)) == 1.0
-
-
 def test_the_loop_against_a_plain_one(tokens, whole):
     """Twelve steps of AdamW, warm-up, cosine, clipping and decay, written out from the settings."""
     text = data.TokenData(tokens)
@@ -309,23 +304,6 @@ def test_transformers_opens_a_step(whole):
         torch.testing.assert_close(theirs(tokens).logits, checkpoint.load(step)(tokens), atol=1e-5, rtol=1e-4)
 
 
-def run_as_printed(output: str) -> dict:
-    """The variables that the lines at the end of training leave behind."""
-    lines = output.split("To open it elsewhere:\n")[1].splitlines()
-    variables = {}
-    exec("\n".join(line.removeprefix("    ") for line in lines), variables)
-    return variables
-
-
-def test_lines_that_open_a_gpt2(tokens, tmp_path):
-    """transformers has no GPT-2 with RoPE: the lines are our own."""
-    settings = small(tokens, tmp_path / "run", model="tiny_gpt2", max_iters=1, warmup_iters=1)
-    done = run_here("train.py", *words_of(settings))
-    weights = checkpoint.load(tmp_path / "run").state_dict()
-    opened = run_as_printed(done.stdout)["model"].state_dict()
-    assert all(torch.equal(opened[name], weight) for name, weight in weights.items())
-
-
 def test_a_presets_vocabulary_is_the_tokenizers(tmp_path, capsys):
     """As many tokens as bpe:400 has; said in the log; the tokenizer is saved beside the weights."""
     text = tmp_path / "many.jsonl"
@@ -340,10 +318,6 @@ def test_a_presets_vocabulary_is_the_tokenizers(tmp_path, capsys):
     assert checkpoint.load(step).model.embed_tokens.weight.shape == (400, 128)
     assert (step / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(400), abs=0.1)  # a newborn's
-    opened = run_as_printed(done.stdout)
-    assert opened["model"].config.vocab_size == 400
-    tokenizer = opened["tokenizer"]
-    assert tokenizer.decode(tokenizer.encode("1a 2b")) == "1a 2b"
     with pytest.raises(UserError, match=r"400 tokens, the model 257: change --tokenizer"):
         train.train(small(folder, tmp_path / "new", init_from="backcopy@1"))
 
@@ -357,7 +331,10 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
     assert "preparing data/" in capsys.readouterr().out
     train.train(replace(settings, out="b"))
     assert "preparing" not in capsys.readouterr().out
-    assert same_bits(tmp_path / "a", tmp_path / "b") and len(list(tmp_path.glob("data/*/meta.json"))) == 1
+    Path("data/x_module.txt-bytes").symlink_to("module.txt-bytes")
+    with pytest.raises(UserError, match="--data"):  # x/module.txt has another data set of that name
+        train.train(replace(settings, source=("x/module.txt",), out="c"))
+    assert same_bits(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -372,18 +349,11 @@ def test_configs(config):
 # ---- killed, told to stop, resumed -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [("random", 2), ("full", 1)])
-def test_killed_at_random_and_without_room(words):
-    """Two processes, and files that may not grow: the run that is resumed ends with the same bits."""
+@pytest.mark.parametrize("words, count", [((3,), 6), (("full", 1), 1)])
+def test_killed_or_without_room_and_resumed(words, count):
+    """The short version of tests/kill_training.py: the run that is resumed ends with the same bits."""
     done = run_script("tests/kill_training.py", *words)
-    assert done.returncode == 0 and "same bits" in done.stdout, done.stdout + done.stderr
-
-
-def test_killed_and_resumed():
-    """The short version of tests/kill_training.py: a run that dies at three moments of its life."""
-    done = run_script("tests/kill_training.py", 3)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("same bits") == 3 and done.stdout.startswith("moment 1 of ")
+    assert done.returncode == 0 and done.stdout.count("same bits") == count, done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -502,15 +472,15 @@ def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped, capsys):
         assert done.returncode == 0 and f"skipping {newest}" in done.stdout, done.stderr
         assert same_bits(copied, stopped)
     for step in checkpoint.steps(copied):
-        (step / "checksums.json").write_text("{")
+        (step / "state.json").write_text("{")
     assert_refused(run_here("train.py", "--resume", "--out", copied), "can be resumed", str(newest))
 
 
 def test_a_stray_newest_step_is_passed_over(copied):
-    """It neither counts as one of the newest two nor is opened when the run ends."""
+    """It does not count as one of the newest two."""
     (copied / "step_0000009").mkdir()
     done = run_here("train.py", "--resume", "--out", copied, "--max-iters", 5)
-    assert done.returncode == 0 and f"{copied}/step_0000005" in done.stdout, done.stderr
+    assert done.returncode == 0 and "is at step 5" in done.stdout, done.stderr
     with_state = [path.name[-1] for path in checkpoint.steps(copied) if (path / "state.json").exists()]
     assert with_state == ["4", "5"]
 
@@ -535,7 +505,7 @@ def test_another_data_set_is_refused(tokens, tmp_path):
     settings = small(folder, tmp_path / "a", max_iters=1)
     train.train(settings)
     meta = json.loads((folder / "meta.json").read_text())
-    meta["sha256"]["train.bin"] = meta["sha256"]["val.bin"]
+    meta["fingerprint"] = meta["fingerprint"][::-1]
     (folder / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UserError, match="another data set"):
         train.train(replace(settings, resume=True, max_iters=2))
@@ -646,18 +616,3 @@ def test_another_tokenizer_is_refused(tokens, tmp_path, name):
     (tmp_path / "own" / name).write_text("of its own")
     with pytest.raises(UserError, match=f"another tokenizer .*own/{name}"):
         train.train(small(tokens, tmp_path / "new", init_from=str(tmp_path / "own")))
-
-
-def test_nan_in_the_parent_is_named(tokens, tmp_path):
-    poisoned = init.newborn("backcopy", 1)
-    with torch.no_grad():
-        poisoned.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
-    checkpoint.save(tmp_path / "poisoned", poisoned)
-    settings = small(tokens, tmp_path / "a", init_from=str(tmp_path / "poisoned"))
-    assert_refused(run_here("train.py", *words_of(settings)), "layers.1.mlp.up_proj", "NaN")
-
-
-@pytest.mark.parametrize("words", [[], ["--resume"], [ROOT / "configs" / "backcopy.py"]])
-def test_help(words):
-    done = run_here("train.py", *words, "--help")
-    assert done.returncode == 0 and "--global-batch-size" in done.stdout

@@ -1,0 +1,9 @@
+"""3. What does one layer do to a cosine? Write `relu_cosine`. To start again: git checkout answers/3.py"""
+
+
+def relu_cosine(c):
+    """The cosine of relu(W x) and relu(W y) for a random matrix W of very many rows: a number.
+
+    `c`, from -1 to 1, is the cosine of the vectors x and y.
+    """
+    raise NotImplementedError

@@ -1,0 +1,17 @@
+"""5. Can a child be hidden? Write `hide`."""
+
+
+def hide(weights):
+    """The weights of a model that computes the same, but has every coordinate of its stream elsewhere.
+
+    `weights` is the state of a `tiny_llama`, a dictionary from the names of parameters to tensors. Their last
+    axis is the stream's; but of `o_proj` and `down_proj`, which write to the stream, it is the first. Return
+    a dictionary of the same names and shapes.
+    """
+    moved = {}
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            moved[name] = weight.roll(1, dims=0)  # writes to the stream
+        else:
+            moved[name] = weight.roll(1, dims=-1)  # reads from it, or scales it
+    return moved

@@ -1,0 +1,11 @@
+"""8. Which inputs deceive a test? Write `inputs`."""
+
+import torch
+
+
+def inputs(num_sequences, T, d):
+    """Random inputs on which the paper's test calls strangers kin: a float tensor (num_sequences, T, d).
+
+    It has a vector of width d in place of each embedded token, and its sequences are independent.
+    """
+    return 0.02 * torch.randn(num_sequences, T, d)  # of an embedding's size
