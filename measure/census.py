@@ -237,7 +237,7 @@ class Census:
     has_same_depth: bool
     num_tokens: int  # that the models share
     widths: tuple  # of base and suspect
-    tables: float  # how alike the token tables are in any basis: 1, or width / num_tokens of strangers
+    tables: float  # how alike the token tables are in any basis: 1, or about 0 of strangers
 
 
 def equal_ids(base: Units, suspect: Units):
@@ -320,7 +320,9 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
     layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
     widths = (base.width, suspect.width)
     alike = bridges["up"].square().sum().item() / min(widths)
-    return Census(matches, layer_map, has_same_depth, len(ids_a), widths, alike)
+    by_chance = min(0.999, max(widths) / len(ids_a))  # the mean of random tables: they share dimensions
+    tables = (alike - by_chance) / (1 - by_chance)
+    return Census(matches, layer_map, has_same_depth, len(ids_a), widths, tables)
 
 
 def bridges_between(base: Units, suspect: Units, tokens):

@@ -382,6 +382,13 @@ def test_attention_alone():
     assert judged(Newborn(config, 1), Newborn(config, 1))[0] == SAME_BIRTH
 
 
+def test_a_stranger_of_few_tokens_has_another_table():
+    """Two random tables of 130 tokens in 64 dimensions share half of each dimension by chance."""
+    config = replace(CONFIG, vocab_size=130)
+    sentence = judged(Newborn(config, 1), Newborn(config, 2))[1]
+    assert sentence.endswith("its token table is another")
+
+
 def test_a_copy_and_an_order_are_told():
     sentence = judged(BASE, BASE)[1]
     assert "its weights are the base's, to" in sentence and sentence.endswith("its token table is the base's")
