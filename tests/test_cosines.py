@@ -100,18 +100,6 @@ def test_binomial_tail_against_exact_integers(count, n, V):
     assert cosines.binomial_log10_p(count, n, V) == expected
 
 
-def test_binomial_tail_of_the_papers_size():
-    """The largest term and the number of terms bound the tail from both sides."""
-    n, count, V = 10_000, 3000, 50257
-    log10_combinations = (
-        math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
-    ) / math.log(10)
-    first = log10_combinations - count * math.log10(V) + (n - count) * math.log1p(-1 / V) / math.log(10)
-    log10_p = cosines.binomial_log10_p(count, n, V) - math.log10(V)
-    assert first - 1e-6 < log10_p < first + 1e-3  # terms fall by a factor of 20,000
-    assert math.isfinite(cosines.binomial_log10_p(n, n, V))
-
-
 def exact_expected_maximum(n: int, V: int) -> float:
     """E[max count] of n uniform draws over V: the sum over m of 1 - P[max <= m].
 

@@ -70,9 +70,7 @@ def test_sink_rate_is_gu_et_als(tmp_path):
         assert row["sink_rate"] == pytest.approx(np.mean(shares), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(t_interval(shares), abs=NEAR)
         alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
-        means = alpha.mean(dim=(1, 2))
-        assert row["mean_alpha1"] == pytest.approx(means.mean().item(), abs=NEAR)
-        assert (row["alpha1_low"], row["alpha1_high"]) == pytest.approx(t_interval(means), abs=NEAR)
+        assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         assert row["max_alpha1"] == pytest.approx(alpha.max().item(), abs=NEAR)
         assert (row["max_alpha1"] > 0.25) == (row["sink_rate"] > 0)
         assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T, rel=1e-9)
@@ -102,23 +100,7 @@ def test_every_first_token_in_turn(limit, tmp_path, monkeypatch):
         assert alphas[row["least_token"]] == pytest.approx(row["least"], abs=NEAR)
 
 
-@pytest.mark.parametrize("context, expected", [(700, [32, 64, 128, 256, 512]), (100, [32, 64]), (20, [20])])
-def test_default_lengths_are_those_that_the_model_reads(context, expected, tmp_path):
-    model = random_model(replace(KINDS["llama"], num_layers=1, context_length=context))
-    rows = sinks.sink_rates(given(RateSettings, num_sequences=2), saved(model, tmp_path), model)["rows"]
-    assert [row["sequence_length"] for row in rows] == expected
-
-
 # ---- Equation 2 --------------------------------------------------------------------------------------------
-
-
-def test_spread_of_batches():
-    heads = torch.randn(6, 4, 5, 8, dtype=torch.float64) * 3 + torch.randn(5, 1)  # (B, H, T, Dh)
-    spread = attention.Spread()
-    for part in heads.split((1, 3, 2)):
-        spread.on_heads(1, part, None, None, None)
-    torch.testing.assert_close(spread.by_position(), heads.std((0, 1, 3), correction=0))
-    torch.testing.assert_close(spread.std(1), heads.std((0, 2), correction=0))
 
 
 @pytest.mark.parametrize("calibration", CALIBRATIONS)
@@ -130,7 +112,7 @@ def test_values_of_a_newborn_follow_the_theory(calibration):
         for tokens in random_tokens(0, range(64), 32, 500).split(32):
             model.hidden(tokens, on_heads=spread.on_heads)
     law = theory.aggregated_std(config, 32, tokens=True)
-    ratio = spread.by_position() / law
+    ratio = spread.std(1) / law
     # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them, 1e-4 behind a norm
     assert (ratio - 1).abs().max() < (1e-3 if calibration == "headnorm" else 0.03)
 
@@ -217,12 +199,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert unit["dimension"] == column.argmax()
 
 
-def test_anatomy_without_mlps(tmp_path):
-    model = random_model(replace(KINDS["llama"], sublayers="attention"))
-    anatomy = sinks.dissect(given(sequence_length=5), saved(model, tmp_path), model)
-    assert len(anatomy["rows"]) == 3 * 5 and anatomy["super_neurons"] == []
-
-
 # ---- interventions -----------------------------------------------------------------------------------------
 
 
@@ -291,7 +267,7 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
     model = random_model(KINDS["llama_gqa"])
     with torch.no_grad():  # the unit that writes most is one of layer 1, whatever is done there
         model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
-    settings = given(InterveneSettings, sequence_length=12, position=3, layers=(2,), factor=(0.1, 1.0, 5.0))
+    settings = given(InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
     lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
     (neuron,) = lists["super_neurons"]
     assert (neuron["layer"], neuron["neuron"]) == (1, 7)
@@ -301,11 +277,9 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
     alphas = {}
     for row in lists["rows"]:
         place, kind, factor = row["changed"], row["intervention"], row["factor"]
-        layers = (1, 2, 3) if place == "all" else (place,)
-
+        layers = (1, 2, 3) if place == "all" else (1,)
         on_heads = attention.replace_values(model, 3, layers, kind, factor) if kind != "none" else None
-        seen_from = 1 if place == "all" else 2  # of layers 2 and 3, those that can see what was changed
-        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, seen_from:].mean((1, 2))
+        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
         activation = units_of(model, tokens, on_heads)[1][:, 2, 7].abs()
         awake = activation >= 0.1 * first
         assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
@@ -324,8 +298,8 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
         assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
         alphas[place, kind, factor] = row["alpha_k"]
     assert len(alphas) == 2 * 8
-    assert alphas[2, "amplify", 1.0] == pytest.approx(alphas[2, "none", None], abs=NEAR)
-    assert alphas[2, "self_mask", None] != alphas[2, "none", None]
+    assert alphas[1, "amplify", 1.0] == pytest.approx(alphas[1, "none", None], abs=NEAR)
+    assert alphas[1, "self_mask", None] != alphas[1, "none", None]
 
 
 # ---- silence -----------------------------------------------------------------------------------------------
@@ -358,10 +332,6 @@ def test_silence_is_a_model_without_these_units(tmp_path):
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    named = replace(settings, unit=("2/5", "1/0"))
-    rows = sinks.every_silence(named, saved(model, tmp_path / "again"), model)["rows"]
-    assert rows[2]["units"] == "2/5 1/0"
-    assert len(attention.strongest_units(model, torch.rand(3, 48), 10**9)) == 3 * 48
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -453,7 +423,6 @@ def test_contract(name, text, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["rate", "--epsilon", 1.5], ["--epsilon 1.5"]),
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["lower"]),
         (["rate", "--model", "backcopy", "--text", "missing.txt", "--tokenizer", "bytes"], ["missing.txt"]),
@@ -462,10 +431,6 @@ def test_contract(name, text, tmp_path):
         (["rate", "--first-token", "bos"], ["--first-token bos", "number"]),
         (["first", "--first-token", "3"], ["leave out --first-token"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
-        (["intervene", "--layers", 6], ["--layers", "1 to 5"]),
-        (["silence", "--unit", "7/1"], ["--unit 7/1", "tiny_llama@42"]),
-        (["silence", "--unit", "12-5"], ["--unit 12-5", "LAYER/UNIT"]),
-        (["silence", "--unit", "1/2", "--units", 3], ["--units", "or --unit"]),
         (["variance", "--epsilon", 0.2], ["--epsilon"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -493,9 +458,6 @@ def test_models_and_texts_that_do_not_fit_are_refused(text, tmp_path):
     refused("k_proj.weight is not finite", model=(small,), out=out)
     saved(random_model(replace(KINDS["llama"], sublayers="mlp")), tmp_path)
     refused("no attention", model=(small,), out=out)
-    saved(random_model(replace(KINDS["llama"], sublayers="attention")), tmp_path)
-    for name in ("silence", "intervene"):
-        assert_refused(run_here("sinks", name, "--model", small, "--out", out), "no MLPs")
     byte_data = data.Settings(source=(text.source,), tokenizer="bytes", held_out=0.3, out=str(tmp_path / "b"))
     data.prepare(byte_data)
     refused("another tokenizer", model=(text.model,), text=str(tmp_path / "b"), out=out)
