@@ -312,7 +312,7 @@ def variance(settings: Settings):
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
         law = theory.aggregated_std(model.config, T).tolist()
-        for i, std in enumerate(spread.by_position().tolist(), start=1):
+        for i, std in enumerate(spread.std(1).tolist(), start=1):
             row = {"model": spec.name, "position": i, "std": std}
             rows.append(row | {"uniform_theory": law[0] / math.sqrt(i), "theory": law[i - 1]})
     rows = mean_over_seeds(rows, ("std",))
