@@ -186,8 +186,7 @@ def mlp(settings: Settings):
     rows = mean_over_seeds(rows, COSINES)
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
     theories = {"theory": "Proposition 2; kernel recursion"}
-    drawn = [row for row in rows if row["stack"] != "mlp0_relu_epsilon"]
-    draw(experiment, drawn, question, "layer", "stack", theories)
+    draw(experiment, rows, question, "layer", "stack", theories)
     return experiment.save(rows)
 
 
@@ -217,11 +216,9 @@ def engage(settings: Settings):
             }
             rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, (*COSINES, "preactivation_std"))
-    question = "Does the norm spread pre-activations to where the activation is asymmetric?"
-    names = {True: "with the norm", False: "without it"}
-    drawn = [row | {"normed": names[row["normed"]]} for row in rows]
+    question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
-    draw(experiment, drawn, question, "preactivation_std", "normed", theories, style="o", log="xy")
+    draw(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
     return experiment.save(rows)
 
 

@@ -264,13 +264,14 @@ def dissect(settings: Settings, spec, model):
     tokens = read_tokens(settings, spec, T)
     means = defaultdict(float)  # over sequences, by (name, layer)
     spread = attention.Spread()
-    ranks = defaultdict(attention.EffectiveRank)
 
     def add(name, layer, values):
         means[name, layer] += values.sum(0).cpu() / len(tokens)
 
     def on_state(layer, x):
-        ranks[layer].update(x)
+        flat = x.flatten(0, 1).double()  # (B T, d)
+        add("state", layer, flat / T)
+        add("product", layer, (flat.T @ flat / T)[None])
         add("length", layer, x.float().norm(dim=2))
         add("dominance_ratio", layer, attention.dominance_ratio(x))
 
@@ -300,7 +301,7 @@ def dissect(settings: Settings, spec, model):
             "norm_ratio": first["length"] / others["length"],
             "value_ratio": first["value_length"] / others["value_length"],
             "key_alignment": first["key_alignment"],
-            "effective_rank": ranks[layer].value(),
+            "effective_rank": attention.effective_rank(means["state", layer], means["product", layer]),
             "output_tau": attention.output_tau(written, spread.std(layer, 1).flatten()),
             "alpha1": first["alpha"],
         }

@@ -254,29 +254,14 @@ def output_tau(weight: Tensor, std: Tensor):
     return None if tau != tau else float(tau)
 
 
-class EffectiveRank:
-    """How many directions states spread over, of batches that stream by (ours; SO gives no formula).
+def effective_rank(mean: Tensor, product: Tensor):
+    """How many directions states spread over, from 1 to d (ours; SO gives no formula).
 
-    It is exp of the entropy of the singular values of the centred states (n T, d), which are scaled to sum 1.
+    It is exp of the entropy of the singular values of the centred states, which are scaled to sum 1. Given
+    are the mean of states, (d,), and of their outer products, (d, d), both float64.
     """
-
-    def __init__(self):
-        self.count = 0
-        self.total = 0.0
-        self.products = 0.0
-
-    def update(self, states: Tensor) -> None:
-        """Add states (..., d)."""
-        states = states.flatten(0, -2).double()
-        self.count += len(states)
-        self.total = self.total + states.sum(0)
-        self.products = self.products + states.T @ states
-
-    def value(self):
-        """The effective rank, from 1 to d."""
-        centred = self.products - torch.outer(self.total, self.total) / self.count
-        values = torch.linalg.eigvalsh(centred).clamp(min=0).sqrt()
-        return torch.special.entr(values / values.sum()).sum().exp().item()
+    values = torch.linalg.eigvalsh(product - torch.outer(mean, mean)).clamp(min=0).sqrt()
+    return torch.special.entr(values / values.sum()).sum().exp().item()
 
 
 class Spread:

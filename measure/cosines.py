@@ -133,12 +133,12 @@ def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
 # ---- intervals ---------------------------------------------------------------------------------------------
 
 
-def interval(values, name="mean", low="low", high="high"):
+def interval(values, name="mean"):
     """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
     values = np.asarray(values, np.float64)
     mean = values.mean()
     error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {name: mean, low: mean - error, high: mean + error}
+    return {name: mean, "low": mean - error, "high": mean + error}
 
 
 def wilson(successes, n, confidence=0.95):

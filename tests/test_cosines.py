@@ -195,11 +195,11 @@ def test_interval_is_scipys_and_covers_the_mean():
     covered = 0
     for seed in range(400):
         values = normal(5, seed=seed).numpy().astype(np.float64) + 3
-        row = cosines.interval(values, "alpha", "from", "to")
+        row = cosines.interval(values, "alpha")
         reference = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert (row["from"], row["to"]) == pytest.approx((reference.low, reference.high), rel=1e-9)
+        assert (row["low"], row["high"]) == pytest.approx((reference.low, reference.high), rel=1e-9)
         assert row["alpha"] == pytest.approx(values.mean(), rel=1e-12)
-        covered += row["from"] < 3 < row["to"]
+        covered += row["low"] < 3 < row["high"]
     assert covered / 400 == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 400) ** 0.5)  # four standard errors
 
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
-from scipy.stats import ttest_1samp
+from scipy.stats import entropy, ttest_1samp
 from test_attention import explicit
 
 import init
 import sinks
-import train
 from lib import checkpoint, data
 from lib.checkpoint import Spec, parse_spec
 from lib.files import read_json
@@ -153,7 +152,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
     states, keys, units = {}, {}, {}
 
     def on_state(layer, x):
-        states[layer] = x.abs()  # (n, T, d)
+        states[layer] = x  # (n, T, d)
 
     def on_heads(layer, heads, q, k, v):
         keys[layer] = F.normalize(k, dim=3)
@@ -172,7 +171,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
     )
     for row in rows:
         layer, position = row["layer"], row["position"]
-        h = states[layer][:, position - 1]
+        h = states[layer][:, position - 1].abs()
         assert row["dominance_ratio"] == pytest.approx((h.amax(1) / h.mean(1)).mean().item(), rel=1e-4)
         alpha = alpha_of(matrices, position)[:, layer - 1].mean().item()
         assert row["alpha"] == pytest.approx(alpha, abs=NEAR)
@@ -186,6 +185,9 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert row["alpha1"] == of_layer[0]["alpha"]
         lengths = states[row["layer"]].norm(dim=2).mean(0)  # (T,)
         assert row["norm_ratio"] == pytest.approx((lengths[0] / np.median(lengths[1:])).item(), rel=1e-4)
+        matrix = states[row["layer"]].flatten(0, 1).double()
+        values = torch.linalg.svdvals(matrix - matrix.mean(0))
+        assert row["effective_rank"] == pytest.approx(math.exp(entropy(values)), rel=1e-4)
     written = writes_of(model, units)
     ranked = sorted(written, key=written.get, reverse=True)
     assert [(unit["layer"], unit["neuron"]) for unit in strongest] == ranked[:10]
@@ -453,63 +455,8 @@ def test_models_and_texts_that_do_not_fit_are_refused(text, tmp_path):
     model = random_model(KINDS["llama"])
     small = saved(model, tmp_path).name
     refused("knows 97", model=(small,), out=out, text=text.file, tokenizer=text.tokenizer)
-    model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = math.nan
-    saved(model, tmp_path)
-    refused("k_proj.weight is not finite", model=(small,), out=out)
     saved(random_model(replace(KINDS["llama"], sublayers="mlp")), tmp_path)
     refused("no attention", model=(small,), out=out)
     byte_data = data.Settings(source=(text.source,), tokenizer="bytes", held_out=0.3, out=str(tmp_path / "b"))
     data.prepare(byte_data)
     refused("another tokenizer", model=(text.model,), text=str(tmp_path / "b"), out=out)
-
-
-# ---- training ----------------------------------------------------------------------------------------------
-
-
-def test_training_tracks_sinks(text, tmp_path, monkeypatch, quick_training):
-    monkeypatch.setitem(PRESETS, "tiny_llama", ModelConfig(500, 64, 2, 2, 32, 48))
-    settings = train.Settings(
-        data=text.data,
-        out=str(tmp_path / "run"),
-        sequence_length=32,
-        global_batch_size=4,
-        micro_batch_size=4,
-        max_iters=3,
-        warmup_iters=1,
-        eval_every=2,
-        eval_sequences=5,
-        track_sinks=True,
-        device="cpu",
-        dtype="float32",
-    )
-    train.train(settings)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    tracked = {line["step"]: line for line in lines if "mean_alpha1" in line}
-    assert list(tracked) == [0, 2, 3]
-    tokens, _ = data.TokenData(text.data).held_out(5, 32)
-    alpha = alpha_of(explicit(checkpoint.load(tmp_path / "run"), tokens), 1)
-    assert tracked[3]["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
-    assert tracked[3]["max_alpha1"] == pytest.approx(alpha.max().item(), abs=NEAR)
-    assert tracked[3]["sink_rate"] == pytest.approx((alpha > 0.3).double().mean().item(), abs=NEAR)
-
-
-# ---- a committed result ------------------------------------------------------------------------------------
-
-
-def test_committed_variance_of_the_first_positions(tmp_path, monkeypatch):
-    """Attention is causal: the first positions of a longer sequence are a shorter one; of one layer."""
-    committed = json.loads((ROOT / "results" / "sink_variance.json").read_text())
-    settings = committed["settings"]
-    (preset,) = settings["model"]
-    monkeypatch.setitem(PRESETS, preset, replace(PRESETS[preset], num_layers=1))
-    words = ["--model", preset, "--seed", *settings["seed"]]
-    words += ["--num-sequences", settings["num_sequences"], "--input-seed", settings["input_seed"]]
-    words += ["--sequence-length", 4, "--dtype", "float32"]
-    done = run_here("sinks", "variance", *words, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = read_json(tmp_path / "sink_variance.json")["rows"]
-    theirs = [row for row in committed["rows"] if row["layer"] == 1 and row["position"] <= 4]
-    for ours, row in zip(rows, theirs, strict=True):
-        assert (ours["layer"], ours["position"]) == (1, row["position"])
-        # bfloat16 rounds every weight and state by up to 2^-9 of itself, their std by less; measured: 1e-4
-        assert ours["std"] == pytest.approx(row["std"], rel=1e-3)
