@@ -53,8 +53,7 @@ class Settings(WidthSettings):
     model: tuple[str, ...] = ("nano_gpt2",)
     """presets, or PRESET@SEED"""
     sequence_length: tuple[int, ...] | None = None
-    """positions in a sequence (default: 64, or the experiment's own, as far as the models go); `mlp` and
-    `engage` read single vectors"""
+    """positions in a sequence (default: 64, or the experiment's own); `mlp` and `engage` read vectors"""
 
 
 # ---- what the experiments share ----------------------------------------------------------------------------
@@ -63,15 +62,13 @@ class Settings(WidthSettings):
 def begin(name, paper, settings: Settings, lengths=(64,)):
     """An experiment begun, the models that its settings name, and the lengths of their sequences.
 
-    Of the default `lengths`, those are taken that all models can read. UserError for one of the user's own
-    that is too long, and for models that are no newborns.
+    UserError for a length that is too long, and for models that are no newborns.
     """
     specs = chosen_models(settings.model, settings.seed, embedding_seed=0)
     if not all(spec.is_newborn for spec in specs):
         raise UserError("newborns contract: give --model a preset, or PRESET@SEED")
-    context = shortest_context(specs)
-    check_lengths(settings.sequence_length or (), context)
-    lengths = settings.sequence_length or [T for T in lengths if T <= context] or [context]
+    lengths = settings.sequence_length or lengths
+    check_lengths(lengths, shortest_context(specs))
     experiment = Experiment(name, paper, settings)
     return experiment, progress(specs, desc=name, unit=" models"), lengths
 

@@ -130,6 +130,7 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
     }
 
 
+@torch.inference_mode()
 def preference(model, counts):
     """The columns computed from the counts; of two equal counts, the lower token's wins."""
     token_counts = counts["token_counts"]
@@ -140,8 +141,7 @@ def preference(model, counts):
     top1_count = int(token_counts.max())
     uniform_max_count = uniform_counts(n, vocab_size, RANKS)[0]  # of the most frequent
     uniform_max_dimension = uniform_counts(n, len(dimension_counts), 1)[0]
-    with torch.inference_mode():
-        direction_token = int(model.unembed(counts["cosines"].direction().float()).argmax())
+    direction_token = int(model.unembed(counts["cosines"].direction().float()).argmax())
     return {
         "num_sequences": n,
         "top1_token": top1_token,

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
+from test_cosines import exact_log10_p
 
 import init
 import probe
-from lib import checkpoint, data, inputs, runtime
+from lib import checkpoint, data, inputs
 from lib.settings import UserError
 from model import PRESETS
 
@@ -49,14 +50,6 @@ def test_random_tokens_depend_on_seed_and_index_alone():
     assert not torch.equal(whole, inputs.random_tokens(4, range(10), 50, 1000))
     vectors = inputs.random_vectors(3, range(10), 6, 8)
     assert torch.equal(vectors[4:7, :5], inputs.random_vectors(3, range(4, 7), 5, 8))
-
-
-def test_random_tokens_are_uniform():
-    tokens = inputs.random_tokens(0, range(2000), 50, 100).flatten()
-    chi_square = ((tokens.bincount(minlength=100) - 1000.0) ** 2 / 1000).sum()
-    assert 45 < chi_square < 170  # 99 degrees of freedom, p from 1e-6 to 1 - 1e-6
-    wide = inputs.random_tokens(0, range(2000), 50, 151_936)
-    assert wide.min() < 50 and wide.max() > 151_886
 
 
 # ---- what is counted ---------------------------------------------------------------------------------------
@@ -101,12 +94,6 @@ def test_a_row_means_what_it_says(by_hand, batch_size):
     assert row["direction_matches"] == (row["direction_token"] == row["top1_token"])
     largest = [np.bincount(draws.integers(32, size=60)).max() for _ in range(4000)]
     assert row["dimension_ratio"] == pytest.approx(max(dimensions) / np.mean(largest), rel=0.03)
-
-
-def exact_log10_p(count: int, n: int, V: int) -> float:
-    """log10 of V P[Binomial(n, 1/V) >= count], at most 0, from whole numbers."""
-    ways = sum(math.comb(n, k) * (V - 1) ** (n - k) for k in range(count, n + 1))
-    return min(0.0, math.log10(V * ways) - n * math.log10(V))
 
 
 def test_nan_weights_are_named():
@@ -231,29 +218,3 @@ def test_memory_does_not_grow_with_the_number_of_sequences(fresh):
     """20 x the sequences: within 5 %; were states kept, it would grow by 40 MB."""
     before, after = map(int, fresh[2:])
     assert after < 1.05 * before
-
-
-# ---- committed results -------------------------------------------------------------------------------------
-
-COMMITTED = sorted(path.relative_to(ROOT) for path in (ROOT / "results").rglob("probe.json"))
-
-
-@pytest.mark.skipif(not runtime.bfloat16_is_fast(), reason="a minute of one core without bfloat16")
-def test_a_committed_row_is_computed_anew():
-    """Nano GPT-2 of seed 42, 500 sequences of 16 tokens.
-
-    The order in which a CPU adds products of 8 bits decides the last digits: one that emulates bfloat16 finds
-    the committed counts and a cosine 1e-5 lower, float32 the same counts and a cosine 9e-5 higher.
-    """
-    committed = json.loads((ROOT / "results" / "lengths" / "probe.json").read_text())
-    settings = committed["settings"]
-    expected = committed["rows"][0]
-    assert (expected["seed"], expected["sequence_length"], settings["dtype"]) == (42, 16, "bfloat16")
-    model = init.newborn(expected["model"], 42, settings["embedding_seed"], dtype=torch.bfloat16)
-    counts = probe.count_predictions(model, 16, 500, input_seed=settings["input_seed"])
-    row = probe.preference(model, counts)
-    assert row["mean_cosine"] == pytest.approx(expected["mean_cosine"], abs=2e-4)
-    assert row["std_cosine"] == pytest.approx(expected["std_cosine"], abs=2e-4)
-    assert row["top1_count"] == pytest.approx(expected["top1_count"], abs=1)
-    assert counts["token_counts"][expected["top1_token"]] == pytest.approx(expected["top1_count"], abs=1)
-    assert row["direction_token"] == expected["direction_token"]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
 from scipy.stats import entropy, ttest_1samp
 from test_attention import explicit
+from test_attention import mean_of_queries as alpha_of
 
 import init
 import sinks
@@ -27,11 +28,6 @@ from sinks import InterveneSettings, RateSettings, SilenceSettings
 
 CALIBRATIONS = CHOICES["attn_calibration"]
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
-
-
-def alpha_of(matrices: torch.Tensor, position: int) -> torch.Tensor:
-    """BB 6.2.1: the mean of A[i, k] over the queries i = k..T."""
-    return matrices[..., position - 1 :, position - 1].mean(-1)
 
 
 def t_interval(values) -> tuple[float, float]:
