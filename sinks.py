@@ -92,16 +92,10 @@ class SilenceSettings(Settings):
 
 
 def measure_models(name, paper, settings: Settings, measure):
-    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns.
-
-    UserError for a model that lacks what is measured, or is too short.
-    """
+    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
     specs = chosen_models(settings.model or (default_model(),), settings.seed)
     lengths = settings.sequence_length or ()
     check_lengths((lengths,) if isinstance(lengths, int) else lengths, shortest_context(specs))
-    for spec in specs:
-        if spec.config.sublayers != "full":
-            raise UserError(f"{spec.label} has no attention, or no MLPs")
     experiment = Experiment(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
