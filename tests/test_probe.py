@@ -1,4 +1,4 @@
-"""probe.py against exact arithmetic, a plain loop, committed results, and the same command run otherwise."""
+"""probe.py against exact arithmetic, a plain loop, and the same command run otherwise."""
 
 import json
 import math
@@ -189,32 +189,16 @@ def test_refusals(flags, words, tmp_path):
     assert not (tmp_path / "new").exists()  # refused before anything was made
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
-    """What a fresh process says of its imports, and of its peak memory after 500 and 10,000 sequences."""
-    script = tmp_path_factory.mktemp("script") / "fresh.py"
+def test_importing_does_nothing(tmp_path):
+    """No script draws a number, reads the command line or needs an optional package when it is imported."""
+    script = tmp_path / "fresh.py"
     script.write_text(
-        "import resource, sys, torch\n"
+        "import sys, torch\n"
         "before = torch.get_rng_state()\n"
         "import contraction, init, model, probe, seedprint, sinks, train\n"
         "print(torch.equal(before, torch.get_rng_state()))\n"
         "print({'datasets', 'transformers'} & sys.modules.keys() or 'nothing more')\n"
-        "newborn = init.newborn(model.ModelConfig(8, 4, 1, 8, 1024, 8), 0)\n"
-        "for num_sequences in (500, 10_000):\n"
-        "    probe.count_predictions(newborn, 2, num_sequences, 250)\n"
-        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = run_script(script, "--bad", env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    return done.stdout.splitlines()
-
-
-def test_importing_does_nothing(fresh):
-    """No script draws a number, reads the command line or needs an optional package when it is imported."""
-    assert fresh[:2] == ["True", "nothing more"]
-
-
-def test_memory_does_not_grow_with_the_number_of_sequences(fresh):
-    """20 x the sequences: within 5 %; were states kept, it would grow by 40 MB."""
-    before, after = map(int, fresh[2:])
-    assert after < 1.05 * before
+    assert done.stdout.split("\n")[:2] == ["True", "nothing more"]

@@ -129,6 +129,23 @@ def test_variance_of_every_layer(tmp_path):
 # ---- anatomy -----------------------------------------------------------------------------------------------
 
 
+def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> dict[int, torch.Tensor]:
+    """The size of the hidden units (B, T, d_ff) of each layer's MLP: what its down projection reads."""
+    units = {}
+    handles = []
+    for layer, block in enumerate(model.model.layers, start=1):
+
+        def keep(module, inputs, output, layer=layer):
+            units[layer] = inputs[0].abs()
+
+        handles.append(block.mlp.down_proj.register_forward_hook(keep))
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=on_heads)
+    for handle in handles:
+        handle.remove()
+    return units
+
+
 def writes_of(model: Transformer, units: dict[int, torch.Tensor]) -> dict[tuple[int, int], float]:
     """What each (layer, unit) writes at position 1, by mean |units| (T, d_ff) of each layer."""
     written = {}
@@ -144,7 +161,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
     anatomy = sinks.dissect(given(sequence_length=11), saved(model, tmp_path), model)
     rows, strongest = anatomy["rows"], anatomy["super_neurons"]
     tokens = random_tokens(0, range(7), 11, 97)
-    states, keys, units = {}, {}, {}
+    states, keys = {}, {}
 
     def on_state(layer, x):
         states[layer] = x  # (n, T, d)
@@ -152,14 +169,9 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
     def on_heads(layer, heads, q, k, v):
         keys[layer] = F.normalize(k, dim=3)
 
-    for layer, block in enumerate(model.model.layers, start=1):
-
-        def on_units(module, inputs, output, layer=layer):
-            units[layer] = inputs[0].abs().mean(0)  # (T, d_ff)
-
-        block.mlp.down_proj.register_forward_hook(on_units)
     with torch.inference_mode():
         model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+    units = {layer: sizes.mean(0) for layer, sizes in units_of(model, tokens).items()}  # (T, d_ff)
     matrices = explicit(model, tokens)
     assert [(row["layer"], row["position"]) for row in rows] == list(
         itertools.product((1, 2, 3), range(1, 12))
@@ -242,24 +254,6 @@ def test_amplification_leaves_the_mean_and_scales_the_rest(factor):
     assert replaced("amplify", layers=(2,)) is None
 
 
-def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> dict[int, torch.Tensor]:
-    """The hidden units (B, T, d_ff) of each layer's MLP, from what it reads."""
-    units = {}
-    handles = []
-    for layer, block in enumerate(model.model.layers, start=1):
-
-        def keep(module, inputs, output, layer=layer, mlp=block.mlp):
-            (x,) = inputs
-            units[layer] = mlp.activation(mlp.gate_proj(x)) * mlp.up_proj(x)
-
-        handles.append(block.mlp.register_forward_hook(keep))
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=on_heads)
-    for handle in handles:
-        handle.remove()
-    return units
-
-
 def test_intervene_reports_what_explicit_attention_says(tmp_path):
     model = random_model(KINDS["llama_gqa"])
     with torch.no_grad():  # the unit that writes most is one of layer 1, whatever is done there
@@ -269,15 +263,15 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
     (neuron,) = lists["super_neurons"]
     assert (neuron["layer"], neuron["neuron"]) == (1, 7)
     tokens = random_tokens(0, range(7), 12, 97)
-    first = units_of(model, tokens)[1][:, 0, 7].abs().mean().item()
+    first = units_of(model, tokens)[1][:, 0, 7].mean().item()
     assert neuron["first"] == pytest.approx(first, rel=1e-5)
     alphas = {}
-    for row in lists["rows"]:
+    for number, row in enumerate(lists["rows"]):
         place, kind, factor = row["changed"], row["intervention"], row["factor"]
         layers = (1, 2, 3) if place == "all" else (1,)
-        on_heads = attention.replace_values(model, 3, layers, kind, factor) if kind != "none" else None
+        on_heads = None if kind == "none" else attention.replace_values(model, 3, layers, kind, factor)
         alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
-        activation = units_of(model, tokens, on_heads)[1][:, 2, 7].abs()
+        activation = units_of(model, tokens, on_heads)[1][:, 2, 7]
         awake = activation >= 0.1 * first
         assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(t_interval(alpha), abs=NEAR)
@@ -285,11 +279,8 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
         for key, chosen in (("alpha_k_woke", alpha[awake]), ("alpha_k_asleep", alpha[~awake])):
             expected = pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None
             assert row[key] == expected
-        points = [
-            point
-            for point in lists["points"]
-            if (point["changed"], point["intervention"], point["factor"]) == (place, kind, factor)
-        ]
+        points = lists["points"][7 * number : 7 * number + 7]
+        assert row.items() >= {key: points[0][key] for key in ("changed", "intervention", "factor")}.items()
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
         # float32 states that two interventions have made large
         assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
@@ -310,7 +301,7 @@ def test_silence_is_a_model_without_these_units(tmp_path):
     kinds = ["none"] + 3 * ["first"] + 3 * ["alone"] + 3 * ["pair"] + ["elsewhere", "random"]
     assert [row["kind"] for row in rows] == kinds
     tokens = random_tokens(0, range(7), 9, 97)
-    units = {layer: values.abs().mean(0) for layer, values in units_of(model, tokens).items()}
+    units = {layer: sizes.mean(0) for layer, sizes in units_of(model, tokens).items()}
     written = writes_of(model, units)
     ranked = [f"{layer}/{unit}" for layer, unit in sorted(written, key=written.get, reverse=True)]
     assert [row["units"] for row in rows[1:4]] == [" ".join(ranked[:count]) for count in (1, 2, 3)]
