@@ -182,8 +182,7 @@ def mlp(settings: Settings):
                     rows.append(row | floored_cosine(state, epsilon=1e-8))
     rows = mean_over_seeds(rows, COSINES)
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    theories = {"theory": "Proposition 2; kernel recursion"}
-    draw(experiment, rows, question, "layer", "stack", theories)
+    draw(experiment, rows, question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
     return experiment.save(rows)
 
 
@@ -394,8 +393,7 @@ def cure(settings: Settings):
         law, _ = theory.kernel_recursion(spec.config, row["sequence_length"], row["init"])
         rows.append(row | {"predicted_cosine": law[-1]})
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
-    theories = {"predicted_cosine": "kernel recursion"}
-    draw(experiment, rows, question, "seed", "init", theories, style="o")
+    draw(experiment, rows, question, "seed", "init", {"predicted_cosine": "kernel recursion"}, style="o")
     columns = ("model", "seed", "init", "mean_cosine", "top1_token", "top1_count", "log10_p")
     return experiment.save(rows, columns)
 
@@ -424,8 +422,7 @@ def width(settings: WidthSettings):
         rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, COSINES)
     question = "How does one block's contraction depend on its width?"
-    theories = {"theory": "quadrature"}
-    draw(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
+    draw(experiment, rows, question, "d_model", "mlp", {"theory": "quadrature"}, panel="scaling", log="xy")
     return experiment.save(rows)
 
 
