@@ -11,7 +11,6 @@ of a preset have one token table (BB B.2). Times are those of the defaults on 2 
 import itertools
 import math
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 
 from init import STD, newborn, variant
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.figures import curves, legend_below, new_figure, save_figure
+from lib.figures import curves
 from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress
@@ -54,8 +53,7 @@ class Settings(WidthSettings):
     model: tuple[str, ...] = ("nano_gpt2",)
     """presets, or PRESET@SEED"""
     sequence_length: tuple[int, ...] | None = None
-    """positions in a sequence (default: 64, or the experiment's own, as far as the models go); `mlp` and
-    `engage` read single vectors"""
+    """positions in a sequence (default: 64, or the experiment's own); mlp and engage read vectors"""
 
 
 # ---- what the experiments share ----------------------------------------------------------------------------
@@ -83,17 +81,6 @@ def draw(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
         rows = [row | {series: f"{row['model']}, {row[series]}"} for row in rows]
     path = experiment.folder / f"{experiment.name}.png"
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
-
-
-def draw_pairs(experiment, question, pairs, xlabel, ylabel) -> None:
-    """<experiment>.png: points (x, y) by their label, and the line on which x and y are equal."""
-    figure, ((axes,),) = new_figure(question)
-    for label, points in pairs.items():
-        axes.plot(*zip(*points), "o", ms=3, label=label)
-    axes.axline((0, 0), slope=1, color="black", ls="--", lw=1.1)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    legend_below(figure, axes)
-    save_figure(figure, experiment.folder / f"{experiment.name}.png")
 
 
 def newborn_blocks(experiment, spec, **changes):
@@ -161,12 +148,8 @@ def ablation(settings: Settings):
             row = {"model": spec.name, "seed": spec.seed} | key | preference(part, counts)
             rows.append(row | {"cosine_log10_p": counts["cosines"].log10_p()})
     question = "Which sublayer gives a newborn its favourite token?"
-    labels = {
-        "ylabel": "its count / that of uniform draws' favourite",
-        "xticks": (0, 1, 2),
-        "ylim": (0, None),
-    }
-    draw(experiment, rows, question, "variant", "model", {}, "ratio", style="o", **labels)
+    label = "its count / that of uniform draws' favourite"
+    draw(experiment, rows, question, "variant", "model", {}, "ratio", style="o", ylabel=label)
     columns = ("model", "seed", "variant", "top1_token", "ratio", "log10_p", "mean_cosine", "cosine_log10_p")
     return experiment.save(rows, columns)
 
@@ -194,16 +177,14 @@ def mlp(settings: Settings):
             stacks[stack] = ([partial(mlp_block, block) for block in model.model.layers], law)
         for stack, (functions, law) in stacks.items():
             for layer, state in enumerate(states_along(functions, x)):
-                key = {"model": spec.name, "stack": stack, "layer": layer, "theory": law[layer]}
-                rows.append(key | pairwise_cosine(state))
+                row = {"model": spec.name, "stack": stack, "layer": layer, "theory": law[layer]}
+                rows.append(row | pairwise_cosine(state))
                 if stack == "mlp0_relu":  # and as torch's `cosine_similarity` has it
-                    key |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                    rows.append(key | floored_cosine(state, epsilon=1e-8))
+                    row |= {"stack": "mlp0_relu_epsilon", "theory": None}
+                    rows.append(row | floored_cosine(state, epsilon=1e-8))
     rows = mean_over_seeds(rows, COSINES)
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    theories = {"theory": "Proposition 2; kernel recursion"}
-    drawn = [row for row in rows if row["stack"] != "mlp0_relu_epsilon"]
-    draw(experiment, drawn, question, "layer", "stack", theories)
+    draw(experiment, rows, question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
     return experiment.save(rows)
 
 
@@ -233,11 +214,9 @@ def engage(settings: Settings):
             }
             rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, (*COSINES, "preactivation_std"))
-    question = "Does the norm spread pre-activations to where the activation is asymmetric?"
-    names = {True: "with the norm", False: "without it"}
-    drawn = [row | {"normed": names[row["normed"]]} for row in rows]
+    question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
-    draw(experiment, drawn, question, "preactivation_std", "normed", theories, style="o", log="xy")
+    draw(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
     return experiment.save(rows)
 
 
@@ -328,7 +307,7 @@ def variance(settings: Settings):
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
         law = theory.aggregated_std(model.config, T).tolist()
-        for i, std in enumerate(spread.by_position().tolist(), start=1):
+        for i, std in enumerate(spread.std(1).tolist(), start=1):
             row = {"model": spec.name, "position": i, "std": std}
             rows.append(row | {"uniform_theory": law[0] / math.sqrt(i), "theory": law[i - 1]})
     rows = mean_over_seeds(rows, ("std",))
@@ -371,14 +350,10 @@ def all_on_tokens(experiment, specs, lengths, schemes=("gpt2",)):
 def overlap(settings: Settings):
     """Is the contraction direction's token the most frequent one? (BB Finding 2.2; two minutes)"""
     experiment, specs, lengths = begin("overlap", "BB Finding 2.2", settings)
-    rows, pairs = [], defaultdict(list)
-    for spec, row, _ in all_on_tokens(experiment, specs, lengths):
-        rows.append(row)
-        label = f"{spec.name}, {row['sequence_length']} tokens"
-        pairs[label].append((row["direction_count"], row["top1_count"]))
-    question = "Is the contraction direction's token the most frequent one? (dashed: it is)"
-    labels = ("sequences that predict the direction's token", "that predict the most frequent token")
-    draw_pairs(experiment, question, pairs, *labels)
+    rows = [row for _, row, _ in all_on_tokens(experiment, specs, lengths)]
+    question = "How often is the direction's token predicted, and the most frequent one?"
+    theories = {"direction_count": "they are the same"}
+    draw(experiment, rows, question, "direction_count", "model", theories, "top1_count", style="o")
     columns = ("model", "seed", "top1_token", "top1_count", "direction_token", "direction_count")
     return experiment.save(rows, columns)
 
@@ -387,26 +362,26 @@ def overlap(settings: Settings):
 def predict(settings: Settings):
     """Do the weights alone, without a forward pass, foretell direction and token? (ours; two minutes)"""
     experiment, specs, lengths = begin("predict", "ours", settings)
-    rows, pairs = [], defaultdict(list)
+    rows, points = [], []
     for spec, row, direction in all_on_tokens(experiment, specs, lengths):
         model = spec.load(experiment.device, experiment.dtype)
         T = row["sequence_length"]
         begun = time.perf_counter()
-        predicted, mean_field_cosine = theory.mean_field(model, T)
+        predicted, _ = theory.mean_field(model, T)
         seconds = time.perf_counter() - begun
         law, _ = theory.kernel_recursion(model.config, T)
         foretold = {
             "direction_cosine": float(predicted @ direction),
             "predicted_token": int(model.unembed(predicted.float().to(experiment.device)).argmax()),
-            "mean_field_cosine": mean_field_cosine,
             "predicted_cosine": law[-1],
             "seconds": seconds,
         }
         rows.append(row | foretold)
-        pairs[f"{spec.name}, {T} tokens"] += zip(predicted.tolist(), direction.tolist())
-    question = "Do the weights alone foretell the direction? (dashed: exactly)"
-    labels = ("unit direction foretold, by dimension", "unit direction measured")
-    draw_pairs(experiment, question, pairs, *labels)
+        for x, y in zip(predicted.tolist(), direction.tolist()):
+            points.append({"model": spec.name, "foretold": x, "measured": y})
+    question = "Do the weights alone foretell the direction? (a point a dimension, of length-1 vectors)"
+    theories = {"foretold": "exactly"}
+    draw(experiment, points, question, "foretold", "model", theories, "measured", style=".")
     columns = ("model", "seed", "direction_cosine", "predicted_token", "direction_token", "mean_cosine")
     return experiment.save(rows, columns)
 
@@ -420,8 +395,7 @@ def cure(settings: Settings):
         law, _ = theory.kernel_recursion(spec.config, row["sequence_length"], row["init"])
         rows.append(row | {"predicted_cosine": law[-1]})
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
-    theories = {"predicted_cosine": "kernel recursion"}
-    draw(experiment, rows, question, "seed", "init", theories, style="o")
+    draw(experiment, rows, question, "seed", "init", {"predicted_cosine": "kernel recursion"}, style="o")
     columns = ("model", "seed", "init", "mean_cosine", "top1_token", "top1_count", "log10_p")
     return experiment.save(rows, columns)
 
@@ -450,8 +424,7 @@ def width(settings: WidthSettings):
         rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, COSINES)
     question = "How does one block's contraction depend on its width?"
-    theories = {"theory": "quadrature"}
-    draw(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
+    draw(experiment, rows, question, "d_model", "mlp", {"theory": "quadrature"}, panel="scaling", log="xy")
     return experiment.save(rows)
 
 

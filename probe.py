@@ -65,7 +65,7 @@ def probe(settings: Settings):
     device, dtype = experiment.device, experiment.dtype
     num_sequences = settings.num_sequences or NUM_SEQUENCES[device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[device.type], context),)
-    rows, details = [], []
+    rows, totals = [], []
     for spec in specs:
         model = spec.load(device, dtype)
         for T in lengths:
@@ -76,11 +76,11 @@ def probe(settings: Settings):
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))
             rows.append(row)
-            details.append(key | figure_detail(model, counts))
+            totals.append(counts)
     columns = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count")
     columns += ("uniform_max_count", "ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")
-    draw_probe(rows, details, experiment.folder / "probe.png")
-    return experiment.save(rows, columns, details=details)
+    draw_probe(rows, totals, experiment.folder / "probe.png")
+    return experiment.save(rows, columns)
 
 
 @torch.inference_mode()
@@ -130,6 +130,7 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
     }
 
 
+@torch.inference_mode()
 def preference(model, counts):
     """The columns computed from the counts; of two equal counts, the lower token's wins."""
     token_counts = counts["token_counts"]
@@ -140,8 +141,7 @@ def preference(model, counts):
     top1_count = int(token_counts.max())
     uniform_max_count = uniform_counts(n, vocab_size, RANKS)[0]  # of the most frequent
     uniform_max_dimension = uniform_counts(n, len(dimension_counts), 1)[0]
-    with torch.inference_mode():
-        direction_token = int(model.unembed(counts["cosines"].direction().float()).argmax())
+    direction_token = int(model.unembed(counts["cosines"].direction().float()).argmax())
     return {
         "num_sequences": n,
         "top1_token": top1_token,
@@ -160,43 +160,30 @@ def preference(model, counts):
 # ---- the figure --------------------------------------------------------------------------------------------
 
 
-def figure_detail(model, counts):
-    """What the figure shows that the row lacks: the 1,000 favourites, counts of dimensions, uniform draws."""
-    token_counts = counts["token_counts"]
-    dimension_counts = counts["dimension_counts"]
-    n = int(token_counts.sum())
-    favourites = token_counts.argsort(descending=True, stable=True)[:1000]
-    favourites = favourites[token_counts[favourites] > 0]
-    return {
-        "tokens": favourites.tolist(),
-        "token_counts": token_counts[favourites].tolist(),
-        "uniform_counts": uniform_counts(n, model.config.vocab_size, RANKS).tolist(),
-        "dimension_counts": dimension_counts.tolist(),
-        "uniform_max_dimension_count": uniform_counts(n, len(dimension_counts), 1)[0],
-    }
-
-
-def draw_probe(rows, details, path) -> None:
+def draw_probe(rows, totals, path) -> None:
     """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
-    for row, detail, (ranks, tokens, dimensions) in zip(rows, details, grid.T):
-        percent = 100 / row["num_sequences"]
-        frequency = percent * np.array(detail["token_counts"])
-        uniform = percent * np.array(detail["uniform_counts"])
-        ranks.bar(range(1, len(frequency[:RANKS]) + 1), frequency[:RANKS], color=BLUE)
-        ranks.plot(range(1, RANKS + 1), uniform, "--", color=VERMILION)
+    for row, counts, (ranks, tokens, dimensions) in zip(rows, totals, grid.T):
+        n = row["num_sequences"]
+        by_token = 100 / n * counts["token_counts"].numpy()  # % of sequences
+        by_dimension = 100 / n * counts["dimension_counts"].numpy()
+        uniform = 100 / n * uniform_counts(n, len(by_token), RANKS)
+        places = range(1, RANKS + 1)
+        ranks.bar(places, np.sort(by_token)[::-1][:RANKS], color=BLUE)
+        ranks.plot(places, uniform, "--", color=VERMILION)
         p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
         text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
         ranks.text(0.96, 0.94, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
         ranks.set_title(f"{row['model']}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
         ranks.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
-        tokens.vlines(detail["tokens"], 0, frequency, color=BLUE, lw=1)
+        predicted = by_token.nonzero()[0]
+        tokens.vlines(predicted, 0, by_token[predicted], color=BLUE, lw=1)
         tokens.axhline(uniform[0], ls="--", color=VERMILION)
         tokens.set_xlabel("token number")
-        heights = percent * np.array(detail["dimension_counts"])
-        dimensions.vlines(range(len(heights)), 0, heights, color=BLUE, lw=1)
-        dimensions.axhline(percent * detail["uniform_max_dimension_count"], ls="--", color=VERMILION)
+        dimensions.vlines(range(len(by_dimension)), 0, by_dimension, color=BLUE, lw=1)
+        of_dimension = 100 / n * uniform_counts(n, len(by_dimension), 1)[0]
+        dimensions.axhline(of_dimension, ls="--", color=VERMILION)
         dimensions.set_xlabel("hidden dimension")
     for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
         axes.set_ylim(0, max(2.5, 1.1 * axes.get_ylim()[1]))  # no preference is to look like none

@@ -17,8 +17,6 @@ import itertools
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
-from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -79,8 +77,6 @@ class InterveneSettings(Settings):
 
     position: at_least(1) = 10
     """k, the position to be made a sink, from 1 (SO: 10)"""
-    layers: tuple[int, ...] = (1,)
-    """layers to intervene in, one at a time, from 1; and in all layers at once"""
     factor: tuple[at_least(0, float), ...] = (32.0,)
     """lambda, by which the position's variation, or its values, are multiplied"""
 
@@ -89,36 +85,25 @@ class InterveneSettings(Settings):
 class SilenceSettings(Settings):
     """What `silence` can be told."""
 
-    units: at_least(1) | None = None
-    """how many of the hidden units that write most at position 1 (default: 3)"""
-    unit: tuple[str, ...] | None = None
+    units: at_least(1) = 3
+    """how many of the hidden units that write most at position 1"""
+    unit: tuple[str, ...] = ()
     """hidden units to silence instead, LAYER/UNIT"""
 
 
 # ---- the models --------------------------------------------------------------------------------------------
 
 
-def named_models(settings: Settings, needs_mlps=False):
-    """The models that the settings name; UserError for one that lacks what is measured, or is too short."""
+def measure_models(name, paper, settings: Settings, measure):
+    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
     specs = chosen_models(settings.model or (default_model(),), settings.seed)
     lengths = settings.sequence_length or ()
     check_lengths((lengths,) if isinstance(lengths, int) else lengths, shortest_context(specs))
-    for spec in specs:
-        if spec.config.sublayers == "mlp":
-            raise UserError(f"{spec.label} has no attention, so no sinks")
-        if needs_mlps and spec.config.sublayers == "attention":
-            raise UserError(f"{spec.label} has no MLPs, so no hidden units")
-    return specs
-
-
-def measure_models(name, paper, settings: Settings, specs, measure):
-    """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
     experiment = Experiment(name, paper, settings)
-    settings = experiment.settings
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
-        model = spec.load(settings.device, settings.torch_dtype)
-        for key, rows in measure(settings, spec, model).items():
+        model = spec.load(experiment.device, experiment.dtype)
+        for key, rows in measure(experiment.settings, spec, model).items():
             lists[key] += [{"checkpoint": spec.label} | row for row in rows]
     return experiment, lists
 
@@ -137,10 +122,7 @@ def by_checkpoint(rows):
 @torch.inference_mode()
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
-    if not 0 < settings.epsilon < 1:
-        raise UserError(f"--epsilon {settings.epsilon}: expected a number between 0 and 1")
-    specs = named_models(settings)
-    experiment, lists = measure_models("rate", "BB Figure 12", settings, specs, sink_rates)
+    experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     T = lists["heads"][0]["sequence_length"]  # the first is drawn
     maps = [row for row in lists["heads"] if row["sequence_length"] == T]
     figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
@@ -151,15 +133,12 @@ def rate(settings: RateSettings):
         axes.set(xlabel="layer", ylabel="head", title=f"{row['checkpoint']}, {T} tokens")
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
-    question = "How many heads sink, by the length of the sequence?"
-    keys = {"x": "sequence_length", "y": "sink_rate", "series": "checkpoint"}
-    curves(lists["rows"], experiment.folder / "rate_by_length.png", question, **keys, ylim=(0, 1))
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
 
 
 def sink_rates(settings: RateSettings, spec, model):
-    """A row for each length: `attention.summary`, with 95 % intervals; and alpha_1 of all heads."""
+    """A row for each length: `attention.summary`, the rate's 95 % interval; and alpha_1 of all heads."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
     rows, heads = [], []
@@ -169,7 +148,6 @@ def sink_rates(settings: RateSettings, spec, model):
         row = {"sequence_length": T, "epsilon": settings.epsilon}
         row |= attention.summary(signs, settings.epsilon)
         row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate")
-        row |= interval(alpha.mean(dim=(1, 2)), "mean_alpha1", "alpha1_low", "alpha1_high")
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
@@ -183,16 +161,11 @@ def first(settings: Settings):
     """Do heads sink on position 1, or on a token that stands there? alpha_1 of each (ours; four minutes)"""
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
-    experiment, lists = measure_models("first", "ours", settings, named_models(settings), by_first_token)
-    drawn = []
-    for rows in by_checkpoint(lists["rows"]).values():
-        ranked = sorted(rows, key=itemgetter("alpha1"), reverse=True)
-        drawn += [row | {"rank": rank} for rank, row in enumerate(ranked, start=1)]
-    question = "Do heads sink on position 1, whatever token stands there? (a sink: above 0.3)"
-    bounds = {"least": "least of the tokens", "largest": "largest of the tokens"}
-    labels = {"xlabel": "rank of the head", "ylabel": "attention to position 1, mean of tokens"}
-    keys = {"x": "rank", "y": "alpha1", "series": "checkpoint"}
-    curves(drawn, experiment.folder / "first.png", question, **keys, theories=bounds, style="-", **labels)
+    experiment, lists = measure_models("first", "ours", settings, by_first_token)
+    question = "Do heads sink on position 1, whatever token stands there? (a point a head)"
+    labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
+    keys = {"x": "alpha1", "y": "least", "series": "checkpoint"}
+    curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
     return experiment.save(**lists)
 
 
@@ -210,19 +183,19 @@ def by_first_token(settings: Settings, spec, model):
         alphas.append(attention.sink_signs(model, tokens)["alpha1"].mean(0))
     alphas = torch.stack(alphas)  # (tokens, L, H)
     rows = []
-    for layer, head in itertools.product(*map(range, alphas.shape[1:])):
-        alpha = alphas[:, layer, head]
-        row = {
-            "layer": layer + 1,
-            "head": head + 1,
-            "alpha1": alpha.mean().item(),
-            "least": alpha.min().item(),
-            "least_token": int(candidates[alpha.argmin()]),
-            "largest": alpha.max().item(),
-            "sink_share": (alpha > EPSILON).float().mean().item(),
-            "uniform_alpha1": attention.uniform_alpha(settings.sequence_length),
-        }
-        rows.append(row)
+    for layer, by_head in enumerate(alphas.unbind(1), start=1):
+        for head, alpha in enumerate(by_head.unbind(1), start=1):
+            row = {
+                "layer": layer,
+                "head": head,
+                "alpha1": alpha.mean().item(),
+                "least": alpha.min().item(),
+                "least_token": int(candidates[alpha.argmin()]),
+                "largest": alpha.max().item(),
+                "sink_share": (alpha > EPSILON).float().mean().item(),
+                "uniform_alpha1": attention.uniform_alpha(settings.sequence_length),
+            }
+            rows.append(row)
     return {"rows": rows}
 
 
@@ -232,38 +205,30 @@ def by_first_token(settings: Settings, spec, model):
 @torch.inference_mode()
 def variance(settings: Settings):
     """How much do aggregated values vary at each position of each layer? (BB Figure 9; half a minute)"""
-    specs = named_models(settings)
-    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, specs, value_spread)
-    drawn = []
-    for row in lists["rows"]:
-        if row["layer"] in (1, 2, 4, 8, 16, 32):
-            drawn.append(row | {"series": f"{row['checkpoint']}, layer {row['layer']}"})
-    path = experiment.folder / "sink_variance.png"
-    question = "How much do aggregated values vary, position by position?"
-    label = "std of aggregated values"
-    curves(drawn, path, question, x="position", y="std", series="series", style="-", log="xy", ylabel=label)
+    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
+    drawn = [row for row in lists["rows"] if row["layer"] in (1, 2, 4, 8, 16, 32)]
+    question = "How much do aggregated values vary, position by position? (a colour a layer)"
+    keys = {"x": "position", "y": "std", "series": "layer", "panel": "checkpoint"}
+    labels = {"ylabel": "std of aggregated values"}
+    curves(drawn, experiment.folder / "sink_variance.png", question, **keys, style="-", log="xy", **labels)
     return experiment.save(**lists)
 
 
 def value_spread(settings: Settings, spec, model):
     """A row for each layer and position."""
-    spreads = defaultdict(attention.Spread)
-
-    def on_heads(layer, *state):
-        spreads[layer].on_heads(layer, *state)
-
+    spread = attention.Spread()
     for part in attention.batches(read_tokens(settings, spec, settings.sequence_length)):
-        model.hidden(part, on_heads=on_heads)
+        model.hidden(part, on_heads=spread.on_heads)
     rows = []
-    for layer, spread in spreads.items():
-        for position, std in enumerate(spread.by_position().tolist(), start=1):
+    for layer in range(1, model.config.num_layers + 1):
+        for position, std in enumerate(spread.std(layer).tolist(), start=1):
             rows.append({"layer": layer, "position": position, "std": std})
     return {"rows": rows}
 
 
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and super neurons (SO; a minute)"""
-    experiment, lists = measure_models("anatomy", "SO", settings, named_models(settings), dissect)
+    experiment, lists = measure_models("anatomy", "SO", settings, dissect)
     question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
     figure, grid = new_figure(question, 2, 3, height=3, sharex=True)
     for axes, (key, name) in zip(grid.flat, LINKS.items()):
@@ -272,8 +237,6 @@ def anatomy(settings: Settings):
             layers = range(1, len(values) + 1)
             (line,) = axes.plot(layers, values[:, 0], "o-", ms=3, label=f"{label}, position 1")
             axes.plot(layers, np.median(values[:, 1:], axis=1), ":", color=line.get_color())
-        for neuron in lists["super_neurons"][:1]:
-            axes.axvline(neuron["layer"], color="black", ls="--", lw=1, label="the unit that writes most")
         axes.set_title(name, fontsize=10)
     for axes in grid[0, 1:]:
         axes.set_yscale("log")
@@ -297,19 +260,20 @@ def dissect(settings: Settings, spec, model):
     T = settings.sequence_length
     tokens = read_tokens(settings, spec, T)
     means = defaultdict(float)  # over sequences, by (name, layer)
-    spreads = defaultdict(attention.Spread)
-    ranks = defaultdict(attention.EffectiveRank)
+    spread = attention.Spread()
 
     def add(name, layer, values):
         means[name, layer] += values.sum(0).cpu() / len(tokens)
 
     def on_state(layer, x):
-        ranks[layer].update(x)
+        flat = x.flatten(0, 1).double()  # (B T, d)
+        add("state", layer, flat / T)
+        add("product", layer, (flat.T @ flat / T)[None])
         add("length", layer, x.float().norm(dim=2))
         add("dominance_ratio", layer, attention.dominance_ratio(x))
 
     def on_heads(layer, heads, q, k, v):
-        spreads[layer].on_heads(layer, heads, q, k, v)
+        spread.on_heads(layer, heads, q, k, v)
         add("value_length", layer, v.float().norm(dim=3).mean(1))
         add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh)
         add("alpha", layer, attention.mean_attention(q, k, range(1, T + 1)).mean(1))
@@ -319,25 +283,24 @@ def dissect(settings: Settings, spec, model):
             model.hidden(part, on_state=on_state, on_heads=on_heads)
     rows, layers = [], []
     for layer, block in enumerate(model.model.layers, start=1):
-        means["std", layer] = spreads[layer].by_position()
+        means["std", layer] = spread.std(layer)
         means["key_alignment", layer] = means["key", layer].norm(dim=2).mean(0)
         links = torch.stack([means[name, layer] for name in LINKS], dim=1)  # (T, links)
         for position, values in enumerate(links.tolist(), start=1):
             rows.append({"layer": layer, "position": position} | dict(zip(LINKS, values)))
-        at_first = rows[-T]
+        first = dict(zip(LINKS, links[0].tolist()))
         others = dict(zip(LINKS, np.median(links[1:], axis=0)))
+        written = block.self_attn.o_proj.weight
         summary = {
             "layer": layer,
-            "disparity": at_first["dominance_ratio"],
+            "disparity": first["dominance_ratio"],
             "others_disparity": others["dominance_ratio"],
-            "norm_ratio": at_first["length"] / others["length"],
-            "value_ratio": at_first["value_length"] / others["value_length"],
-            "key_alignment": at_first["key_alignment"],
-            "effective_rank": ranks[layer].value(),
-            "output_tau": attention.output_tau(
-                block.self_attn.o_proj.weight, spreads[layer].std(1).flatten()
-            ),
-            "alpha1": at_first["alpha"],
+            "norm_ratio": first["length"] / others["length"],
+            "value_ratio": first["value_length"] / others["value_length"],
+            "key_alignment": first["key_alignment"],
+            "effective_rank": attention.effective_rank(means["state", layer], means["product", layer]),
+            "output_tau": attention.output_tau(written, spread.std(layer, 1).flatten()),
+            "alpha1": first["alpha"],
         }
         layers.append(summary)
     neurons = attention.super_neurons(model, *activity)
@@ -353,14 +316,9 @@ def intervene(settings: InterveneSettings):
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
-    specs = named_models(settings, needs_mlps=True)
-    last = min(spec.config.num_layers for spec in specs) - 1
-    if not set(settings.layers) <= set(range(1, last + 1)):
-        raise UserError(f"--layers: expected layers in 1 to {last}, which have layers after them")
-    experiment, lists = measure_models("intervene", "SO", settings, specs, every_intervention)
+    experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     (label, points), *_ = by_checkpoint(lists["points"]).items()  # the first model is drawn
     drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
-    drawn = [point | {"activation": max(point["activation"], 1e-2)} for point in drawn]  # of a log axis
     question = f"Where the super neuron wakes at position {k}, does it become a sink? ({label})"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
     labels = {"xlabel": f"|activation| of the super neuron at {k}", "ylabel": f"attention to position {k}"}
@@ -372,9 +330,9 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
-    Each is made in all layers at once (`changed` is "all"), then in one at a time. alpha_k is the mean over
-    heads, and over the layers after that of the unit that writes most at position 1, and after the first one
-    changed. All sequences run at once, for mu.
+    Each is made in all layers at once (`changed` is "all"), then in layer 1. alpha_k is the mean over heads,
+    and over the layers after that of the unit that writes most at position 1 (after layer 1, if none are).
+    All sequences run at once, for mu.
     """
     k = settings.position
     L = model.config.num_layers
@@ -382,18 +340,14 @@ def every_intervention(settings: InterveneSettings, spec, model):
     with attention.unit_activity(model, len(tokens)) as activity:
         model.hidden(tokens)
     (neuron,) = attention.super_neurons(model, *activity, count=1)
-    places = {"all": range(1, L + 1)} | {layer: (layer,) for layer in settings.layers}
+    seen_from = neuron["layer"] if neuron["layer"] < L else 1
+    places = {"all": range(1, L + 1), 1: (1,)}
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(places.items(), kinds))
-    unchanged = attended(model, tokens, k, neuron)
     rows, points = [], []
     for (place, layers), (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        alpha, activation = unchanged
-        if kind != "none":
-            on_heads = attention.replace_values(model, k, layers, kind, factor)
-            alpha, activation = attended(model, tokens, k, neuron, on_heads)
-        waking = neuron["layer"] if neuron["layer"] < L else 0
-        seen_from = max(min(layers), waking)  # of the layer changed and the super neuron's, the later
+        on_heads = attention.replace_values(model, k, layers, kind, factor)
+        alpha, activation = attended(model, tokens, k, neuron, on_heads)
         alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
         is_awake = activation >= AWAKE * neuron["first"]
         key = {"position": k, "changed": place, "intervention": kind, "factor": factor}
@@ -406,7 +360,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     return {"rows": rows, "points": points, "super_neurons": [neuron]}
 
 
-def attended(model, tokens, k, neuron, on_heads=None):
+def attended(model, tokens, k, neuron, on_heads):
     """Attention to position k in each layer, (n, L), and the neuron's |activation| there, (n,)."""
     activations = {}
 
@@ -424,14 +378,9 @@ def attended(model, tokens, k, neuron, on_heads=None):
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
     """Which hidden units hold the sink up? Those that write most are set to zero (ours; three minutes)"""
-    if settings.units and settings.unit:
-        raise UserError("give --units, how many, or --unit, which ones")
-    specs = named_models(settings, needs_mlps=True)
-    for spec, word in itertools.product(specs, settings.unit or ()):
-        layer, unit = named_unit(word)
-        if not (1 <= layer <= spec.config.num_layers and unit < spec.config.d_ff):
-            raise UserError(f"--unit {word}: there is none in {spec.label}")
-    experiment, lists = measure_models("silence", "ours", settings, specs, every_silence)
+    for spec in chosen_models(settings.model or (default_model(),), settings.seed):
+        named_units(settings, spec)
+    experiment, lists = measure_models("silence", "ours", settings, every_silence)
     (label, rows), *_ = by_checkpoint(lists["rows"]).items()  # the first model is drawn
     question = f"Which hidden units hold the sink up? ({label}; dashed: none silenced)"
     figure, (grid,) = new_figure(question, 1, 2, 5, 1.2 + 0.24 * len(rows), sharey=True)
@@ -447,12 +396,15 @@ def silence(settings: SilenceSettings):
     return experiment.save(**lists, columns=columns)
 
 
-def named_unit(word):
-    """The layer and the unit of LAYER/UNIT; UserError for any other word."""
-    if not re.fullmatch(r"\d{1,9}/\d{1,9}", word):
-        raise UserError(f"--unit {word}: expected LAYER/UNIT, as in 12/1229")
-    layer, unit = word.split("/")
-    return int(layer), int(unit)
+def named_units(settings: SilenceSettings, spec):
+    """Layer and unit of each LAYER/UNIT; UserError for one that the model does not have."""
+    units = []
+    for word in settings.unit:
+        match = re.fullmatch(r"([1-9]\d{0,5})/(\d{1,9})", word)
+        if not (match and int(match[1]) <= spec.config.num_layers and int(match[2]) < spec.config.d_ff):
+            raise UserError(f"--unit {word}: expected LAYER/UNIT of {spec.label}, as in 12/1229")
+        units.append((int(match[1]), int(match[2])))
+    return units
 
 
 def every_silence(settings: SilenceSettings, spec, model):
@@ -462,24 +414,29 @@ def every_silence(settings: SilenceSettings, spec, model):
     all their pairs. Controls: as many that write most `elsewhere`, and `random` ones of the same layers.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
+    measured = {}  # by the names of the silent units
     with attention.unit_activity(model, len(tokens)) as (at_first, at_others):
-        measured = {"": attention.alpha_and_loss(model, tokens)}  # by the names of the silent units
-    units = [named_unit(word) for word in settings.unit or ()]
-    units = units or attention.strongest_units(model, at_first, settings.units or 3)
-    elsewhere = attention.strongest_units(model, at_others, 2 * len(units))
-    elsewhere = [unit for unit in elsewhere if unit not in units]
+        measured[""] = attention.alpha_and_loss(model, tokens)
+    units = named_units(settings, spec) or attention.strongest_units(model, at_first, settings.units)
+    count = len(units)
+    elsewhere = attention.strongest_units(model, at_others, 2 * count)
     generator = keyed_generator("silence", settings.input_seed)
     cases = [("none", [])]
-    cases += [("first", units[: count + 1]) for count in range(len(units))]
+    cases += [("first", units[:size]) for size in range(1, count + 1)]
     cases += [("alone", [unit]) for unit in units[:4]]
     cases += [("pair", pair) for pair in itertools.combinations(units[:4], 2)]
-    cases.append(("elsewhere", elsewhere[: len(units)]))
+    cases.append(("elsewhere", [unit for unit in elsewhere if unit not in units][:count]))
     cases.append(("random", [(layer, int(generator.integers(model.config.d_ff))) for layer, _ in units]))
     rows = []
     for kind, silent in progress(cases, desc="silence", unit=" sets", leave=False):
+
+        def at_zero(layer, units, silent=silent):
+            numbers = [unit for place, unit in silent if place == layer]
+            return units.index_fill(2, torch.tensor(numbers, device=units.device), 0) if numbers else None
+
         names = " ".join(f"{layer}/{unit}" for layer, unit in silent)
         if names not in measured:
-            with attention.hidden_units(model, partial(attention.silenced, silent)):
+            with attention.hidden_units(model, at_zero):
                 measured[names] = attention.alpha_and_loss(model, tokens)
         alpha, loss = measured[names]
         row = {"kind": kind, "num_silenced": len(silent), "units": names}

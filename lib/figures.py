@@ -120,7 +120,7 @@ def evidence(path, panels, title) -> None:
     """
     figure, grid = new_figure(title, len(panels), 3, height=2.9)
     for row, (name, layers, points, layer_map) in zip(grid, panels):
-        row[0].set_title(clipped(name, 60), loc="left", fontsize=10, fontweight="bold")
+        row[0].set_title(name[-60:], loc="left", fontsize=10, fontweight="bold")
         drawings = (draw_units, draw_layer_map, draw_coordinates)
         for axes, draw, measured in zip(row, drawings, (layers, layer_map, points)):
             if measured:
@@ -177,13 +177,8 @@ def family_tree(path, names, closeness, label, title) -> None:
     tree.set(xlabel="distance", title="family tree", yticks=[])
     closeness = closeness[np.ix_(order, order)]
     image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    labels = [clipped(names[i]) for i in order]
+    labels = [names[i][-28:] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(count), labels, fontsize=8)
     figure.colorbar(image, label=label)
     save_figure(figure, path)
-
-
-def clipped(name, length=28):
-    """The end of a long name."""
-    return name if len(name) <= length else "..." + name[3 - length :]

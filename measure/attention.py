@@ -12,6 +12,7 @@ head whose alpha_1 in a sequence is above EPSILON is a sink head there.
 """
 
 import contextlib
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -51,11 +52,11 @@ def states_and_attention(model: Transformer, tokens: Tensor, positions=(1,), on_
     """Final-norm states (B, T, d), and alpha (B, L, H, K) of K positions, of tokens (B, T).
 
     `on_heads` and `on_state` are those of `Transformer.hidden`: weights are read before heads are replaced.
-    ValueError for a position outside 1..T, or a model without attention.
+    ValueError for a position outside 1..T.
     """
     T = tokens.shape[1]
-    if model.config.sublayers == "mlp" or not all(1 <= position <= T for position in positions):
-        raise ValueError(f"no attention to positions {tuple(positions)} of {T}")
+    if min(positions) < 1 or max(positions) > T:
+        raise ValueError(f"expected positions in 1 to {T}, not {tuple(positions)}")
     layers = []
 
     def watch(layer, heads, q, k, v):
@@ -67,9 +68,9 @@ def states_and_attention(model: Transformer, tokens: Tensor, positions=(1,), on_
     return states, torch.stack(layers, dim=1)
 
 
-def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None) -> Tensor:
+def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
     """alpha (B, L, H, K) of K positions, for every layer and head, on tokens (B, T)."""
-    return states_and_attention(model, tokens, positions, on_heads)[1]
+    return states_and_attention(model, tokens, positions, on_heads, on_state)[1]
 
 
 def uniform_alpha(T):
@@ -83,40 +84,32 @@ def uniform_alpha(T):
 def sink_signs(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
     """What tells a sink at position 1 of sequences (n, T), or foretells it; on the CPU.
 
-    `alpha1` (n, L, H); `norm_ratio` (n, L), the length of the stream after each layer at position 1 over the
-    median length of the others; `value_ratio` (n, L), the same of the values that heads average.
+    `alpha1` (n, L, H); `norm_ratio` (n L,), the length of the stream after each layer at position 1 over the
+    median length of the others; `value_ratio` (n L,), the same of the values that heads average.
     """
-    parts = [signs_of_batch(model, part) for part in batches(tokens)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def signs_of_batch(model, tokens):
-    """`sink_signs` of sequences that fit in memory."""
-    norms, values = [], []
+    alphas, norms, values = [], [], []
 
     def on_state(layer, x):
-        norms.append(ratio_of_first(x))
+        if layer > 0:  # 0 is the input
+            norms.append(ratio_of_first(x))
 
     def on_heads(layer, heads, q, k, v):
         values.append(ratio_of_first(v).mean(1))
 
-    _, alpha = states_and_attention(model, tokens, on_heads=on_heads, on_state=on_state)
-    _, *norms = norms  # the first is the input's
-    return {
-        "alpha1": alpha[..., 0].cpu(),
-        "norm_ratio": torch.stack(norms, dim=1).cpu(),
-        "value_ratio": torch.stack(values, dim=1).cpu(),
-    }
+    for part in batches(tokens):
+        alphas.append(attention_to(model, part, on_heads=on_heads, on_state=on_state)[..., 0])
+    signs = {"alpha1": alphas, "norm_ratio": norms, "value_ratio": values}
+    return {name: torch.cat(parts).cpu() for name, parts in signs.items()}
 
 
 def summary(signs: dict[str, Tensor], epsilon=EPSILON):
     """What `rate` and `train.py --track-sinks` report of `sink_signs`: means, and the largest alpha_1."""
-    means = {name: signs[name].mean().item() for name in ("norm_ratio", "value_ratio")}
     return {
         "sink_rate": sink_share(signs["alpha1"], epsilon).mean().item(),
         "mean_alpha1": signs["alpha1"].mean().item(),
         "max_alpha1": signs["alpha1"].max().item(),
-        **means,
+        "norm_ratio": signs["norm_ratio"].mean().item(),
+        "value_ratio": signs["value_ratio"].mean().item(),
     }
 
 
@@ -149,15 +142,10 @@ def hidden_units(model: Transformer, on_units):
     def hook(layer, module, inputs):
         return on_units(layer, *inputs)
 
-    handles = []
-    for layer, block in enumerate(model.model.layers, start=1):
-        if block.mlp is not None:
-            handles.append(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer, block in enumerate(model.model.layers, start=1):
+            stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -167,7 +155,7 @@ def unit_activity(model: Transformer, num_sequences):
     others = torch.zeros_like(first)
 
     def on_units(layer, units):
-        size = units.detach().float().abs()  # (B, T, d_ff)
+        size = units.float().abs()  # (B, T, d_ff)
         first[layer - 1] += size[:, 0].sum(0).cpu() / num_sequences
         others[layer - 1] += size[:, 1:].mean(1).sum(0).cpu() / num_sequences
 
@@ -180,12 +168,10 @@ def strongest_units(model: Transformer, activity: Tensor, count):
 
     A unit writes its activation times the length of its down column (the ranking is ours).
     """
-    if model.config.sublayers == "attention":
-        return []
     lengths = [block.mlp.down_proj.weight.float().norm(dim=0).cpu() for block in model.model.layers]
     writes = activity * torch.stack(lengths)
-    places = writes.flatten().topk(min(count, writes.numel())).indices.tolist()
-    return [(place // model.config.d_ff + 1, place % model.config.d_ff) for place in places]
+    d_ff = model.config.d_ff
+    return [(place // d_ff + 1, place % d_ff) for place in writes.flatten().topk(count).indices.tolist()]
 
 
 def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
@@ -203,17 +189,11 @@ def super_neurons(model: Transformer, first: Tensor, others: Tensor, count=10):
             "first": first[layer - 1, unit].item(),
             "others": others[layer - 1, unit].item(),
             "writes": (first[layer - 1, unit] * column.norm()).item(),
-            "down_share": (squares.max() / squares.sum().clamp(min=1e-30)).item(),
+            "down_share": (squares.max() / squares.sum()).item(),
             "dimension": squares.argmax().item(),
         }
         rows.append(row)
     return rows
-
-
-def silenced(silent, layer, units):
-    """The hidden units (B, T, d_ff) of a layer, those that are `silent`, as (layer, unit), at zero."""
-    numbers = [unit for place, unit in silent if place == layer]
-    return units.index_fill(2, torch.tensor(numbers, device=units.device), 0) if numbers else None
 
 
 # ---- what is changed, and what comes of it -----------------------------------------------------------------
@@ -224,7 +204,7 @@ def replace_values(model, k, layers, kind, factor):
 
     `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`:
     mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
-    factor o_k.
+    factor o_k. `none`: o_k as it is.
     """
 
     def on_heads(layer, heads, q, key, v):
@@ -237,7 +217,7 @@ def replace_values(model, k, layers, kind, factor):
         elif kind == "amplify":
             mean = values.mean(0, keepdim=True)
             values = mean + factor * (values - mean)
-        else:
+        elif kind == "scale":
             values = factor * values
         return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
 
@@ -274,53 +254,33 @@ def output_tau(weight: Tensor, std: Tensor):
     return None if tau != tau else float(tau)
 
 
-class EffectiveRank:
-    """How many directions states spread over, of batches that stream by (ours; SO gives no formula).
+def effective_rank(mean: Tensor, product: Tensor):
+    """How many directions states spread over, from 1 to d (ours; SO gives no formula).
 
-    It is exp of the entropy of the singular values of the centred states (n T, d), which are scaled to sum 1.
+    It is exp of the entropy of the singular values of the centred states, which are scaled to sum 1. Given
+    are the mean of states, (d,), and of their outer products, (d, d), both float64.
     """
-
-    def __init__(self):
-        self.count = 0
-        self.total = 0.0
-        self.products = 0.0
-
-    def update(self, states: Tensor) -> None:
-        """Add states (..., d)."""
-        states = states.flatten(0, -2).double()
-        self.count += len(states)
-        self.total = self.total + states.sum(0)
-        self.products = self.products + states.T @ states
-
-    def value(self):
-        """The effective rank, from 1 to d; 0 of states that are all equal."""
-        centred = self.products - torch.outer(self.total, self.total) / self.count
-        values = torch.linalg.eigvalsh(centred).clamp(min=0).sqrt()
-        noise = 1e-7 * self.products.trace().sqrt()  # what is left of a difference of equal numbers
-        shares = values[values > noise] / values.sum()
-        return torch.special.entr(shares).sum().exp().item() if len(shares) else 0.0
+    values = torch.linalg.eigvalsh(product - torch.outer(mean, mean)).clamp(min=0).sqrt()
+    return torch.special.entr(values / values.sum()).sum().exp().item()
 
 
 class Spread:
-    """The spread of a layer's aggregated values over sequences, of batches that stream by."""
+    """The spread of each layer's aggregated values over sequences, of batches that stream by."""
 
     def __init__(self):
-        self.count = 0
-        self.sums = 0.0  # (H, T, Dh)
-        self.squares = 0.0
+        self.counts = defaultdict(int)  # by layer
+        self.sums = defaultdict(float)  # (H, T, Dh)
+        self.squares = defaultdict(float)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
         """Add heads (B, H, T, Dh), as `Transformer.hidden` shows them."""
         heads = heads.double()
-        self.count += len(heads)
-        self.sums = self.sums + heads.sum(0).cpu()
-        self.squares = self.squares + heads.square().sum(0).cpu()
+        self.counts[layer] += len(heads)
+        self.sums[layer] += heads.sum(0).cpu()
+        self.squares[layer] += heads.square().sum(0).cpu()
 
-    def std(self, axes):
-        """Standard deviation about the mean, sequences and some axes of (H, T, Dh) pooled."""
-        mean = (self.sums / self.count).mean(axes)
-        return ((self.squares / self.count).mean(axes) - mean.square()).clamp(min=0).sqrt()
-
-    def by_position(self):
-        """Standard deviation at each position, (T,)."""
-        return self.std((0, 2))
+    def std(self, layer, axes=(0, 2)):
+        """Standard deviation about the mean, by position, (T,): sequences and `axes` of (H, T, Dh) pooled."""
+        mean = (self.sums[layer] / self.counts[layer]).mean(axes)
+        square = (self.squares[layer] / self.counts[layer]).mean(axes)
+        return (square - mean.square()).clamp(min=0).sqrt()

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from scipy.special import logsumexp
 from scipy.stats import binom, binomtest
 from scipy.stats import t as student
@@ -94,12 +95,9 @@ def pairwise_cosine(states: Tensor):
 
 def floored_cosine(states: Tensor, epsilon):
     """`pairwise_cosine`, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`."""
-    n = len(states)
-    unit = states.double() / states.double().norm(dim=1, keepdim=True).clamp(min=epsilon)
-    own = unit.square().sum(1)  # a state's cosine with itself, 1 if its norm is not below epsilon
-    mean = ((unit.sum(0).square().sum() - own.sum()) / (n * (n - 1))).item()
-    mean_square = ((unit.T @ unit).square().sum() - own.square().sum()).item() / (n * (n - 1))
-    return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
+    unit = F.normalize(states.double(), dim=1, eps=epsilon)
+    cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
+    return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}
 
 
 # ---- odds --------------------------------------------------------------------------------------------------
@@ -135,12 +133,12 @@ def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
 # ---- intervals ---------------------------------------------------------------------------------------------
 
 
-def interval(values, name="mean", low="low", high="high"):
+def interval(values, name="mean"):
     """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
     values = np.asarray(values, np.float64)
     mean = values.mean()
     error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {name: mean, low: mean - error, high: mean + error}
+    return {name: mean, "low": mean - error, "high": mean + error}
 
 
 def wilson(successes, n, confidence=0.95):

@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, assert_refused, run_here
 
-import contraction
 import init
 from contraction import EXPERIMENTS
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
-from lib.settings import UserError
 from measure import theory
 from model import PRESETS, ModelConfig, Transformer
 
@@ -116,11 +114,6 @@ def test_contract(name, results):
     assert (results["out"] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     for key, value in (("seed", list(SEEDS)), ("num_sequences", COUNT), ("sequence_length", [LENGTH])):
         assert result["settings"].get(key, value) == value
-
-
-def test_alone_it_does_all_and_nothing_else(results):
-    files = {f"{name}.{kind}" for name in CONTRACT for kind in ("json", "png")}
-    assert {path.name for path in results["out"].iterdir()} == files
 
 
 # ---- which sublayer contracts? -----------------------------------------------------------------------------
@@ -329,8 +322,7 @@ def test_predictions_from_weights(name, scheme, results):
             states = model.hidden(tokens)[:, -1]
         direction = assert_prediction(row, model, states)
         if name == "predict":
-            foreseen, cosine = theory.mean_field(model, LENGTH)
-            assert row["mean_field_cosine"] == pytest.approx(cosine, rel=1e-6)
+            foreseen, _ = theory.mean_field(model, LENGTH)
             assert row["direction_cosine"] == pytest.approx(float(foreseen @ direction), abs=1e-6)
             assert row["predicted_token"] == (head_of(model) @ foreseen).argmax()
         if name != "overlap":
@@ -361,15 +353,6 @@ def test_width(results):
 # ---- theory on newborns that no bar was tuned on -----------------------------------------------------------
 
 
-def assert_row(ours: dict, theirs: dict, rel: float, absolute: float, but: tuple = ()) -> None:
-    """Two rows are equal, their floats nearly so, `but` for some keys."""
-    assert ours.keys() == theirs.keys()
-    for key, value in theirs.items():
-        if key not in but:
-            is_near = isinstance(value, float)
-            assert ours[key] == (pytest.approx(value, rel=rel, abs=absolute) if is_near else value), key
-
-
 def run(name: str, out, *words) -> dict:
     """The JSON of an experiment that this process runs, in float32."""
     done = run_here("contraction", name, *words, "--dtype", "float32", "--out", out)
@@ -398,26 +381,9 @@ def test_weights_foretell_a_newborn_and_cures_cure_it(tmp_path):
         assert abs(row["mean_cosine"]) < 0.01
     (foretold,) = run("predict", tmp_path, *words)["rows"]
     assert foretold["direction_cosine"] > 0.93
-    assert foretold["mean_field_cosine"] == pytest.approx(born["mean_cosine"], abs=0.04)  # at width 256
-
-
-def test_a_pruned_gate_is_no_nan():
-    model = init.newborn("tiny_llama", 1)
-    model.model.layers[2].mlp.gate_proj.weight.data[3] = 0
-    direction, cosine = theory.mean_field(model, 8)
-    assert direction.isfinite().all() and math.isfinite(cosine)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lengths, expected", [((100, 128, 1024), [100, 128]), ((1024,), [256])])
-def test_default_lengths_give_way_to_a_short_context(lengths, expected, tmp_path):
-    """And the user's own do not, even where they are the default ones."""
-    settings = contraction.Settings(model=("tiny_gpt2",), out=str(tmp_path))
-    assert contraction.begin("amplify", "", settings, lengths)[2] == expected
-    with pytest.raises(UserError, match="--sequence-length 1024"):
-        contraction.begin("amplify", "", replace(settings, sequence_length=lengths), lengths)
 
 
 @pytest.mark.parametrize(
@@ -436,23 +402,6 @@ def test_mistakes(words, expected, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_several_models_have_lines_of_their_own(tmp_path, monkeypatch):
-    """Where two are named, each line says whose it is, and both are drawn."""
-    drawn = []
-    monkeypatch.setattr(contraction, "curves", lambda rows, *_, **keys: drawn.append((rows, keys["series"])))
-    words = ["--model", "tiny_gpt2", "tiny_llama", "--num-sequences", 4, "--sequence-length", LENGTH]
-    run("ablation", tmp_path, *words)
-    run("engage", tmp_path, "--model", "tiny_gpt2", "tiny_llama", "--num-sequences", 4)
-    (points, by_model), (rows, series) = drawn
-    assert {point[by_model] for point in points} == {"tiny_gpt2", "tiny_llama"}
-    assert {row[series] for row in rows} == {
-        "tiny_gpt2, with the norm",
-        "tiny_gpt2, without it",
-        "tiny_llama, with the norm",
-        "tiny_llama, without it",
-    }
-
-
 # ---- a committed result ------------------------------------------------------------------------------------
 
 
@@ -463,5 +412,7 @@ def test_committed_engage_is_what_its_settings_give(tmp_path):
     words += ["--num-sequences", given["num_sequences"], "--input-seed", given["input_seed"]]
     rows = run("engage", tmp_path, *words)["rows"]
     for ours, theirs in zip(rows, committed["rows"], strict=True):
-        # another machine may sum float32 products in another order: cosines near 0 are off by 1e-7 or so
-        assert_row(ours, theirs, 1e-4, 1e-6)
+        for key, value in theirs.items():
+            # another machine may sum float32 products in another order: cosines near 0 are off by 1e-7 or so
+            near = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+            assert ours[key] == near, key

@@ -100,18 +100,6 @@ def test_binomial_tail_against_exact_integers(count, n, V):
     assert cosines.binomial_log10_p(count, n, V) == expected
 
 
-def test_binomial_tail_of_the_papers_size():
-    """The largest term and the number of terms bound the tail from both sides."""
-    n, count, V = 10_000, 3000, 50257
-    log10_combinations = (
-        math.lgamma(n + 1) - math.lgamma(count + 1) - math.lgamma(n - count + 1)
-    ) / math.log(10)
-    first = log10_combinations - count * math.log10(V) + (n - count) * math.log1p(-1 / V) / math.log(10)
-    log10_p = cosines.binomial_log10_p(count, n, V) - math.log10(V)
-    assert first - 1e-6 < log10_p < first + 1e-3  # terms fall by a factor of 20,000
-    assert math.isfinite(cosines.binomial_log10_p(n, n, V))
-
-
 def exact_expected_maximum(n: int, V: int) -> float:
     """E[max count] of n uniform draws over V: the sum over m of 1 - P[max <= m].
 
@@ -199,16 +187,11 @@ def test_t_test_needs_two_pairs_and_survives_identical_ones():
 # ---- intervals ---------------------------------------------------------------------------------------------
 
 
-def test_interval_is_scipys_and_covers_the_mean():
-    covered = 0
-    for seed in range(400):
-        values = normal(5, seed=seed).numpy().astype(np.float64) + 3
-        row = cosines.interval(values, "alpha", "from", "to")
-        reference = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-        assert (row["from"], row["to"]) == pytest.approx((reference.low, reference.high), rel=1e-9)
-        assert row["alpha"] == pytest.approx(values.mean(), rel=1e-12)
-        covered += row["from"] < 3 < row["to"]
-    assert covered / 400 == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 400) ** 0.5)  # four standard errors
+def test_interval_is_scipys():
+    values = normal(5).double().numpy() + 3
+    reference = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    expected = {"alpha": values.mean(), "low": reference.low, "high": reference.high}
+    assert cosines.interval(values, "alpha") == pytest.approx(expected, rel=1e-9)
 
 
 def test_wilson_interval_by_its_formula():

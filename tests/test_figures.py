@@ -1,7 +1,5 @@
 """lib/figures.py: the curves that are drawn are the points that were given, theory beside them."""
 
-import math
-
 import pytest
 from matplotlib.figure import Figure
 
@@ -65,11 +63,6 @@ def test_ticks_of_logarithmic_axes_are_plain_text(drawn):
     shown = {tick.get_text() for tick in axes.get_xticklabels() + axes.get_yticklabels()}
     assert {"1", "10", "100"} <= shown
     assert not any("$" in text or "e" in text for text in shown), shown
-
-
-def test_there_is_no_layer_one_and_a_half(drawn):
-    ticks = drawn().axes[0].get_xticks()
-    assert all(math.isclose(tick, round(tick)) for tick in ticks)
 
 
 def test_a_figure_is_a_whole_png(tmp_path):

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
-from scipy.stats import ttest_1samp
+from scipy.stats import entropy, ttest_1samp
 from test_attention import explicit
+from test_attention import mean_of_queries as alpha_of
 
 import init
 import sinks
-import train
 from lib import checkpoint, data
 from lib.checkpoint import Spec, parse_spec
 from lib.files import read_json
@@ -28,11 +28,6 @@ from sinks import InterveneSettings, RateSettings, SilenceSettings
 
 CALIBRATIONS = CHOICES["attn_calibration"]
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
-
-
-def alpha_of(matrices: torch.Tensor, position: int) -> torch.Tensor:
-    """BB 6.2.1: the mean of A[i, k] over the queries i = k..T."""
-    return matrices[..., position - 1 :, position - 1].mean(-1)
 
 
 def t_interval(values) -> tuple[float, float]:
@@ -70,23 +65,20 @@ def test_sink_rate_is_gu_et_als(tmp_path):
         assert row["sink_rate"] == pytest.approx(np.mean(shares), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(t_interval(shares), abs=NEAR)
         alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
-        means = alpha.mean(dim=(1, 2))
-        assert row["mean_alpha1"] == pytest.approx(means.mean().item(), abs=NEAR)
-        assert (row["alpha1_low"], row["alpha1_high"]) == pytest.approx(t_interval(means), abs=NEAR)
+        assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         assert row["max_alpha1"] == pytest.approx(alpha.max().item(), abs=NEAR)
         assert (row["max_alpha1"] > 0.25) == (row["sink_rate"] > 0)
         assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T, rel=1e-9)
         np.testing.assert_allclose(by_head["alpha1"], alpha.mean(0), atol=NEAR)
 
 
-@pytest.mark.parametrize("limit", [97, 3])
-def test_every_first_token_in_turn(limit, tmp_path, monkeypatch):
-    """alpha_1 with each of all tokens, and with three of them, at the first position of seven sequences."""
-    monkeypatch.setattr(sinks, "FIRST_TOKENS", limit)
+def test_every_first_token_in_turn(tmp_path, monkeypatch):
+    """alpha_1 with each of three tokens at the first position of seven sequences."""
+    monkeypatch.setattr(sinks, "FIRST_TOKENS", 3)
     model = random_model(KINDS["llama"])
     tokens = random_tokens(0, range(7), 20, 97)
     tried = sorted(set(tokens[:, 1:].flatten().tolist()))
-    some = tried if limit == 97 else [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
+    some = [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
     expected = {}
     for token in some:
         tokens[:, 0] = token
@@ -102,23 +94,7 @@ def test_every_first_token_in_turn(limit, tmp_path, monkeypatch):
         assert alphas[row["least_token"]] == pytest.approx(row["least"], abs=NEAR)
 
 
-@pytest.mark.parametrize("context, expected", [(700, [32, 64, 128, 256, 512]), (100, [32, 64]), (20, [20])])
-def test_default_lengths_are_those_that_the_model_reads(context, expected, tmp_path):
-    model = random_model(replace(KINDS["llama"], num_layers=1, context_length=context))
-    rows = sinks.sink_rates(given(RateSettings, num_sequences=2), saved(model, tmp_path), model)["rows"]
-    assert [row["sequence_length"] for row in rows] == expected
-
-
 # ---- Equation 2 --------------------------------------------------------------------------------------------
-
-
-def test_spread_of_batches():
-    heads = torch.randn(6, 4, 5, 8, dtype=torch.float64) * 3 + torch.randn(5, 1)  # (B, H, T, Dh)
-    spread = attention.Spread()
-    for part in heads.split((1, 3, 2)):
-        spread.on_heads(1, part, None, None, None)
-    torch.testing.assert_close(spread.by_position(), heads.std((0, 1, 3), correction=0))
-    torch.testing.assert_close(spread.std(1), heads.std((0, 2), correction=0))
 
 
 @pytest.mark.parametrize("calibration", CALIBRATIONS)
@@ -130,7 +106,7 @@ def test_values_of_a_newborn_follow_the_theory(calibration):
         for tokens in random_tokens(0, range(64), 32, 500).split(32):
             model.hidden(tokens, on_heads=spread.on_heads)
     law = theory.aggregated_std(config, 32, tokens=True)
-    ratio = spread.by_position() / law
+    ratio = spread.std(1) / law
     # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them, 1e-4 behind a norm
     assert (ratio - 1).abs().max() < (1e-3 if calibration == "headnorm" else 0.03)
 
@@ -153,6 +129,23 @@ def test_variance_of_every_layer(tmp_path):
 # ---- anatomy -----------------------------------------------------------------------------------------------
 
 
+def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> dict[int, torch.Tensor]:
+    """The size of the hidden units (B, T, d_ff) of each layer's MLP: what its down projection reads."""
+    units = {}
+    handles = []
+    for layer, block in enumerate(model.model.layers, start=1):
+
+        def keep(module, inputs, output, layer=layer):
+            units[layer] = inputs[0].abs()
+
+        handles.append(block.mlp.down_proj.register_forward_hook(keep))
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=on_heads)
+    for handle in handles:
+        handle.remove()
+    return units
+
+
 def writes_of(model: Transformer, units: dict[int, torch.Tensor]) -> dict[tuple[int, int], float]:
     """What each (layer, unit) writes at position 1, by mean |units| (T, d_ff) of each layer."""
     written = {}
@@ -168,29 +161,24 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
     anatomy = sinks.dissect(given(sequence_length=11), saved(model, tmp_path), model)
     rows, strongest = anatomy["rows"], anatomy["super_neurons"]
     tokens = random_tokens(0, range(7), 11, 97)
-    states, keys, units = {}, {}, {}
+    states, keys = {}, {}
 
     def on_state(layer, x):
-        states[layer] = x.abs()  # (n, T, d)
+        states[layer] = x  # (n, T, d)
 
     def on_heads(layer, heads, q, k, v):
         keys[layer] = F.normalize(k, dim=3)
 
-    for layer, block in enumerate(model.model.layers, start=1):
-
-        def on_units(module, inputs, output, layer=layer):
-            units[layer] = inputs[0].abs().mean(0)  # (T, d_ff)
-
-        block.mlp.down_proj.register_forward_hook(on_units)
     with torch.inference_mode():
         model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+    units = {layer: sizes.mean(0) for layer, sizes in units_of(model, tokens).items()}  # (T, d_ff)
     matrices = explicit(model, tokens)
     assert [(row["layer"], row["position"]) for row in rows] == list(
         itertools.product((1, 2, 3), range(1, 12))
     )
     for row in rows:
         layer, position = row["layer"], row["position"]
-        h = states[layer][:, position - 1]
+        h = states[layer][:, position - 1].abs()
         assert row["dominance_ratio"] == pytest.approx((h.amax(1) / h.mean(1)).mean().item(), rel=1e-4)
         alpha = alpha_of(matrices, position)[:, layer - 1].mean().item()
         assert row["alpha"] == pytest.approx(alpha, abs=NEAR)
@@ -204,6 +192,9 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert row["alpha1"] == of_layer[0]["alpha"]
         lengths = states[row["layer"]].norm(dim=2).mean(0)  # (T,)
         assert row["norm_ratio"] == pytest.approx((lengths[0] / np.median(lengths[1:])).item(), rel=1e-4)
+        matrix = states[row["layer"]].flatten(0, 1).double()
+        values = torch.linalg.svdvals(matrix - matrix.mean(0))
+        assert row["effective_rank"] == pytest.approx(math.exp(entropy(values)), rel=1e-4)
     written = writes_of(model, units)
     ranked = sorted(written, key=written.get, reverse=True)
     assert [(unit["layer"], unit["neuron"]) for unit in strongest] == ranked[:10]
@@ -215,12 +206,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
         assert unit["others"] == pytest.approx(units[layer][1:, neuron].mean().item(), rel=1e-4)
         assert unit["down_share"] == pytest.approx((column.max() / column.sum()).item(), rel=1e-5)
         assert unit["dimension"] == column.argmax()
-
-
-def test_anatomy_without_mlps(tmp_path):
-    model = random_model(replace(KINDS["llama"], sublayers="attention"))
-    anatomy = sinks.dissect(given(sequence_length=5), saved(model, tmp_path), model)
-    assert len(anatomy["rows"]) == 3 * 5 and anatomy["super_neurons"] == []
 
 
 # ---- interventions -----------------------------------------------------------------------------------------
@@ -269,44 +254,24 @@ def test_amplification_leaves_the_mean_and_scales_the_rest(factor):
     assert replaced("amplify", layers=(2,)) is None
 
 
-def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> dict[int, torch.Tensor]:
-    """The hidden units (B, T, d_ff) of each layer's MLP, from what it reads."""
-    units = {}
-    handles = []
-    for layer, block in enumerate(model.model.layers, start=1):
-
-        def keep(module, inputs, output, layer=layer, mlp=block.mlp):
-            (x,) = inputs
-            units[layer] = mlp.activation(mlp.gate_proj(x)) * mlp.up_proj(x)
-
-        handles.append(block.mlp.register_forward_hook(keep))
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=on_heads)
-    for handle in handles:
-        handle.remove()
-    return units
-
-
 def test_intervene_reports_what_explicit_attention_says(tmp_path):
     model = random_model(KINDS["llama_gqa"])
     with torch.no_grad():  # the unit that writes most is one of layer 1, whatever is done there
         model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
-    settings = given(InterveneSettings, sequence_length=12, position=3, layers=(2,), factor=(0.1, 1.0, 5.0))
+    settings = given(InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
     lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
     (neuron,) = lists["super_neurons"]
     assert (neuron["layer"], neuron["neuron"]) == (1, 7)
     tokens = random_tokens(0, range(7), 12, 97)
-    first = units_of(model, tokens)[1][:, 0, 7].abs().mean().item()
+    first = units_of(model, tokens)[1][:, 0, 7].mean().item()
     assert neuron["first"] == pytest.approx(first, rel=1e-5)
     alphas = {}
-    for row in lists["rows"]:
+    for number, row in enumerate(lists["rows"]):
         place, kind, factor = row["changed"], row["intervention"], row["factor"]
-        layers = (1, 2, 3) if place == "all" else (place,)
-
-        on_heads = attention.replace_values(model, 3, layers, kind, factor) if kind != "none" else None
-        seen_from = 1 if place == "all" else 2  # of layers 2 and 3, those that can see what was changed
-        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, seen_from:].mean((1, 2))
-        activation = units_of(model, tokens, on_heads)[1][:, 2, 7].abs()
+        layers = (1, 2, 3) if place == "all" else (1,)
+        on_heads = None if kind == "none" else attention.replace_values(model, 3, layers, kind, factor)
+        alpha = alpha_of(explicit(model, tokens, on_heads), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
+        activation = units_of(model, tokens, on_heads)[1][:, 2, 7]
         awake = activation >= 0.1 * first
         assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(t_interval(alpha), abs=NEAR)
@@ -314,18 +279,15 @@ def test_intervene_reports_what_explicit_attention_says(tmp_path):
         for key, chosen in (("alpha_k_woke", alpha[awake]), ("alpha_k_asleep", alpha[~awake])):
             expected = pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None
             assert row[key] == expected
-        points = [
-            point
-            for point in lists["points"]
-            if (point["changed"], point["intervention"], point["factor"]) == (place, kind, factor)
-        ]
+        points = lists["points"][7 * number : 7 * number + 7]
+        assert row.items() >= {key: points[0][key] for key in ("changed", "intervention", "factor")}.items()
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
         # float32 states that two interventions have made large
         assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
         alphas[place, kind, factor] = row["alpha_k"]
     assert len(alphas) == 2 * 8
-    assert alphas[2, "amplify", 1.0] == pytest.approx(alphas[2, "none", None], abs=NEAR)
-    assert alphas[2, "self_mask", None] != alphas[2, "none", None]
+    assert alphas[1, "amplify", 1.0] == pytest.approx(alphas[1, "none", None], abs=NEAR)
+    assert alphas[1, "self_mask", None] != alphas[1, "none", None]
 
 
 # ---- silence -----------------------------------------------------------------------------------------------
@@ -339,7 +301,7 @@ def test_silence_is_a_model_without_these_units(tmp_path):
     kinds = ["none"] + 3 * ["first"] + 3 * ["alone"] + 3 * ["pair"] + ["elsewhere", "random"]
     assert [row["kind"] for row in rows] == kinds
     tokens = random_tokens(0, range(7), 9, 97)
-    units = {layer: values.abs().mean(0) for layer, values in units_of(model, tokens).items()}
+    units = {layer: sizes.mean(0) for layer, sizes in units_of(model, tokens).items()}
     written = writes_of(model, units)
     ranked = [f"{layer}/{unit}" for layer, unit in sorted(written, key=written.get, reverse=True)]
     assert [row["units"] for row in rows[1:4]] == [" ".join(ranked[:count]) for count in (1, 2, 3)]
@@ -358,10 +320,6 @@ def test_silence_is_a_model_without_these_units(tmp_path):
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
     assert not any(module._forward_pre_hooks for module in model.modules())
-    named = replace(settings, unit=("2/5", "1/0"))
-    rows = sinks.every_silence(named, saved(model, tmp_path / "again"), model)["rows"]
-    assert rows[2]["units"] == "2/5 1/0"
-    assert len(attention.strongest_units(model, torch.rand(3, 48), 10**9)) == 3 * 48
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -453,7 +411,6 @@ def test_contract(name, text, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["rate", "--epsilon", 1.5], ["--epsilon 1.5"]),
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["lower"]),
         (["rate", "--model", "backcopy", "--text", "missing.txt", "--tokenizer", "bytes"], ["missing.txt"]),
@@ -462,10 +419,6 @@ def test_contract(name, text, tmp_path):
         (["rate", "--first-token", "bos"], ["--first-token bos", "number"]),
         (["first", "--first-token", "3"], ["leave out --first-token"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
-        (["intervene", "--layers", 6], ["--layers", "1 to 5"]),
-        (["silence", "--unit", "7/1"], ["--unit 7/1", "tiny_llama@42"]),
-        (["silence", "--unit", "12-5"], ["--unit 12-5", "LAYER/UNIT"]),
-        (["silence", "--unit", "1/2", "--units", 3], ["--units", "or --unit"]),
         (["variance", "--epsilon", 0.2], ["--epsilon"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -477,77 +430,14 @@ def test_mistakes(words, expected, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def refused(match: str, **values):
-    """`rate` refuses a model, with a message in which there is `match`."""
-    with pytest.raises(UserError, match=match):
-        sinks.rate(given(RateSettings, **values))
-
-
-def test_models_and_texts_that_do_not_fit_are_refused(text, tmp_path):
-    out = str(tmp_path / "out")
-    model = random_model(KINDS["llama"])
-    small = saved(model, tmp_path).name
-    refused("knows 97", model=(small,), out=out, text=text.file, tokenizer=text.tokenizer)
-    model.model.layers[1].self_attn.k_proj.weight.data[3, 3] = math.nan
-    saved(model, tmp_path)
-    refused("k_proj.weight is not finite", model=(small,), out=out)
-    saved(random_model(replace(KINDS["llama"], sublayers="mlp")), tmp_path)
-    refused("no attention", model=(small,), out=out)
-    saved(random_model(replace(KINDS["llama"], sublayers="attention")), tmp_path)
-    for name in ("silence", "intervene"):
-        assert_refused(run_here("sinks", name, "--model", small, "--out", out), "no MLPs")
-    byte_data = data.Settings(source=(text.source,), tokenizer="bytes", held_out=0.3, out=str(tmp_path / "b"))
-    data.prepare(byte_data)
-    refused("another tokenizer", model=(text.model,), text=str(tmp_path / "b"), out=out)
-
-
-# ---- training ----------------------------------------------------------------------------------------------
-
-
-def test_training_tracks_sinks(text, tmp_path, monkeypatch, quick_training):
-    monkeypatch.setitem(PRESETS, "tiny_llama", ModelConfig(500, 64, 2, 2, 32, 48))
-    settings = train.Settings(
-        data=text.data,
-        out=str(tmp_path / "run"),
-        sequence_length=32,
-        global_batch_size=4,
-        micro_batch_size=4,
-        max_iters=3,
-        warmup_iters=1,
-        eval_every=2,
-        eval_sequences=5,
-        track_sinks=True,
-        device="cpu",
-        dtype="float32",
-    )
-    train.train(settings)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    tracked = {line["step"]: line for line in lines if "mean_alpha1" in line}
-    assert list(tracked) == [0, 2, 3]
-    tokens, _ = data.TokenData(text.data).held_out(5, 32)
-    alpha = alpha_of(explicit(checkpoint.load(tmp_path / "run"), tokens), 1)
-    assert tracked[3]["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
-    assert tracked[3]["max_alpha1"] == pytest.approx(alpha.max().item(), abs=NEAR)
-    assert tracked[3]["sink_rate"] == pytest.approx((alpha > 0.3).double().mean().item(), abs=NEAR)
-
-
-# ---- a committed result ------------------------------------------------------------------------------------
-
-
-def test_committed_variance_of_the_first_positions(tmp_path, monkeypatch):
-    """Attention is causal: the first positions of a longer sequence are a shorter one; of one layer."""
-    committed = json.loads((ROOT / "results" / "sink_variance.json").read_text())
-    settings = committed["settings"]
-    (preset,) = settings["model"]
-    monkeypatch.setitem(PRESETS, preset, replace(PRESETS[preset], num_layers=1))
-    words = ["--model", preset, "--seed", *settings["seed"]]
-    words += ["--num-sequences", settings["num_sequences"], "--input-seed", settings["input_seed"]]
-    words += ["--sequence-length", 4, "--dtype", "float32"]
-    done = run_here("sinks", "variance", *words, "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = read_json(tmp_path / "sink_variance.json")["rows"]
-    theirs = [row for row in committed["rows"] if row["layer"] == 1 and row["position"] <= 4]
-    for ours, row in zip(rows, theirs, strict=True):
-        assert (ours["layer"], ours["position"]) == (1, row["position"])
-        # bfloat16 rounds every weight and state by up to 2^-9 of itself, their std by less; measured: 1e-4
-        assert ours["std"] == pytest.approx(row["std"], rel=1e-3)
+def test_texts_that_do_not_fit_are_refused(text, tmp_path):
+    small = saved(random_model(KINDS["llama"]), tmp_path).name
+    folder = str(tmp_path / "bytes")
+    data.prepare(data.Settings(source=(text.source,), tokenizer="bytes", held_out=0.3, out=folder))
+    wrong = {
+        "knows 97": dict(model=(small,), text=text.file, tokenizer=text.tokenizer),
+        "another tokenizer": dict(model=(text.model,), text=folder),
+    }
+    for match, values in wrong.items():
+        with pytest.raises(UserError, match=match):
+            sinks.rate(given(RateSettings, out=str(tmp_path / "out"), **values))
