@@ -319,6 +319,10 @@ def test_silence_is_a_model_without_these_units(tmp_path):
             logits = poorer(tokens)[:, :-1]
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
+    settings = replace(settings, unit=tuple(ranked[1:3]))
+    named = sinks.every_silence(settings, saved(model, tmp_path), model)["rows"]
+    pair = next(row for row in rows if row["units"] == " ".join(ranked[1:3]))
+    assert named[2] == pair | {"kind": "first"}
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -420,6 +424,8 @@ def test_contract(name, text, tmp_path):
         (["first", "--first-token", "3"], ["leave out --first-token"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["variance", "--epsilon", 0.2], ["--epsilon"]),
+        (["silence", "--unit", "7/0"], ["--unit 7/0", "LAYER/UNIT"]),
+        (["silence", "--unit", "-1/704"], ["--unit -1/704", "LAYER/UNIT"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
