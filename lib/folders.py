@@ -292,9 +292,7 @@ class Weights:
             self.tensors = open_tensors(weight_files(place))
         for name, tensor in self.tensors.items():
             if tensor.kind not in FLOATS and name.endswith("weight") and len(tensor.shape) > 1:
-                raise UserError(
-                    f"{place}: {name} is of {tensor.kind}: dequantize() and save it in transformers"
-                )
+                raise UserError(f"{place}: {name} is of {tensor.kind}: dequantize() it in transformers")
         try:
             self.config = described(raw, place)
             self.width = self.config.d_model

@@ -157,7 +157,10 @@ def test_subcommands_and_the_default(tmp_path):
     "words, parts",
     [
         ([], ["Which of two?", "rate Measure the rate.", "compare Compare two models."]),
-        (["rate"], ["--steps INT", "{small,large}", "how many (default: 100)", "(default: 1 2)", "CONFIG.py"]),
+        (
+            ["rate"],
+            ["--steps INT", "{small,large}", "many (default: 100)", "(default: 1 2)", "CONFIG.py"],
+        ),
     ],
 )
 def test_help_names_subcommands_and_flags(words, parts, capsys):
