@@ -234,7 +234,7 @@ FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
     (RESUME, "run", "moments a device", put(MOMENTS, device), False),
     (TRAIN, "data", "meta a pipe", put("meta.json", pipe)),
     (TRAIN, "data", "meta nested", put("meta.json", holds(NESTED))),
-    (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer="../outside")),
+    (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
     (TRAIN, "data", "vocabulary of 2**62", with_json("meta.json", vocab_size=2**62)),
     (TRAIN, "data", "tokens a pipe", put("train.bin", pipe)),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
