@@ -29,7 +29,7 @@ from lib.folders import TOKEN_TABLE, Weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
 from model import NORMS, PRESETS, Block, Transformer, rope_table
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, as AdamW calls them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
 
 # ---- names -------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,6 @@ class Spec:
 
     @property
     def is_newborn(self):
-        """Is this a newborn, and no folder?"""
         return self.folder is None
 
     @property
@@ -127,7 +126,7 @@ def parse_spec(text, scheme="gpt2"):
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     """Every model that `--model` and `--seed` name: a preset with each of the seeds, other specs as they are.
 
-    `embedding_seed` is for the presets (None: the seed). UserError for a model that is named twice.
+    `embedding_seed` is for the presets (None: the seed).
     """
     specs = []
     for name in names:
@@ -137,8 +136,6 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
         for seed in seeds:
             table_seed = seed if embedding_seed is None else embedding_seed
             specs.append(Spec(name, None, name, seed, table_seed, scheme))
-    if len({(spec.label, spec.embedding_seed) for spec in specs}) < len(specs):
-        raise UserError("a model is named twice")
     return specs
 
 
@@ -250,19 +247,13 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
         if tokenizer is not None:
             tokenizer.save(new)
         if state is not None:
-            save_file(moments(model, optimizer), new / "optimizer.safetensors")
+            moments = {}  # none before the first step
+            for name, parameter in model.named_parameters():
+                for moment in MOMENTS if parameter in optimizer.state else ():
+                    moments[f"{name}.{moment}"] = optimizer.state[parameter][moment]
+            save_file(moments, new / "optimizer.safetensors")
             sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
             (new / "state.json").write_text(json.dumps(asdict(replace(state, sha256=sums))) + "\n")
-
-
-def moments(model, optimizer):
-    """AdamW's tensors, as PARAMETER.exp_avg and PARAMETER.exp_avg_sq; none before the first step."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for moment in MOMENTS:
-            if parameter in optimizer.state:
-                tensors[f"{name}.{moment}"] = optimizer.state[parameter][moment]
-    return tensors
 
 
 def read_state(folder):
@@ -310,9 +301,6 @@ def config_json(config):
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         **{theirs: values[ours] for ours, theirs in folders.KEYS.items()},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "dtype": "float32",
         "rope_parameters": rope,
     }
     if folders.described(raw, family) == spelled_out:

@@ -118,17 +118,13 @@ def read_settings(defaults, words, document, subcommand=""):
         config=(tyro.conf.HelptextFromCommentsOff,),
     )
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        is_list = isinstance(value, tuple) and field.default != ()  # models may be missing, or come twice
-        if is_list and (not value or len(set(value)) < len(value)):
-            raise UserError(f"{field.name} {value}: expected one value or more, and none of them twice")
+        if getattr(settings, field.name) == () and field.default != ():
+            raise UserError(f"{field.name}: expected one value or more")
     return from_values(type(settings), vars(settings), "command line")
 
 
 def read_config_file(path, defaults):
     """The settings that a config file gives; `defaults` for what it does not name."""
-    if not os.path.isfile(path):
-        raise UserError(f"cannot read config file {path!r}: there is no such file")
     try:
         names = runpy.run_path(path)
     except Exception as error:  # the file is the user's own code, and may fail in any way
@@ -159,9 +155,9 @@ def is_first_process():
 def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = Path(sys.argv[0]).name
+    sys.stdout.reconfigure(line_buffering=True)  # also into a pipe
     try:
         function, settings = read_command(commands, sys.argv[1:], document)
-        sys.stdout.reconfigure(line_buffering=True)  # also into a pipe
         if is_first_process() and function.__doc__:
             print(f"{script}: {inspect.getdoc(function).splitlines()[0]}")
         function(settings)
@@ -170,11 +166,8 @@ def run_script(commands, document) -> None:
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:1000])
             print(f"{script}: {line}", file=sys.stderr)
         sys.exit(2)
-    except (RuntimeError, MemoryError) as error:
-        if "memory" not in repr(error).lower():  # Python's and numpy's errors say it by their names alone
-            raise
-        print(f"{script}: there is too little memory: choose a smaller model or batch", file=sys.stderr)
-        sys.exit(2)
+    except BrokenPipeError:  # stdout was closed, as by `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What can a hostile or damaged folder, or a bad command line, do? Some 80 cases, a line each.
+"""What can a hostile or damaged folder, or a bad command line, do? Some 60 cases, a line each.
 
     python tests/hostile.py            # all of them: a minute
     python tests/hostile.py 10         # every tenth
@@ -39,23 +39,12 @@ from lib import checkpoint, data, runtime, settings
 from model import ModelConfig
 
 SECONDS, BYTES = 20, 2 * 2**30  # that a case may take
-SCRIPTS = ("probe", "contraction", "seedprint", "sinks", "train", "lib.data", "reproduce.errors")
+SCRIPTS = ("probe", "contraction", "seedprint", "sinks", "train", "lib.data")
 MODULES = {name: importlib.import_module(name) for name in SCRIPTS}
 ROOT = str(Path(__file__).parent.parent)
 HOME = [str(Path.home() / name) for name in (".config", ".cache")]
-READABLE = [
-    ROOT,
-    sys.prefix,
-    sys.base_prefix,
-    "/usr",
-    "/lib",
-    "/etc",
-    "/proc",
-    "/sys",
-    "/dev/null",
-    "/dev/shm",
-]
-READABLE += ["/dev/urandom", *HOME]
+READABLE = [ROOT, sys.prefix, sys.base_prefix, "/usr", "/lib", "/etc", "/proc", "/sys", *HOME]
+READABLE += ["/dev/null", "/dev/shm", "/dev/urandom"]
 WRITABLE = ["/dev/null", "/dev/shm", "/proc", *HOME]
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "os.symlink"}
 CHANGES |= {"os.system", "os.exec"}  # whose first argument is no file of the case's
@@ -142,9 +131,9 @@ def with_json(name: str, **changes) -> Callable:
     return changed(name, lambda raw: json.dumps(json.loads(raw) | changes).encode())
 
 
-def holds(content: str | bytes) -> Callable:
+def holds(content: bytes) -> Callable:
     """Writes a file."""
-    return lambda path: path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda path: path.write_bytes(content)
 
 
 def pipe(path: Path) -> None:
@@ -164,10 +153,6 @@ def sparse(path: Path) -> None:
 def outside(path: Path) -> None:
     """A link out of the folder."""
     path.symlink_to(path.parent.parent / "outside")
-
-
-def missing(path: Path) -> None:
-    pass
 
 
 def flipped(raw: bytearray) -> bytearray:
@@ -204,7 +189,7 @@ def pickled(value) -> Callable:
 INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
 STATE, MOMENTS = "step_0000003/state.json", "step_0000003/optimizer.safetensors"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
-NESTED = '{"a":' * 200_000
+NESTED = b'{"a":' * 200_000
 JUNK = '\n\njunk\n[1]\n{"step": "x"}\n{"step": 1e400}\n{"step": 2, "loss": "x"}\n{"step": 1, "loss": 1e999}\n'
 
 
@@ -213,22 +198,17 @@ def index_of(name) -> Callable:
 
 
 FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
-    (COMPARE, "checkpoint", "config.json missing", put("config.json", missing)),
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", pipe)),
     (PROBE, "checkpoint", "config.json a device", put("config.json", device)),
     (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
     (COMPARE, "checkpoint", "config.json nested", put("config.json", holds(NESTED))),
-    (COMPARE, "checkpoint", "config.json a list", put("config.json", holds("[1]"))),
     (COMPARE, "checkpoint", "tiny theta", with_json("config.json", rope_parameters={"rope_theta": 1e-300})),
     (COMPARE, "checkpoint", "huge width", with_json("config.json", hidden_size=2**39)),
-    (COMPARE, "checkpoint", "many layers", with_json("config.json", num_hidden_layers=10**9)),
     (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan"))),
     (COMPARE, "checkpoint", "a long number", changed("config.json", long_number)),
     (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
-    (PROBE, "checkpoint", "weights missing", put("model.safetensors", missing)),
     (PROBE, "checkpoint", "weights a pipe", put("model.safetensors", pipe)),
-    (PROBE, "checkpoint", "weights empty", put("model.safetensors", holds(""))),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (PROBE, "checkpoint", "a bit of the weights", changed("model.safetensors", flipped), False),
     (COMPARE, "checkpoint", "a header of 8 GB", put("model.safetensors", holds(b"\0\0\0\0\2\0\0\0{}"))),
@@ -242,40 +222,30 @@ FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
     (COMPARE, "stranger", "index of a long name", index_of("x" * 999 + ".safetensors")),
     (COMPARE, "stranger", "index of a number", index_of(7)),
     (LAYERS, "stranger", "shard a pipe", put(SHARD, pipe)),
-    (LAYERS, "stranger", "shard cut", changed(SHARD, cut)),
-    (RESUME, "run", "settings nested", put("settings.json", holds(NESTED))),
     (RESUME, "run", "settings huge", with_json("settings.json", sequence_length=10**30)),
     (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
     (RESUME, "run", "log of junk", changed("metrics.jsonl", lambda raw: raw + JUNK.encode()), False),
     (RESUME, "run", "log a link", put("metrics.jsonl", outside), False),
     (RESUME, "run", "lock a link", put(".lock", outside)),
-    (RESUME, "run", "step a file", put("step_0000003", holds("")), False),
+    (RESUME, "run", "step a file", put("step_0000003", holds(b"")), False),
     (RESUME, "run", "step a link", put("step_0000003", outside), False),
     (RESUME, "run", "another step", with_json(STATE, step=10**15), False),
     (RESUME, "run", "state a pipe", put(STATE, pipe), False),
-    (RESUME, "run", "moments cut", changed(MOMENTS, cut), False),
     (RESUME, "run", "moments a device", put(MOMENTS, device), False),
     (TRAIN, "data", "meta a pipe", put("meta.json", pipe)),
     (TRAIN, "data", "meta nested", put("meta.json", holds(NESTED))),
-    (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer="../outside")),
-    (TRAIN, "data", "vocabulary of 499", with_json("meta.json", vocab_size=499)),
+    (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
     (TRAIN, "data", "vocabulary of 2**62", with_json("meta.json", vocab_size=2**62)),
     (TRAIN, "data", "tokens a pipe", put("train.bin", pipe)),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
     (TRAIN, "data", "beyond the vocabulary", changed("train.bin", lambda raw: b"\xff" * len(raw))),
-    (TRAIN, "data", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
 ]
 LINES = """
-probe pipe.py
-probe --seed 3 3
-probe --model backcopy@1@2
 probe --num-sequences 1e400
 probe --out pipe
 sinks rate --text pipe
 sinks rate --text /dev/zero
 sinks intervene --model tiny_llama@1 --layers 9
-seedprint
-seedprint compare backcopy@1
 seedprint compare pipe pipe
 seedprint identify backcopy@1 --seeds 9-1
 train --resume --out folder
@@ -283,22 +253,17 @@ train --source pipe.txt
 train --tokenizer pipe
 train --out /proc/x
 train --learning-rate nan
-train loop.py
 lib.data bad.jsonl
 lib.data bomb.jsonl.gz
-lib.data ../text.txt --tokenizer bpe:x
 lib.data ../text.txt --out /proc/x --tokenizer bytes
-contraction mlp --model nowhere
-reproduce.errors rate
 """  # command lines that are surely mistakes
 
 
 def furnish(folder: Path) -> None:
     """What the words name: a pipe, an empty folder, and files that are not what they seem."""
-    for name in ("pipe", "pipe.py", "pipe.txt"):
+    for name in ("pipe", "pipe.txt"):
         os.mkfifo(folder / name)
     (folder / "folder").mkdir()
-    (folder / "loop.py").write_text("def f(): f()\nf()")
     (folder / "bad.jsonl").write_text('{"text": ' + "[" * 99999)
     with gzip.open(folder / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(80):

@@ -1,7 +1,4 @@
-"""lib/checkpoint.py, lib/folders.py: to transformers and back; a line for damaged and hostile folders.
-
-Names and the models they mean; states with one block in memory, against the whole model's.
-"""
+"""lib/checkpoint.py: to transformers and back; names of models; states with one block in memory."""
 
 import errno
 import json
@@ -35,7 +32,7 @@ def saved(folder: Path, config: ModelConfig) -> tuple[str, torch.nn.Module]:
 def edit_config(folder: str, **changes) -> None:
     """Change config.json as a stranger's might be; None removes a key."""
     path = Path(folder) / "config.json"
-    config = json.loads(path.read_text()) | changes
+    config = read_json(path) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
@@ -48,13 +45,11 @@ def test_what_is_saved_is_loaded(kind, tmp_path):
     assert rounded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(attn_calibration="headnorm"), dict(sublayers="mlp"), dict(qk_norm=True)]
-)
+@pytest.mark.parametrize("changes", [dict(attn_calibration="headnorm"), dict(qk_norm=True)])
 def test_what_transformers_cannot_say_is_ours(tmp_path, changes):
     config = replace(KINDS["qwen2"], **changes)  # a Qwen2 with query norms exists nowhere
     folder, model = saved(tmp_path / "a", config)
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["model_type"] == "bornbiased"
+    assert read_json(tmp_path / "a" / "config.json")["model_type"] == "bornbiased"
     again = checkpoint.load(folder)
     assert again.config == config and torch.equal(model(TOKENS), again(TOKENS))
 
@@ -80,17 +75,15 @@ def test_to_transformers_and_back(tmp_path, name, dtype, shard_size):
         assert torch.equal(back(TOKENS), model(TOKENS))
 
 
-def test_old_and_new_spellings_of_rope(tmp_path):
+def test_old_spellings_of_rope(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama3"])
-    new = json.loads((tmp_path / "a" / "config.json").read_text())["rope_parameters"]
-    old = {key: value for key, value in new.items() if key != "rope_theta"}
-    for scaling in (old, {"type": old["rope_type"]} | {k: v for k, v in old.items() if k != "rope_type"}):
-        edit_config(folder, rope_parameters=None, rope_theta=new["rope_theta"], rope_scaling=scaling)
+    scaling = read_json(tmp_path / "a" / "config.json")["rope_parameters"]
+    theta = scaling.pop("rope_theta")
+    for name in ("rope_type", "type"):
+        scaling[name] = scaling.pop("rope_type")
+        edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
         assert folders.read_config(tmp_path / "a").rope_scaling == model.config.rope_scaling
         assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-        with torch.no_grad():
-            torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=5e-5)
 
 
 def test_what_hugging_face_leaves_out(tmp_path):
@@ -123,9 +116,8 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
         ({"num_hidden_layers": 10**9}, "too few"),
-        ({"num_hidden_layers": 4}, "model.layers.3"),
         ({"num_key_value_heads": 2}, "k_proj"),
         ({"hidden_size": None}, "d_model"),
         ({"num_attention_heads": 0}, "0 heads"),
@@ -167,12 +159,6 @@ def test_names_of_folders(tmp_path):
     newest = parse_spec(run)
     assert (newest.name, newest.label, newest.folder) == (run, run, tmp_path / "run" / "step_0000020")
     assert not newest.is_newborn and newest.seed is None and newest.config == KINDS["gpt2"]
-    model = random_model(KINDS["gpt2"], 3)
-    loaded = checkpoint.load(f"{run}/step_0000003")
-    source = parse_spec(f"{run}/step_0000003").open()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, loaded.get_parameter(name)), name
-        assert torch.equal(parameter, source.read(name)) and source.shapes[name] == parameter.shape
 
 
 def test_models_that_flags_choose(tmp_path):
@@ -185,17 +171,13 @@ def test_models_that_flags_choose(tmp_path):
         ("tiny_llama@9", 9, 9),
         (str(tmp_path / "a"), None, None),
     ]
-    specs = chosen_models(names, (1, 2), embedding_seed=0, scheme="normal")
+    specs = chosen_models(names, (1, 2), embedding_seed=0)
     assert [spec.embedding_seed for spec in specs] == [0, 0, 9, None]
-    assert [spec.scheme for spec in specs[:3]] == ["normal"] * 3
     assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
     checkpoint.check_lengths((1, 256), 256)
     for length in (0, 257):
         with pytest.raises(UserError, match=f"--sequence-length {length}: expected 1 to 256"):
             checkpoint.check_lengths((1, length), 256)
-    for twice in (("tiny_gpt2", "tiny_gpt2"), ("tiny_gpt2", "tiny_gpt2@1"), ("tiny_gpt2@7", "tiny_gpt2@7")):
-        with pytest.raises(UserError, match="named twice"):
-            chosen_models(twice, (1,))
 
 
 @pytest.mark.parametrize(
@@ -251,16 +233,10 @@ def test_states_are_the_models(kind, tmp_path):
         torch.testing.assert_close(last, model.hidden(TOKENS, last_only=True), rtol=0, atol=2e-5)
         vectors = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(2))
         torch.testing.assert_close(final_states(source, vectors), model.hidden(vectors), rtol=0, atol=2e-5)
-        # bfloat16 keeps 8 bits: where kernels round differently, an element is off by a few per cent at most.
-        half = spec.load(dtype=torch.bfloat16).hidden(TOKENS)
-        states = final_states(source, TOKENS, dtype=torch.bfloat16)
-        assert states.dtype == torch.float32 and (states - half).norm() < 0.02 * half.norm()
-        assert (states - whole).norm() > 1e-3 * whole.norm()  # it was not float32
 
 
-@pytest.mark.parametrize("sublayers", ["full", "mlp", "attention"])
-def test_states_of_newborns_and_of_many_batches(sublayers):
-    config = replace(KINDS["llama_gqa"], sublayers=sublayers)
+def test_states_of_newborns_and_of_many_batches():
+    config = KINDS["llama_gqa"]
     tokens = torch.randint(97, (5, 600), generator=torch.Generator().manual_seed(3))  # three to a batch
     source = Newborn(config, 7, 8, "normal")
     with torch.inference_mode():
@@ -271,12 +247,11 @@ def test_states_of_newborns_and_of_many_batches(sublayers):
     torch.testing.assert_close(last, expected[:, -1], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_states_of_broken_weights_are_refused(value):
+def test_states_of_broken_weights_are_refused():
     class Broken(Newborn):
         def read(self, name):
             weight = super().read(name)
-            return weight.index_fill(0, torch.tensor([3]), value) if "1.mlp.up" in name else weight
+            return weight.index_fill(0, torch.tensor([3]), torch.nan) if "1.mlp.up" in name else weight
 
     with pytest.raises(UserError, match="not finite"):
         final_states(Broken(KINDS["llama"], 1), TOKENS)
@@ -334,7 +309,6 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path):
     [
         ({"step": 3}, "of step 3"),
         ({"step": "2"}, "Expected `int`"),
-        ({"maximize": True}, "unknown setting"),
         ({"sha256": {}}, "config.json is not what"),
         ("shape", "expected"),
         ("name", "exp_avg is missing"),

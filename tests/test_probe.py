@@ -181,7 +181,6 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
         (["--model", "nano_llama", "nano_gpt2", "--sequence-length", "64", "2048"], ["2048", "1 to 1024"]),
         (["--num-sequences", "1"], ["num_sequences", ">= 2"]),
         (["--out", "probe.py"], ["--out", "probe.py"]),
-        (["--model", "tiny_gpt2", "tiny_gpt2"], ["model", "tiny_gpt2", "twice"]),
     ],
 )
 def test_refusals(flags, words, tmp_path):
