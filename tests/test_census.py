@@ -26,7 +26,7 @@ from measure.census import Units, unit_census
 from measure.verdict import NO_EVIDENCE, verdict
 from model import PRESETS, ModelConfig
 from reproduce import thief
-from reproduce.thief import cut, hidden, narrowed, noised, of_matrices, pruned, rounded
+from reproduce.thief import as_source, hidden, narrowed, noised, of_matrices, pruned, rounded
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 TINY = PRESETS["tiny_llama"]
@@ -198,11 +198,9 @@ def test_hidden_children_are_found_unit_by_unit(base_folder):
 def test_hidden_models_keep_the_logits(name, way, tmp_path):
     kinds = {"gated": {}, "tied_qwen2": dict(tie_embeddings=True, qkv_bias=True)}
     kinds["qwen3"] = dict(qk_norm=True, head_dim=20)
-    if (name, way) == ("plain", "signs"):
-        pytest.skip("a GELU has no sign to flip")
     config = PLAIN if name == "plain" else replace(CONFIG, **kinds[name])
     base = save_perturbed(tmp_path / "a", config)
-    thief.save(tmp_path / "b", hidden(base, (way,), seed=5))
+    thief.save(tmp_path / "b", hidden(base, (way,)))
     tokens = random_tokens(1, range(3), 20, 300)
     with torch.inference_mode():
         logits = [checkpoint.load(str(tmp_path / folder))(tokens) for folder in "ab"]
@@ -213,29 +211,16 @@ def test_hidden_models_keep_the_logits(name, way, tmp_path):
 
 def test_thief_as_a_script(tmp_path):
     base = save_perturbed(tmp_path / "a", CONFIG)
-    words = [tmp_path / "a", "--ways", "permute", "signs", "--seed", "4", "--out", tmp_path / "b"]
+    words = [tmp_path / "a", "--ways", "neurons", "signs", "--out", tmp_path / "b"]
     done = run_here("reproduce.thief", *words)
     assert done.returncode == 0, done.stderr
     assert f"compare {tmp_path / 'a'} {tmp_path / 'b'}" in done.stdout
     written = open_folder(tmp_path / "b")
-    child = hidden(base, ("permute", "signs"), seed=4)
+    child = hidden(base, ("neurons", "signs"))
     assert written.shapes == child.shapes
     assert all(torch.equal(written.read(name), child.read(name)) for name in child.shapes)
     assert_refused(run_here("reproduce.thief", *words), "is there already")
     assert_refused(run_here("reproduce.thief", "--out", tmp_path / "c"), "one model")
-    words = ["tiny_gpt2@1", "--ways", "signs", "--out", tmp_path / "c"]
-    assert_refused(run_here("reproduce.thief", *words), "gate")
-
-
-@pytest.mark.parametrize("preset", ["tiny_gpt2", "tiny_llama"])
-def test_a_thief_hides_a_model_in_all_ways_that_fit(preset, tmp_path, monkeypatch):
-    theirs = PRESETS[preset]
-    config = replace(CONFIG, mlp=theirs.mlp, norm=theirs.norm, tie_embeddings=theirs.tie_embeddings)
-    monkeypatch.setitem(PRESETS, preset, config)
-    done = run_here("reproduce.thief", f"{preset}@3", "--out", tmp_path / "stolen")
-    assert done.returncode == 0, done.stderr
-    for row in found(Newborn(config, 3), open_folder(tmp_path / "stolen")):
-        assert row["share"] >= 0.99
 
 
 @pytest.mark.parametrize("size", [0.5, 2.0])
@@ -280,7 +265,11 @@ def test_children_of_which_a_part_was_kept(share):
 def test_layers_removed_and_repeated(order):
     """Each layer of the suspect is found, wherever it stood in the base."""
     base = Newborn(replace(TINY, num_layers=4), 1)
-    rows = found(base, cut(base, order))
+    weights = {name: base.read(name) for name in base.shapes if "layers" not in name}
+    for (place, layer), name in itertools.product(enumerate(order), base.shapes):
+        if name.startswith(f"model.layers.{layer}."):
+            weights[name.replace(f".{layer}.", f".{place}.")] = base.read(name)
+    rows = found(base, as_source(weights, replace(base.config, num_layers=len(order))))
     assert [row["base_layer"] for row in rows] == [f"layer {1 + layer}" for layer in order]
     assert all(row["share"] == 1 for row in rows)
 
