@@ -147,13 +147,10 @@ def take_turns(ours, theirs, num_tokens, rounds):
         works.reverse()
         for work in works:
             speeds[work].append(num_tokens / seconds_of(work))
-    ratios = [mine / other for mine, other in zip(speeds[ours], speeds[theirs])]
     row = {"ours": median(speeds[ours]), "transformers": median(speeds[theirs])}
-    return row | {
-        "ratio": row["ours"] / row["transformers"],
-        "lowest": min(ratios),
-        "highest": max(ratios),
-    }
+    ratios = [mine / other for mine, other in zip(speeds[ours], speeds[theirs])]
+    ratio = row["ours"] / row["transformers"]
+    return row | {"ratio": ratio, "lowest": min(ratios), "highest": max(ratios)}
 
 
 def peak_memory(maker):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.stats import kstest, norm
+from scipy.stats import norm
 
 from init import SCHEMES, keyed_generator
-from lib.checkpoint import Newborn, check_lengths, final_states
+from lib.checkpoint import Newborn, final_states
 from lib.figures import COLOURS, legend_below, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
@@ -32,7 +32,12 @@ from seedprint import PaperSettings, last_outputs, paper_test
 
 LEVEL = 0.01  # from here on down, a test calls two models kin
 PAPER_TESTS = ("t-test", "U-test", "closed form")
-STATE_INPUTS = ("own embedding", "shared embedding", "gaussian")
+INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
+PARTS = ("body", "embedding")  # of a model's weights
+SEQUENCES, LENGTH = 16, 64  # of random tokens that the exact test reads; each position is a row
+PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
+FEW = 12  # births where strangers share what they read, and few show what happens
+LAYERS, UNITS = 2, 256  # whose hidden units are looked for, and how many in each
 
 
 @dataclass
@@ -45,55 +50,38 @@ class Settings(RunSettings):
     """how they are drawn"""
     num_births: at_least(3) = 45
     """newborns with token tables of their own; all pairs are compared"""
-    trap_births: at_least(3) = 12
-    """newborns that read one table, or Gaussian vectors, where fewer show what happens; all pairs"""
-    num_sequences: at_least(1) = 16
-    """random sequences of the exact test; each of their positions is a row"""
-    sequence_length: int = 64
-    """tokens in each of them"""
-    permutations: at_least(99) = 999
-    """relabellings; the smallest p is 1 / (1 + this)"""
     paper_sequences: at_least(3) = 1000
-    """random sequences of the paper's test; in the paper 10000"""
-    paper_length: int = 64
-    """tokens in each of them; in the paper 1024"""
-    layers: at_least(1) = 2
-    """layers whose hidden units are looked for"""
-    units: at_least(2) = 256
-    """how many of them in each MLP"""
+    """random sequences of 64 tokens of the paper's test; in the paper 10000 of 1024"""
 
 
 def errors(settings: Settings):
     """How often does each test call newborn strangers kin? Writes errors.json and errors.png."""
-    context = min(PRESETS[model].context_length for model in settings.model)
-    check_lengths((settings.sequence_length,), context)
-    check_lengths((settings.paper_length,), context, "--paper-length")
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
     settings = experiment.settings
-    choices = list(itertools.product(settings.model, settings.schemes, STATE_INPUTS))
+    choices = list(itertools.product(settings.model, settings.schemes, INPUTS))
     for model in settings.model:  # once scaled, weights know no scheme
         choices.append((model, settings.schemes[0], "weights"))
     rows = []
     for model, scheme, inputs in progress(choices, desc="errors", unit=" settings"):
         key = {"inputs": inputs, "scheme": scheme, "model": model}
-        newborns = strangers(model, scheme, inputs, settings)
+        newborns = strangers(model, scheme, inputs, settings.num_births)
         if inputs == "weights":
-            p_values = weights_p(newborns, settings)
-            rejected, largest_share = units_found(newborns, settings)
+            rejected, largest_share = units_found(newborns)
             rate = error_rate("units", rejected, len(newborns))
             rows.append({"test": "units"} | key | rate | {"largest_share": largest_share})
+            p_values = p_of_weights(newborns)
         else:
-            p_values = relabelling_p(newborns, inputs, settings) | paper_p(newborns, inputs, settings)
+            p_values = p_of_states(newborns, inputs, settings)
         for test, p in p_values.items():
-            rate = error_rate(test, p <= LEVEL, len(newborns))
-            rows.append({"test": test} | key | rate | {"ks_p": kstest(p, "uniform").pvalue})
+            rows.append({"test": test} | key | error_rate(test, p <= LEVEL, len(newborns)))
     draw_rates(rows, experiment.folder / "errors.png")
     return experiment.save(rows)
 
 
-def strangers(model, scheme, inputs, settings: Settings):
+def strangers(model, scheme, inputs, count):
     """Newborns of seeds 1, 2, ..., with token tables of their own or one for all; drawn once and kept."""
-    count = settings.trap_births if inputs in ("shared embedding", "gaussian") else settings.num_births
+    if inputs in ("shared embedding", "gaussian"):
+        count = min(FEW, count)
     embedding_seed = 0 if inputs == "shared embedding" else None
     newborns = [Newborn(PRESETS[model], seed, embedding_seed, scheme) for seed in range(1, count + 1)]
     for newborn in newborns:
@@ -101,69 +89,49 @@ def strangers(model, scheme, inputs, settings: Settings):
     return newborns
 
 
-def pairs_of(models):
-    """The numbers of all pairs of models."""
-    return itertools.combinations(range(len(models)), 2)
-
-
-def relabelling_p(newborns, inputs, settings: Settings):
-    """The p of the exact test of states, for all pairs of newborns."""
+def p_of_states(newborns, inputs, settings: Settings):
+    """The p of each test that reads states, (pairs,): of all pairs of newborns."""
     config = newborns[0].config
-    draw, size = (
-        (random_vectors, config.d_model) if inputs == "gaussian" else (random_tokens, config.vocab_size)
+    given = random_tokens(0, range(SEQUENCES), LENGTH, config.vocab_size)
+    if inputs == "gaussian":
+        given = random_vectors(0, range(SEQUENCES), LENGTH, config.d_model)
+    reading = PaperSettings(
+        settings.device, settings.dtype, inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences
     )
-    given = draw(0, range(settings.num_sequences), settings.sequence_length, size)
-    prints = []
+    prints, outputs = [], []
     for newborn in newborns:
         states = final_states(newborn, given, settings.device, settings.torch_dtype)
         prints.append(lineage.fingerprint(states.flatten(0, 1)))
-    p = [exact_p(lineage.relation(prints[i], prints[j]), i, j, settings) for i, j in pairs_of(newborns)]
-    return {"relabelling": np.array(p)}
-
-
-def exact_p(C, i, j, settings: Settings):
-    """The p of the exact test of correlations C, (d, d), between newborns number i and j."""
-    return lineage.diagonal_test(C, (0, i, j), settings.permutations)["p"]
-
-
-def weights_p(newborns, settings: Settings):
-    """The p of the exact tests of the blocks' weights and of token tables, for all pairs of newborns."""
+        outputs.append(last_outputs(newborn, config.vocab_size, reading))
     p = []
-    for i, j in pairs_of(newborns):
-        correlations = lineage.weight_correlations(newborns[i], newborns[j])
-        p.append([exact_p(correlations[part], i, j, settings) for part in ("body", "embedding")])
+    for i, j in itertools.combinations(range(len(newborns)), 2):
+        exact = lineage.diagonal_test(lineage.relation(prints[i], prints[j]), (0, i, j), PERMUTATIONS)
+        test = paper_test(outputs[i], outputs[j], reading)
+        p.append((exact["p"], test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
+    return dict(zip(("relabelling", *PAPER_TESTS), np.transpose(p)))
+
+
+def p_of_weights(newborns):
+    """The p of the exact tests of the blocks' weights and of token tables, (pairs,): of all pairs."""
+    p = []
+    for (i, a), (j, b) in itertools.combinations(enumerate(newborns), 2):
+        correlations = lineage.weight_correlations(a, b)
+        tests = [lineage.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS) for part in PARTS]
+        p.append([test["p"] for test in tests])
     return dict(zip(("weights", "token tables"), np.transpose(p)))
 
 
-def units_found(newborns, settings: Settings):
+def units_found(newborns):
     """For which pairs of newborns a census finds evidence, and the largest share of a layer's units found."""
     models = [Units(newborn) for newborn in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
     rejected, shares = [], []
-    for i, j in pairs_of(models):
-        tokens = equal_ids(models[i], models[j])
-        census = unit_census(models[i], models[j], tokens, settings.units, settings.layers, (i, j))
+    for (i, a), (j, b) in itertools.combinations(enumerate(models), 2):
+        census = unit_census(a, b, equal_ids(a, b), UNITS, LAYERS, (i, j))
         rejected.append(judge_units(census.matches) != NO_EVIDENCE)
         shares += [match.share for match in census.matches]
     return np.array(rejected), max(shares)
-
-
-def paper_p(newborns, inputs, settings: Settings):
-    """The p of the paper's tests, for all pairs of newborns."""
-    reading = PaperSettings(
-        inputs="gaussian" if inputs == "gaussian" else "tokens",
-        paper_sequences=settings.paper_sequences,
-        paper_length=settings.paper_length,
-        device=settings.device,
-        dtype=settings.dtype,
-    )
-    outputs = [last_outputs(newborn, newborn.config.vocab_size, reading) for newborn in newborns]
-    p = []
-    for i, j in pairs_of(newborns):
-        test = paper_test(outputs[i], outputs[j], reading)
-        p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
-    return dict(zip(PAPER_TESTS, np.transpose(p)))
 
 
 def error_rate(test, rejected, births):
@@ -180,19 +148,19 @@ def error_rate(test, rejected, births):
     return count | {"low": low, "high": high}
 
 
-def interval_over_births(rejected, births, resamples=2000):
+def interval_over_births(rejected, births):
     """99 % interval of the rate of `rejected`, (pairs,), over all pairs of births, which are resampled.
 
     Pairs that share a birth are not independent, so they cannot be resampled. Where all pairs agree, the
     births say nothing of the spread, and the interval is Wilson's for as many pairs as are disjoint.
     """
-    if rejected.all() or not rejected.any():
+    if len(set(rejected)) == 1:
         disjoint = births // 2
         return wilson(int(rejected[0]) * disjoint, disjoint, 0.99)
     generator = keyed_generator("births", births)
-    counts = generator.multinomial(births, np.full(births, 1 / births), resamples)  # (resamples, births)
+    counts = generator.multinomial(births, np.full(births, 1 / births), 2000)  # (2000, births)
     first, second = np.triu_indices(births, 1)
-    weights = counts[:, first] * counts[:, second]  # (resamples, pairs)
+    weights = counts[:, first] * counts[:, second]  # (2000, pairs)
     weights = weights[weights.sum(axis=1) > 0]
     low, high = np.quantile(weights @ rejected / weights.sum(axis=1), (0.005, 0.995))
     return low, high

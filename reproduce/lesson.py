@@ -79,11 +79,9 @@ def grade(exercise):
         return False, f"{name} is still to be written in answers/{exercise}.py"
     except (Exception, SystemExit) as error:  # the student's own code may fail in any way
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        if isinstance(error, SyntaxError):
-            lines.append(error.lineno)
-        place = f"answers/{exercise}.py" + (f", line {lines[-1]}" if lines else "")
-        return False, f"{place}: {type(error).__name__} {' '.join(str(error).split())[:300]}"
+        lines = [f"line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        place = ", ".join([f"answers/{exercise}.py", *lines[-1:]])
+        return False, f"{place}: {type(error).__name__} {error}"
 
 
 def expect(is_right, fault) -> None:

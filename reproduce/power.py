@@ -32,8 +32,6 @@ CHANGES = {  # name: the change, and its strengths
     "bits after rounding": (rounded, (8, 6, 4, 3, 2)),
     "share of coordinates and units kept": (narrowed, (0.75, 0.5, 0.25, 0.125, 0.0625)),
 }
-HIDING = "way of hiding"
-STEPS = "training steps"
 COLUMNS = ("change", "strength", "verdict", "units_found", "units", "body_z", "relabel_z", "closed_form_z")
 
 
@@ -75,16 +73,14 @@ def power(settings: Settings):
 def changed(child):
     """(change, strength, source) of everything that is done to a child, and of its checkpoints."""
     source = child.open()
-    yield HIDING, "as it is", source
+    yield "way of hiding", "as it is", source
     for way in WAYS:
-        if way != "signs" or source.config.mlp == "swiglu":
-            yield HIDING, way, hidden(source, (way,))
+        yield "way of hiding", way, hidden(source, (way,))
     for name, (change, sizes) in CHANGES.items():
         for size in sizes:
             yield name, size, change(source, size)
-    if not child.is_newborn:
-        for folder in steps(child.name)[1:]:  # the first is a birth
-            yield STEPS, int(folder.name.removeprefix("step_")), parse_spec(str(folder)).open()
+    for folder in steps(child.name)[1:]:  # the first is a birth
+        yield "training steps", int(folder.name.removeprefix("step_")), parse_spec(str(folder)).open()
 
 
 def draw_power(rows, path) -> None:
@@ -93,7 +89,7 @@ def draw_power(rows, path) -> None:
     for axes, change in zip(grid.flat, unique(rows, "change")):
         line = [row for row in rows if row["change"] == change]
         shares = [100 * (row["units_share"] or 0) for row in line]
-        axes.plot(shares, "o" if change == HIDING else "o-", color=BLUE, label="same birth")
+        axes.plot(shares, "o", color=BLUE, label="same birth")
         lost = [share if row["verdict"] != SAME_BIRTH else None for share, row in zip(shares, line)]
         axes.plot(lost, "o", color="white", mec=BLUE, label="another verdict")
         axes.set_xticks(range(len(line)), [str(row["strength"]) for row in line], rotation=45)

@@ -17,7 +17,7 @@ from lib.checkpoint import check_lengths, final_states, shortest_context
 from lib.inputs import random_tokens
 from lib.results import Experiment
 from lib.runtime import progress
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.settings import Command, RunSettings, at_least, run_script
 from seedprint import Models, common_vocabulary, comparable_models
 
 RIVALS = ("intrinsic", "reef", "pcs", "ics")
@@ -60,9 +60,7 @@ def rivals(settings: Settings):
 
 
 def similarities(a, b, tokens, device, dtype):
-    """All four of two sources, by name; UserError for models without attention or MLP."""
-    if a.config.sublayers != "full" or b.config.sublayers != "full":
-        raise UserError("the rivals need models with attention and MLP")
+    """All four of two sources that have attention and MLPs, by name."""
     return {
         "intrinsic": intrinsic(a, b),
         "reef": reef(a, b, tokens, device, dtype),
@@ -84,11 +82,9 @@ def layer_weight(source, layer, kind):
 def intrinsic(a, b):
     """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four.
 
-    Of models of two depths, the deeper one's are interpolated; 0 for a single layer.
+    Of models of two depths, the deeper one's are interpolated; NaN for a single layer.
     """
     depth = min(a.config.num_layers, b.config.num_layers)
-    if depth == 1:
-        return 0.0
     correlations = []
     for kind in ("q", "k", "v", "o"):
         profiles = [std_profile(source, kind, depth) for source in (a, b)]

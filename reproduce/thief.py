@@ -3,10 +3,10 @@
     python -m reproduce.thief runs/default --ways rotate neurons signs --out stolen
     python seedprint.py compare tiny_llama@42 stolen
 
-`rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices that
-read it; `permute` relabels its coordinates; `neurons` shuffles each layer's hidden units and heads; `signs`
-flips the sign of half of the units of gated MLPs and rescales them a little. The logits stay as they were, to
-rounding. The other changes are felt: noise, pruning, rounding, less width, fewer layers.
+`rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices
+that read it; `neurons` shuffles each layer's hidden units and heads; `signs` flips the sign of half of the
+units of gated MLPs (others stay as they are) and rescales them a little. The logits stay as they were, to
+rounding. The other changes are felt: noise, pruning, rounding, less width.
 """
 
 import os
@@ -17,6 +17,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+from scipy.linalg import null_space
+from scipy.stats import ortho_group
 
 from init import keyed_generator
 from lib import checkpoint
@@ -49,10 +51,8 @@ class Settings(RunSettings):
 
     models: Models = ()
     """one model of this project's architecture: a checkpoint folder, or PRESET@SEED"""
-    ways: tuple[Literal["rotate", "permute", "neurons", "signs"], ...] | None = None
-    """how it is hidden, one after another (default: rotate, neurons, and signs where MLPs have gates)"""
-    seed: int = 0
-    """of rotations and orders"""
+    ways: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")
+    """how it is hidden, one after another"""
     out: str = "stolen"
     """checkpoint folder to be written"""
 
@@ -83,21 +83,14 @@ def select(weights, orders, prefix="") -> None:
             weights[name] = weight
 
 
-def permute(weights, config, generator):
-    """Put the residual coordinates in a random order."""
-    select(weights, {"stream": shuffled(generator, config.d_model)})
-    return config
-
-
 def rotation(config, generator):
-    """A random orthogonal matrix; one that leaves a LayerNorm's mean where it is."""
+    """A random orthogonal matrix, (d, d); one that leaves a LayerNorm's mean where it is."""
     d = config.d_model
-    fixed = 1 if config.norm == "layernorm" else 0
-    Q, R = np.linalg.qr(generator.standard_normal((d - fixed, d - fixed)))
-    Q = Q * np.sign(np.diag(R))  # uniform over all rotations only with these signs
-    if fixed:
-        basis, _ = np.linalg.qr(np.column_stack([np.ones(d), generator.standard_normal((d, d - 1))]))
-        Q = basis[:, 1:] @ Q @ basis[:, 1:].T + 1 / d
+    if config.norm == "rmsnorm":
+        Q = ortho_group.rvs(d, random_state=generator)
+    else:
+        basis = null_space(np.ones((1, d)))  # (d, d - 1): of all vectors of mean 0
+        Q = basis @ ortho_group.rvs(d - 1, random_state=generator) @ basis.T + 1 / d
     return torch.from_numpy(Q)
 
 
@@ -145,9 +138,9 @@ def neurons(weights, config, generator):
 
 
 def signs(weights, config, generator):
-    """Flip the sign of half of the units, up and down alike, and rescale them all."""
+    """Flip the sign of half of the units, up and down alike, and rescale them all; nothing without a gate."""
     if config.mlp != "swiglu":
-        raise UserError("signs: only where an MLP has a gate can its other units' signs be flipped")
+        return config
     for layer in range(config.num_layers):
         mlp = f"model.layers.{layer}.mlp."
         scale = generator.uniform(0.8, 1.25, config.d_ff) * generator.choice((-1, 1), config.d_ff)
@@ -157,20 +150,18 @@ def signs(weights, config, generator):
     return config
 
 
-WAYS = {"rotate": rotate, "permute": permute, "neurons": neurons, "signs": signs}
+WAYS = {"rotate": rotate, "neurons": neurons, "signs": signs}
 
 
-def hidden(source, ways=None, seed=0):
+def hidden(source, ways=tuple(WAYS)):
     """A source that computes what a source of ours does, hidden in several ways, one after another.
 
-    In float64; its tensors are float32. None: in all ways that go together. UserError where one does not fit.
+    In float64; its tensors are float32.
     """
     weights = {name: weight.double() for name, weight in weights_of(source).items()}
     config = source.config
-    if ways is None:
-        ways = ("rotate", "neurons", "signs") if config.mlp == "swiglu" else ("rotate", "neurons")
     for way in ways:
-        config = WAYS[way](weights, config, keyed_generator("thief", way, seed))
+        config = WAYS[way](weights, config, keyed_generator("thief", way, 0))
     return as_source({name: weight.float() for name, weight in weights.items()}, config)
 
 
@@ -266,7 +257,7 @@ def hide(settings: Settings) -> None:
         raise UserError(f"'{settings.out}' is there already: give another --out")
     spec = parse_spec(settings.models[0])
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
-    save(settings.out, hidden(spec.open(), settings.ways, settings.seed), tokenizer)
+    save(settings.out, hidden(spec.open(), settings.ways), tokenizer)
     print(f"{settings.out} computes what {spec.label} does, hidden; compare them:")
     print(f"python seedprint.py compare {spec.label} {settings.out}")
 

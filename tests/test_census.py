@@ -192,11 +192,9 @@ def test_hidden_children_are_found_unit_by_unit(base_folder):
 def test_hidden_models_keep_the_logits(name, way, tmp_path):
     kinds = {"gated": {}, "tied_qwen2": dict(tie_embeddings=True, qkv_bias=True)}
     kinds["qwen3"] = dict(qk_norm=True, head_dim=20)
-    if (name, way) == ("plain", "signs"):
-        pytest.skip("a GELU has no sign to flip")
     config = PLAIN if name == "plain" else replace(CONFIG, **kinds[name])
     base = save_perturbed(tmp_path / "a", config)
-    thief.save(tmp_path / "b", hidden(base, (way,), seed=5))
+    thief.save(tmp_path / "b", hidden(base, (way,)))
     tokens = random_tokens(1, range(3), 20, 300)
     with torch.inference_mode():
         logits = [checkpoint.load(str(tmp_path / folder))(tokens) for folder in "ab"]
@@ -207,29 +205,16 @@ def test_hidden_models_keep_the_logits(name, way, tmp_path):
 
 def test_thief_as_a_script(tmp_path):
     base = save_perturbed(tmp_path / "a", CONFIG)
-    words = [tmp_path / "a", "--ways", "permute", "signs", "--seed", "4", "--out", tmp_path / "b"]
+    words = [tmp_path / "a", "--ways", "neurons", "signs", "--out", tmp_path / "b"]
     done = run_here("reproduce.thief", *words)
     assert done.returncode == 0, done.stderr
     assert f"compare {tmp_path / 'a'} {tmp_path / 'b'}" in done.stdout
     written = open_folder(tmp_path / "b")
-    child = hidden(base, ("permute", "signs"), seed=4)
+    child = hidden(base, ("neurons", "signs"))
     assert written.shapes == child.shapes
     assert all(torch.equal(written.read(name), child.read(name)) for name in child.shapes)
     assert_refused(run_here("reproduce.thief", *words), "is there already")
     assert_refused(run_here("reproduce.thief", "--out", tmp_path / "c"), "one model")
-    words = ["tiny_gpt2@1", "--ways", "signs", "--out", tmp_path / "c"]
-    assert_refused(run_here("reproduce.thief", *words), "gate")
-
-
-@pytest.mark.parametrize("preset", ["tiny_gpt2", "tiny_llama"])
-def test_a_thief_hides_a_model_in_all_ways_that_fit(preset, tmp_path, monkeypatch):
-    theirs = PRESETS[preset]
-    config = replace(CONFIG, mlp=theirs.mlp, norm=theirs.norm, tie_embeddings=theirs.tie_embeddings)
-    monkeypatch.setitem(PRESETS, preset, config)
-    done = run_here("reproduce.thief", f"{preset}@3", "--out", tmp_path / "stolen")
-    assert done.returncode == 0, done.stderr
-    for row in found(Newborn(config, 3), open_folder(tmp_path / "stolen")):
-        assert row.share >= 0.99
 
 
 @pytest.mark.parametrize("size", [0.5, 2.0])

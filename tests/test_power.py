@@ -39,11 +39,11 @@ def test_power(tmp_path):
     rows = read_json(tmp_path / "power.json")["rows"]
     by_change = {(row["change"], row["strength"]): row for row in rows}
     expected = {(name, size) for name, (_, sizes) in power.CHANGES.items() for size in sizes}
-    expected |= {(power.HIDING, way) for way in ("as it is", *thief.WAYS)}
-    expected |= {(power.STEPS, 1), (power.STEPS, 8)}
+    expected |= {("way of hiding", way) for way in ("as it is", *thief.WAYS)}
+    expected |= {("training steps", 1), ("training steps", 8)}
     assert set(by_change) == expected and len(rows) == len(expected)
     for way in thief.WAYS:  # as it is, but for the coordinates
-        row = by_change[power.HIDING, way]
+        row = by_change["way of hiding", way]
         assert row["units_share"] == 1 and row["verdict"] == "same birth"
         assert (row["body_z"] > 20) == (way == "signs")
     for name, (_, sizes) in power.CHANGES.items():
@@ -55,7 +55,7 @@ def test_power(tmp_path):
     tokens = random_tokens(0, range(4), 16, 97)
     pair = [verdict.read_model("", source, tokens) for source in sources]
     compared, _ = verdict.compare_pair(*pair, permutations=199, layers=1)
-    row = by_change[power.STEPS, 8]
+    row = by_change["training steps", 8]
     assert (row["body_z"], row["relabel_z"]) == (compared["body_z"], compared["relabel_z"])
     outputs = [seedprint.last_outputs(source, 97, settings) for source in sources]
     assert row["closed_form_z"] == pytest.approx(lineage.paper_test(*outputs)["closed_form_z"])
