@@ -87,7 +87,7 @@ class SilenceSettings(Settings):
 
     units: at_least(1) = 3
     """how many of the hidden units that write most at position 1"""
-    unit: tuple[str, ...] = ()
+    unit: tuple[str, ...] | None = None
     """hidden units to silence instead, LAYER/UNIT"""
 
 
@@ -399,7 +399,7 @@ def silence(settings: SilenceSettings):
 def named_units(settings: SilenceSettings, spec):
     """Layer and unit of each LAYER/UNIT; UserError for one that the model does not have."""
     units = []
-    for word in settings.unit:
+    for word in settings.unit or ():
         match = re.fullmatch(r"([1-9]\d{0,5})/(\d{1,9})", word)
         if not (match and int(match[1]) <= spec.config.num_layers and int(match[2]) < spec.config.d_ff):
             raise UserError(f"--unit {word}: expected LAYER/UNIT of {spec.label}, as in 12/1229")
