@@ -3,8 +3,8 @@
     python train.py configs/laptop.py                          # learns something visible in five minutes
     python train.py --resume --out runs/laptop                 # goes on where it was stopped, or killed
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
-    python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued \
-        --tokenizer runs/laptop/step_0000150/tokenizer.model
+    python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued
+        --tokenizer runs/laptop/step_0000150/tokenizer.model   # on the same line
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 steps that --keep names, and the newest two. Batches are a function of (data seed, step), the same for any
@@ -104,7 +104,7 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 def train(settings: Settings):
-    """Train as the settings say, from birth or from where the run stands; returns the run folder."""
+    """What becomes of a newborn? A line every few steps tells the time left. Returns the run folder."""
     settings, device, dtype = runtime.start(settings)
     settings = runs.merged_settings(settings, MAY_CHANGE)
     compiler = os.environ.get("CXX", "g++")
@@ -215,7 +215,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
                 save(step)
     if is_master:
         runs.prune(run, settings.keep, step)
-        print(f"{run} is at step {step}; --resume goes on, up to --max-iters")
+        print(f"{run} is at step {step}; --resume goes on, with a larger --max-iters if it is done")
     runtime.wait_for_all(device)
 
 

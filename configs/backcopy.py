@@ -1,4 +1,4 @@
-# A sink in a minute: two layers of one head learn bigrams, and to copy after triggers (Guo et al. 2024).
+# A sink in minutes: two layers of one head learn bigrams, and to copy after triggers (Guo et al. 2024).
 out = "runs/backcopy"
 model = "backcopy"
 source = ("backcopy",)

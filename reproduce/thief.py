@@ -250,7 +250,7 @@ def save(folder, source, tokenizer=None) -> None:
 
 
 def hide(settings: Settings) -> None:
-    """Write a copy of a model that computes the same and looks like another; UserError if <out> is there."""
+    """A copy of a model that computes the same and looks like another, in a new folder (seconds)"""
     if len(settings.models) != 1:
         raise UserError("expected one model to hide: a checkpoint folder, or PRESET@SEED")
     if os.path.lexists(settings.out):
