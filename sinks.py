@@ -380,6 +380,8 @@ def silence(settings: SilenceSettings):
     """Which hidden units hold the sink up? Those that write most are set to zero (ours; three minutes)"""
     for spec in chosen_models(settings.model or (default_model(),), settings.seed):
         named_units(settings, spec)
+        if settings.units > spec.config.d_ff:
+            raise UserError(f"--units {settings.units}: {spec.label} has {spec.config.d_ff} in a layer")
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     (label, rows), *_ = by_checkpoint(lists["rows"]).items()  # the first model is drawn
     question = f"Which hidden units hold the sink up? ({label}; dashed: none silenced)"

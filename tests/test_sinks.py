@@ -424,6 +424,7 @@ def test_contract(name, text, tmp_path):
         (["first", "--first-token", "3"], ["leave out --first-token"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["variance", "--epsilon", 0.2], ["--epsilon"]),
+        (["silence", "--units", 705], ["--units 705", "704"]),
         (["silence", "--unit", "7/0"], ["--unit 7/0", "LAYER/UNIT"]),
         (["silence", "--unit", "-1/704"], ["--unit -1/704", "LAYER/UNIT"]),
     ],
