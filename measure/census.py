@@ -74,7 +74,7 @@ def readings(source):
     interleaved, swapped = [False], [False]
     if any("gate_up" in mlp.matrices for mlp in found.mlps):
         interleaved = [False, True]
-    if any("gate" in mlp.matrices and not mlp.is_named for mlp in found.mlps):
+    if any("gate" in mlp.views and not (mlp.is_named and "gate" in mlp.matrices) for mlp in found.mlps):
         swapped = [False, True]
     choices = itertools.product(found.tables, found.heads, interleaved, swapped, from_one)
     return [Reading(*choice) for choice in choices]
@@ -134,7 +134,7 @@ class Units:
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.parts.mlps[number]
         role = view
-        if self.reading.swapped and view != "down" and "gate" in mlp.matrices:
+        if self.reading.swapped and view != "down" and "gate" in mlp.views:
             role = {"gate": "up", "up": "gate"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
         weight = self.source.read(name)
@@ -143,7 +143,7 @@ class Units:
         rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
         if role not in mlp.matrices:
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
-            rows = halves[view == "up"]
+            rows = halves[role == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
             return self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind)) * self.gain(
                 self.parts.norm

@@ -256,6 +256,14 @@ def test_gate_and_up_in_one_matrix(base, suspect, tmp_path):
     assert judged(a, stranger)[0] == NO_EVIDENCE
 
 
+def test_up_above_gate_in_one_matrix(tmp_path):
+    weights = fused(weights_of(CHILD), 0)
+    for name in [name for name in weights if "gate_up" in name]:
+        weights[name] = torch.cat(weights[name].chunk(2)[::-1])
+    swapped = folder_with(tmp_path / "a", weights)
+    assert judged(BASE, swapped)[0] == SAME_BIRTH
+
+
 def test_dead_units_tell_nothing(tmp_path):
     dead = folder_with(tmp_path / "a", without_mlps(weights_of(BASE)))
     hidden = folder_with(tmp_path / "b", without_mlps(weights_of(CHILD)))
