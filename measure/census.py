@@ -264,7 +264,12 @@ def best_census(bases, suspects, vocabularies, limit, layers, key):
         numbers = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
         if shared and not torch.equal(*numbers):
             pairings.append(numbers)
-        results += [unit_census(base, suspect, tokens, limit, layers, key) for tokens in pairings]
+        try:
+            results += [unit_census(base, suspect, tokens, limit, layers, key) for tokens in pairings]
+        except UserError as error:  # a decoy's numbers, perhaps
+            refusal = error
+    if not results:
+        raise refusal
     best = max(results, key=lambda census: sum(match.share for match in census.matches))
     for place, match in enumerate(best.matches):
         match.by_chance = max(census.matches[place].by_chance for census in results)
@@ -294,7 +299,18 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
     shares = np.zeros((len(ours), len(theirs)))
     for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
         views = suspect.views(number)
-        shares[:, column] = shares_agreed(few, views)
+        shares[:, column] = shares_agreed(few, views, ("up", "down"))
+        exchanged = False
+        if shares[:, column].max() < STANDS_OUT and "gate" in views:  # another head, or names that lie
+            others = {"gate": views["up"], "up": views["gate"], "down": views["down"]}
+            inputs, swapped = (
+                shares_agreed(few, views, ("gate", "up")),
+                shares_agreed(few, others, ("up", "down")),
+            )
+            exchanged = bool(swapped.max() >= STANDS_OUT)
+            if exchanged or inputs.max() >= STANDS_OUT:
+                shares[:, column] = swapped if exchanged else inputs
+                views = others if exchanged else views
         closest = ours[closest_place(shares[:, column], column * len(ours) // len(theirs))]
         kept = base.kept[closest]
         mlp, base_mlp = suspect.parts.mlps[number], base.parts.mlps[closest]
@@ -303,6 +319,7 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
         num_units = parts.units_of(base.source.shapes[base_mlp.matrices["down"]], base.width)
         places_in_base = torch.tensor(evenly_spaced(num_units, limit))[places]
         view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"  # no sign can be flipped in a gate
+        rows = suspect.rows(number, "up" if exchanged else view)
         match = Match(
             layer=mlp.label,
             number=mlp.layer + 1,
@@ -313,7 +330,7 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
             expected=units / max(1, more),
             by_chance=len(units_found(kept, views, null)[0]),
             in_place=int((places_in_base == partners).sum()),
-            distance=distance(base.rows(closest, view)[places_in_base], suspect.rows(number, view)[partners]),
+            distance=distance(base.rows(closest, view)[places_in_base], rows[partners]),
         )
         matches.append(match)
     layer_map = {"share": shares.tolist(), "base": [base.parts.mlps[number].label for number in ours]}
@@ -340,21 +357,23 @@ def bridges_between(base: Units, suspect: Units, tokens):
 
 
 def few_units(mlps, bridges):
-    """A few units of each of a base's MLPs in two views, as a suspect sees them: (MLPs, few, e), some 0."""
+    """A few units of each of a base's MLPs by view, as a suspect sees them: (MLPs, few, e), some 0."""
     few = {}
-    for view in ("up", "down"):
+    for view in ("gate", "up", "down"):
         few[view] = torch.zeros(len(mlps), FEW_UNITS, bridges[view].shape[1])
         for block, views in zip(few[view], mlps):
+            if view not in views:
+                continue
             columns = views[view][:, evenly_spaced(views[view].shape[1], FEW_UNITS)]
             block[: columns.shape[1]] = columns.T @ bridges[view]
     return few
 
 
-def shares_agreed(few, views):
-    """The share (MLPs,) of few units whose largest correlations in two views are with the same unit."""
+def shares_agreed(few, views, pair):
+    """The share (MLPs,) of few units whose largest correlations in a pair of views are with the same unit."""
     nearest = []
-    for view, blocks in few.items():
-        parts_of_rows = blocks.flatten(0, 1).split(ROW_BATCH)
+    for view in pair:
+        parts_of_rows = few[view].flatten(0, 1).split(ROW_BATCH)
         nearest.append(torch.cat([(rows @ views[view]).abs_().argmax(dim=1) for rows in parts_of_rows]))
     alive = few["up"].any(dim=2)
     agreed = (nearest[0] == nearest[1]).view(alive.shape) & alive

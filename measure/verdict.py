@@ -14,7 +14,7 @@ thresholds are ours.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -121,6 +121,8 @@ def power(base: Model, suspect: Model, census):
         )
     elif census and max(match.units for match in census.matches) < FEWEST_UNITS:
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
+    elif census and not beyond_chance([replace(match, found=match.units) for match in census.matches]):
+        lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
     proviso = ""
     if base.vocabulary and suspect.vocabulary:
         proviso = ", if their tokenizers tell the truth"

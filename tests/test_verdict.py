@@ -256,12 +256,46 @@ def test_gate_and_up_in_one_matrix(base, suspect, tmp_path):
     assert judged(a, stranger)[0] == NO_EVIDENCE
 
 
-def test_up_above_gate_in_one_matrix(tmp_path):
-    weights = fused(weights_of(CHILD), 0)
-    for name in [name for name in weights if "gate_up" in name]:
-        weights[name] = torch.cat(weights[name].chunk(2)[::-1])
-    swapped = folder_with(tmp_path / "a", weights)
-    assert judged(BASE, swapped)[0] == SAME_BIRTH
+def up_above_gate(weights: dict) -> dict:
+    """Gate and up in one matrix, the other way round."""
+    changed = fused(weights, False)
+    for name in [name for name in changed if "gate_up" in name]:
+        changed[name] = torch.cat(changed[name].chunk(2)[::-1])
+    return changed
+
+
+def beside_a_stranger(weights: dict) -> dict:
+    """Two models in one folder; the stranger's names are the usual ones."""
+    return weights_of(Newborn(CONFIG, 2)) | renamed(weights, **{"model.": "a.", "lm_head": "a.head"})
+
+
+MADE = {
+    "up above gate": up_above_gate,
+    "names of gate and up exchanged": lambda w: renamed(w, gate_proj="x", up_proj="gate_proj", x="up_proj"),
+    "a table of zeros": lambda w: w | {"a.embed_tokens.weight": torch.zeros(300, 64)},
+    "layers moved, no head": lambda w: renamed(w, **{"lm_head.weight": "", "layers.0.": "layers.3."}),
+    "beside a stranger": beside_a_stranger,
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_children_are_found(case, tmp_path):
+    answer, sentence = judged(BASE, folder_with(tmp_path / "a", MADE[case](weights_of(CHILD))))
+    layers = "3 of 6 layers" if "stranger" in case else "every layer"
+    assert answer == SAME_BIRTH and f"of {layers} found again" in sentence, sentence
+
+
+def test_units_whose_views_are_alike_tell_nothing():
+    """Chance finds them all, in strangers, too."""
+    sources = []
+    for source in (BASE, CHILD, Newborn(CONFIG, 2)):
+        weights = weights_of(source)
+        for name in [name for name in weights if "up_proj" in name]:
+            weights[name] = weights[name.replace("up_proj", "gate_proj")]
+        sources.append(thief.as_source(weights, CONFIG))
+    for suspect in sources[1:]:
+        answer, sentence = judged(sources[0], suspect)
+        assert answer == INCONCLUSIVE and "chance finds as many as a copy" in sentence, sentence
 
 
 def test_dead_units_tell_nothing(tmp_path):
