@@ -64,7 +64,6 @@ class MLP:
     expert: int | None  # its place in a stack (experts, ...)
     norm: str | None  # in front of it
     norm_behind: str | None
-    is_named: bool  # or else found by shapes, so that gate and up may be each other
 
     @property
     def views(self):
@@ -128,11 +127,10 @@ def mlps_of_layer(source, layer, names, width):
     for rest, name in names.items():
         if is_matrix(name, source.shapes[name], width) and not ATTENTION.search(rest):
             shapes[rest] = source.shapes[name]
-    named = named_mlps(shapes, width)
     matrices = [name for name in names.values() if len(source.shapes[name]) > 1]
     unknown = [name for name in matrices if not ATTENTION.search(name)] or matrices[MOST_OF_ATTENTION:]
     mlps = []
-    for owner, roles in (named or mlps_by_shape(shapes, width)).items():
+    for owner, roles in (named_mlps(shapes, width) or mlps_by_shape(shapes, width)).items():
         of_roles = {role: names[rest] for role, rest in roles.items()}
         shape = shapes[roles["down"]]
         number = re.search(r"\.experts\.(\d+)$", f".{owner}")
@@ -142,7 +140,7 @@ def mlps_of_layer(source, layer, names, width):
             if number or expert is not None:
                 label += f", expert {(int(number[1]) if number else expert) + 1}"
             norms = norms_of_layer(source, names, width)
-            mlps.append(MLP(layer, label, of_roles, expert, *norms, is_named=bool(named)))
+            mlps.append(MLP(layer, label, of_roles, expert, *norms))
     return mlps, unknown
 
 

@@ -57,7 +57,6 @@ class Reading:
     table: str
     head: str
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
-    swapped: bool  # gate and up, whose names do not tell
     from_one: bool  # gains are stored less one
 
 
@@ -71,12 +70,10 @@ def readings(source):
     gains = torch.cat([torch.ones(1), *(source.read(norm).float() for norm in norms)])
     if (gains <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
         from_one = [True, False]
-    interleaved, swapped = [False], [False]
+    interleaved = [False]
     if any("gate_up" in mlp.matrices for mlp in found.mlps):
         interleaved = [False, True]
-    if any("gate" in mlp.views and not (mlp.is_named and "gate" in mlp.matrices) for mlp in found.mlps):
-        swapped = [False, True]
-    choices = itertools.product(found.tables, found.heads, interleaved, swapped, from_one)
+    choices = itertools.product(found.tables, found.heads, interleaved, from_one)
     return [Reading(*choice) for choice in choices]
 
 
@@ -133,17 +130,14 @@ class Units:
     def rows(self, number, view):
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.parts.mlps[number]
-        role = view
-        if self.reading.swapped and view != "down" and "gate" in mlp.views:
-            role = {"gate": "up", "up": "gate"}[view]
-        name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
+        name = mlp.matrices.get(view, mlp.matrices.get("gate_up"))
         weight = self.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
         rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
-        if role not in mlp.matrices:
+        if view not in mlp.matrices:
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
-            rows = halves[role == "up"]
+            rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
             return self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind)) * self.gain(
                 self.parts.norm
@@ -295,23 +289,25 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
         if number not in base.kept:
             base.kept[number] = base.views(number, limit)
     few = few_units([base.kept[number] for number in ours], bridges)
+    alive = few["up"].any(dim=2)
     matches = []
     shares = np.zeros((len(ours), len(theirs)))
     for column, number in enumerate(progress(theirs, desc="census", unit=" MLPs", leave=False)):
         views = suspect.views(number)
-        shares[:, column] = shares_agreed(few, views, ("up", "down"))
+        nearest = {view: nearest_units(few[view], views[view]) for view in ("up", "down")}
+        share = share_agreed(nearest["up"], nearest["down"], alive)
         exchanged = False
-        if shares[:, column].max() < STANDS_OUT and "gate" in views:  # another head, or names that lie
-            others = {"gate": views["up"], "up": views["gate"], "down": views["down"]}
-            inputs, swapped = (
-                shares_agreed(few, views, ("gate", "up")),
-                shares_agreed(few, others, ("up", "down")),
-            )
-            exchanged = bool(swapped.max() >= STANDS_OUT)
-            if exchanged or inputs.max() >= STANDS_OUT:
-                shares[:, column] = swapped if exchanged else inputs
-                views = others if exchanged else views
-        closest = ours[closest_place(shares[:, column], column * len(ours) // len(theirs))]
+        if share.max() < STANDS_OUT and "gate" in views:  # the head may be another, or gate and up each other
+            by_inputs = share_agreed(nearest_units(few["gate"], views["gate"]), nearest["up"], alive)
+            crossed = share_agreed(nearest_units(few["up"], views["gate"]), nearest["down"], alive)
+            for other in (by_inputs, crossed):
+                if other.max() >= STANDS_OUT:
+                    share = other
+            exchanged = share is crossed
+        if exchanged:
+            views["gate"], views["up"] = views["up"], views["gate"]
+        shares[:, column] = share
+        closest = ours[closest_place(share.numpy(), column * len(ours) // len(theirs))]
         kept = base.kept[closest]
         mlp, base_mlp = suspect.parts.mlps[number], base.parts.mlps[closest]
         places, partners = units_found(kept, views, bridges)
@@ -369,14 +365,16 @@ def few_units(mlps, bridges):
     return few
 
 
-def shares_agreed(few, views, pair):
-    """The share (MLPs,) of few units whose largest correlations in a pair of views are with the same unit."""
-    nearest = []
-    for view in pair:
-        parts_of_rows = few[view].flatten(0, 1).split(ROW_BATCH)
-        nearest.append(torch.cat([(rows @ views[view]).abs_().argmax(dim=1) for rows in parts_of_rows]))
-    alive = few["up"].any(dim=2)
-    agreed = (nearest[0] == nearest[1]).view(alive.shape) & alive
+def nearest_units(blocks, columns):
+    """The places (MLPs, few) of a suspect's units, (e, m), that correlate most with a base's few."""
+    parts_of_rows = blocks.flatten(0, 1).split(ROW_BATCH)
+    places = torch.cat([(rows @ columns).abs_().argmax(dim=1) for rows in parts_of_rows])
+    return places.view(blocks.shape[:2])
+
+
+def share_agreed(places, others, alive):
+    """The share (MLPs,) of the few units alive that have one nearest unit in two views."""
+    agreed = (places == others) & alive
     return agreed.sum(dim=1) / alive.sum(dim=1).clamp(min=1)
 
 
