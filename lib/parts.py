@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LAYER = re.compile(
-    r"(?:^|\.)(?:layers?|h|blocks?)[._]?(\d{1,9})\."
-)  # what comes first in a name; T5's has two
+# What comes first in a name; T5's has two
+LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)[._]?(\d{1,9})\.")
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
 PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
@@ -39,9 +38,8 @@ NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's
     "final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
 NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
-GAINS_FROM_ONE = (
-    "gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split()
-)  # they store gain - 1
+# Families that store gain - 1
+GAINS_FROM_ONE = "gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split()
 LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 WRITERS = (  # matrices that write to the residual stream: its coordinates are their rows
     "o_proj|out_proj|c_proj|down_proj|fc2|fc_out|dense_4h_to_h|wo|Wo|w2|lin2|out_lin|output\\.dense"

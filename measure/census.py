@@ -139,9 +139,8 @@ class Units:
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
             rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
-            return self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind)) * self.gain(
-                self.parts.norm
-            )
+            rows = self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind))
+            return rows * self.gain(self.parts.norm)
         return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
 
     def without_mean(self, norm, rows):
@@ -300,10 +299,9 @@ def unit_census(base: Units, suspect: Units, tokens, limit=1024, layers=8, key=0
         if share.max() < STANDS_OUT and "gate" in views:  # the head may be another, or gate and up each other
             by_inputs = share_agreed(nearest_units(few["gate"], views["gate"]), nearest["up"], alive)
             crossed = share_agreed(nearest_units(few["up"], views["gate"]), nearest["down"], alive)
-            for other in (by_inputs, crossed):
-                if other.max() >= STANDS_OUT:
-                    share = other
-            exchanged = share is crossed
+            exchanged = bool(crossed.max() >= STANDS_OUT)
+            if exchanged or by_inputs.max() >= STANDS_OUT:
+                share = crossed if exchanged else by_inputs
         if exchanged:
             views["gate"], views["up"] = views["up"], views["gate"]
         shares[:, column] = share

@@ -151,12 +151,8 @@ def weight_correlations(a, b):
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
             sums[kind].update(rows_a[:count], rows_b[:count])
-    correlations = {}
-    for kind, total in sums.items():
-        value = total.value()
-        if value is not None:
-            correlations[kind] = value
-    return correlations
+    values = {kind: total.value() for kind, total in sums.items()}
+    return {kind: value for kind, value in values.items() if value is not None}
 
 
 def plain_matrices(source):

@@ -136,11 +136,7 @@ class RealSettings(RunSettings):
     text: str | None = "python"
     """what its child learns, as in sinks.py: the standard library's source"""
     steps: at_least(1) = 20
-    """of the child's training, of two sequences each"""
-    sequence_length: int = 128
-    """tokens in a sequence"""
-    layers: at_least(1) | None = None
-    """layers of each suspect whose hidden units are looked for (default: all)"""
+    """of the child's training, of two sequences of 128 tokens each"""
 
 
 def real(settings: RealSettings):
@@ -150,7 +146,7 @@ def real(settings: RealSettings):
     base = read_model(spec.name, spec.open())
     rows = []
     for name, kin, source in progress(relatives(spec, experiment.settings), desc="real", unit=" suspects"):
-        row, detail = compare_pair(base, read_model(name, source), layers=settings.layers)
+        row, detail = compare_pair(base, read_model(name, source))
         origins = [match["base_number"] for match in detail["layers"]]
         rows.append({"base": base.name, "suspect": name, "kin": kin} | row | {"base_layers": origins})
     figure, grid = new_figure("Whose hidden units are found again?", width=7, height=4.5)
@@ -188,7 +184,7 @@ def relatives(spec, settings: RealSettings):
 def trained_child(spec, settings: RealSettings):
     """A source of a model after some steps of AdamW at a constant learning rate of 5e-4."""
     reading = TextSettings(text=settings.text, num_sequences=2 * settings.steps, device=settings.device)
-    tokens = read_tokens(reading, spec, settings.sequence_length)
+    tokens = read_tokens(reading, spec, 128)
     model = spec.load(settings.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     for batch in progress(tokens.split(2), desc="training", leave=False):
