@@ -131,6 +131,7 @@ def rate(settings: RateSettings):
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
         axes.set(xlabel="layer", ylabel="head", title=f"{row['checkpoint']}, {T} tokens")
+        axes.locator_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")

@@ -106,7 +106,7 @@ def test_a_circle_is_found():
 
 def test_size_and_density():
     counts = density.total(list(FILES.values()))
-    assert counts["lines"] <= 9_160, counts  # to be 7,500
+    assert counts["lines"] <= 9_165, counts  # to be 7,500
     assert counts["nodes"] <= 26_900, counts  # to be 19,800
     assert counts["nodes"] / counts["code"] <= 4.35, counts
     for name, path in FILES.items():
