@@ -53,7 +53,7 @@ class Settings(WidthSettings):
     model: tuple[str, ...] = ("nano_gpt2",)
     """presets, or PRESET@SEED"""
     sequence_length: tuple[int, ...] | None = None
-    """positions in a sequence (default: 64, or the experiment's own); mlp and engage read vectors"""
+    """positions in a sequence; None: 64, or the experiment's own; mlp and engage read vectors"""
 
 
 # ---- what the experiments share ----------------------------------------------------------------------------

@@ -79,25 +79,20 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
     return weight
 
 
-def initialize(model: Transformer, seed, embedding_seed=None, scheme="gpt2") -> None:
-    """Fill every parameter of `model`, in place, with its `birth_value`."""
-
-    def fill(named_parameter) -> None:
-        name, parameter = named_parameter
-        value = birth_value(model.config, name, parameter.shape, seed, embedding_seed, scheme)
-        parameter.data.copy_(value)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        list(pool.map(fill, model.named_parameters()))  # the list waits, and raises what a thread raised
-
-
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
     """An untrained model, in eval mode, by preset name or configuration; its blocks in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
     with torch.device("meta"):
         built = Transformer(config)
     built = built.cast_blocks(dtype).to_empty(device=device).eval()
-    initialize(built, seed, embedding_seed, scheme)
+
+    def fill(named_parameter) -> None:
+        name, parameter = named_parameter
+        value = birth_value(config, name, parameter.shape, seed, embedding_seed, scheme)
+        parameter.data.copy_(value)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
+        list(pool.map(fill, built.named_parameters()))  # the list waits, and raises what a thread raised
     return built
 
 

@@ -49,11 +49,11 @@ class Settings(RunSettings):
     input_seed: int = 0
     """seed of the random sequences"""
     num_sequences: at_least(2) | None = None
-    """sequences for each model and length (default: 1000; on CUDA 10000)"""
+    """sequences for each model and length; None: 1000, on CUDA 10000"""
     sequence_length: tuple[int, ...] | None = None
-    """tokens in a sequence (default: 64; on CUDA 1024)"""
+    """tokens in a sequence; None: 64, on CUDA 1024"""
     batch_size: at_least(1) | None = None
-    """sequences in a forward pass (default: 2048 tokens' worth; on CUDA 65536)"""
+    """sequences in a forward pass; None: 2048 tokens' worth, on CUDA 65536"""
 
 
 def probe(settings: Settings):

@@ -51,12 +51,12 @@ class CompareSettings(RunSettings):
     """seed of the random sequences and of the permutations"""
     num_sequences: at_least(1) = 16
     """random sequences; each of their positions is a row of states"""
-    sequence_length: int = 64
+    sequence_length: at_least(3) = 64
     """tokens in a sequence"""
     permutations: at_least(199) = 9999
     """relabellings; the smallest p is 1 / (1 + this)"""
     layers: at_least(1) | None = None
-    """layers whose hidden units are looked for, evenly spaced (default: all; 8 of large models)"""
+    """layers whose hidden units are looked for, evenly spaced; None: all, or 8 of large models"""
     units: at_least(2) = 1024
     """how many of them in each MLP of the base"""
 
@@ -80,7 +80,7 @@ class PaperSettings(RunSettings):
     side: Literal["top", "bottom"] = "top"
     """dimensions of the largest, or of the smallest mean output"""
     top_k: at_least(1) | None = None
-    """how many of them, in each model (default: half of the width)"""
+    """how many of them, in each model; None: half of the width"""
     softmax_temperature: at_least(1e-6, float) | None = None
     """of a softmax over the chosen columns; in the authors' code 10"""
 
@@ -92,10 +92,10 @@ class PersistenceSettings(PaperSettings):
     models: Models = ()
     """one run folder"""
     stranger: str | None = None
-    """run of another birth (default: a newborn of another seed)"""
+    """run of another birth; None: a newborn of another seed"""
     num_sequences: at_least(1) = 16
     """random sequences of the exact test; each of their positions is a row"""
-    sequence_length: int = 64
+    sequence_length: at_least(3) = 64
     """tokens in a sequence of the exact test"""
     permutations: at_least(199) = 9999
     """relabellings; the smallest p is 1 / (1 + this)"""
@@ -118,16 +118,16 @@ class IdentifySettings(RunSettings):
 # ---- what is compared --------------------------------------------------------------------------------------
 
 
-def comparable_models(names, scheme, any_architecture=False):
-    """The models of a command line; UserError unless two or more, of our architecture and of one width.
-
-    With `any_architecture`, whatever they are.
-    """
+def several_models(names, scheme):
+    """The models of a command line; UserError for fewer than two."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
-    specs = [parse_spec(name, scheme) for name in names]
-    if any_architecture:
-        return specs
+    return [parse_spec(name, scheme) for name in names]
+
+
+def comparable_models(names, scheme):
+    """The same; UserError unless all are of our architecture and of one width."""
+    specs = several_models(names, scheme)
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
         raise UserError(f"only models of one width can be compared, not of {widths}")
@@ -137,15 +137,6 @@ def comparable_models(names, scheme, any_architecture=False):
 def common_vocabulary(specs):
     """The number of token ids that all models have."""
     return min(spec.config.vocab_size for spec in specs)
-
-
-def random_rows(settings, vocab_size):
-    """The random sequences, (n, T), each of whose positions is a row of the exact test of states."""
-    indices = range(settings.num_sequences)
-    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
-    if tokens.numel() < 3:
-        raise UserError("fewer than three rows have no ranks to compare: raise --num-sequences")
-    return tokens
 
 
 def last_outputs(source, vocab_size, settings: PaperSettings):
@@ -170,10 +161,10 @@ def last_outputs(source, vocab_size, settings: PaperSettings):
 
 def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Seconds for tiny models, a minute for 135M parameters."""
-    experiment, (base, *suspects) = begin("compare", "BB 6.1", settings)
+    experiment, (base, *suspects), numbers = begin("compare", "BB 6.1", settings)
     rows, details = [], []
     for suspect in progress(suspects, desc="suspects"):
-        row, detail = compare_models(base, suspect, experiment.settings)
+        row, detail = compare_pair(base, suspect, *numbers)
         rows.append({"base": base.name, "suspect": suspect.name} | row)
         details.append(detail)
     panels = []
@@ -191,32 +182,29 @@ def compare(settings: CompareSettings):
     return result
 
 
-def compare_models(base, suspect, settings: CompareSettings):
-    """What `compare_pair` says of two models."""
-    numbers = (settings.input_seed, settings.permutations, settings.units, settings.layers)
-    return compare_pair(base, suspect, *numbers)
-
-
 def begin(name, paper, settings: CompareSettings):
-    """Begin `compare` or `matrix`: the experiment, and its models."""
-    specs = comparable_models(settings.models, settings.init, any_architecture=True)
+    """Begin `compare` or `matrix`: the experiment, its models, and what `compare_pair` is told."""
+    specs = several_models(settings.models, settings.init)
     sources = [spec.open(any_architecture=True) for spec in specs]
     readable = [source for source in sources if source.config is not None]
     tokens = None
     if readable:
         check_lengths((settings.sequence_length,), shortest_context(readable))
-        tokens = random_rows(settings, common_vocabulary(readable))
+        indices = range(settings.num_sequences)
+        vocab_size = common_vocabulary(readable)
+        tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
     experiment = Experiment(name, paper, settings)
     where = (experiment.device, experiment.dtype)
-    return experiment, [read_model(spec.name, source, tokens, *where) for spec, source in zip(specs, sources)]
+    models = [read_model(spec.name, source, tokens, *where) for spec, source in zip(specs, sources)]
+    return experiment, models, (settings.input_seed, settings.permutations, settings.units, settings.layers)
 
 
 def matrix(settings: CompareSettings):
     """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    experiment, models = begin("matrix", "BB Table 4", settings)
+    experiment, models, numbers = begin("matrix", "BB Table 4", settings)
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        rows.append({"a": a.name, "b": b.name} | compare_models(a, b, experiment.settings)[0])
+        rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, *numbers)[0])
     found = []
     for row in rows:
         by_share = row["units_share"] or row["body_matched"] or 0
@@ -327,7 +315,8 @@ def persistence(settings: PersistenceSettings):
 
     birth = specs[0].open()
     birth_outputs = outputs_of(birth)
-    tokens = random_rows(settings, vocab_size)
+    indices = range(settings.num_sequences)
+    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
 
     def fingerprint_of(source):
         states = final_states(source, tokens, settings.device, settings.torch_dtype)  # (n, T, d)

@@ -66,7 +66,7 @@ class RateSettings(Settings):
     """What `rate` can be told."""
 
     sequence_length: tuple[at_least(2), ...] | None = None
-    """tokens in a sequence (default: 32 to 512, as far as the model goes)"""
+    """tokens in a sequence; None: 32 to 512, as far as the model goes"""
     epsilon: float = EPSILON
     """a head whose alpha_1 is above this, between 0 and 1, is a sink head (Gu et al.)"""
 

@@ -44,7 +44,7 @@ class Settings(RunSettings):
     seed: int = 42
     """seed of the weights"""
     embedding_seed: int | None = None
-    """seed of embedding and head (default: the seed)"""
+    """seed of embedding and head; None: the seed"""
     init: Literal[SCHEMES] = "gpt2"
     """how the weights are drawn"""
     init_from: str | None = None
@@ -52,7 +52,7 @@ class Settings(RunSettings):
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"
     """scaling of the aggregated heads (BB 6.2)"""
     data: str | None = None
-    """prepared data set (default: of source and tokenizer, made if missing)"""
+    """prepared data set; None: that of source and tokenizer, made if missing"""
     source: tuple[str, ...] = ("python",)
     """text of the default data set, as in python -m lib.data"""
     tokenizer: str = "bpe:4096"

@@ -65,7 +65,7 @@ class Settings:
     held_out: float = 0.01
     """share of the documents in the validation split"""
     out: str | None = None
-    """folder to make; default: data/SOURCE-TOKENIZER"""
+    """folder to make; None: data/SOURCE-TOKENIZER"""
 
 
 # ---- text --------------------------------------------------------------------------------------------------

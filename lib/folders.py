@@ -300,6 +300,7 @@ class Weights:
         except ForeignArchitecture:
             if not any_architecture:
                 raise
+            self.config = None
             self.family = str(raw.get("model_type", ""))
             if place.suffix == ".gguf" and self.family in GAINS_FROM_ONE:
                 self.family = ""  # such a file has gains as they are
@@ -316,6 +317,9 @@ class Weights:
             is_tied_head = is_head and torch.equal(self.read(name), self.read(TOKEN_TABLE))
             if is_tied_head or name.endswith("inv_freq"):
                 del self.tensors[name]
+        differing = expected.keys() ^ self.tensors.keys()
+        if differing and all("norm" in name or name.endswith("bias") for name in differing):
+            raise ForeignArchitecture(f"{self.place}: {min(differing)} is no {self.family}'s, or missing")
         check_shapes(self.tensors, expected, self.place)
 
     def read(self, name):

@@ -57,10 +57,10 @@ class TextSettings(RunSettings):
     """What a script that measures on text can be told of it."""
 
     text: str | None = None
-    """a text file, a source of lib.data, or the folder of a data set, whose held-out text is read (default:
-    docstrings where a model has a tokenizer, else random tokens)"""
+    """a text file, a source of lib.data, or the folder of a data set, whose held-out text is read;
+    None: docstrings where a model has a tokenizer, else random tokens"""
     tokenizer: str | None = None
-    """tokenizer of --text, as in python -m lib.data (default: the model's own)"""
+    """tokenizer of --text, as in python -m lib.data; None: the model's own"""
     first_token: str | None = None
     """put this token at position 1: its number, or bos"""
     input_seed: int = 0

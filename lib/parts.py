@@ -101,7 +101,7 @@ def find(source):
     matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
     tables = [name for name in matrices if TABLE.search(name)]
     width = source.width
-    if tables and all(matrices[name][1] != width for name in tables):
+    if tables and all(width not in matrices[name] for name in tables):
         width = matrices[tables[0]][1]
     matrices = {name: shape for name, shape in matrices.items() if shape[1] == width}
     heads = [name for name in matrices if HEAD.search(name)]

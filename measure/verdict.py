@@ -249,7 +249,8 @@ def found_again(census):
         else:
             runs.append([number])
     spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"{sentence}, in layers {', '.join(spans)} of the base"
+    plural = "" if spans[0].isdigit() and len(spans) == 1 else "s"
+    return f"{sentence}, in layer{plural} {', '.join(spans)} of the base"
 
 
 def changes(tests, census):
@@ -266,7 +267,7 @@ def changes(tests, census):
         yield "its hidden units stand in another order"
     far = mean_distance(census)
     if far is not None and far > COPY:
-        yield f"its weights are at a distance of {far:.2g}, by training, noise or rounding"
+        yield f"its weights are at a distance of {far:.2g}, by training, merging, noise or rounding"
     elif far is not None:
         yield f"its weights are the base's, to {far:.1g}"
     yield "its token table is the base's" + ("" if census.tables > SAME_TABLE else ", changed")

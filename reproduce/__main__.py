@@ -22,7 +22,7 @@ from typing import Literal
 from lib import runtime
 from lib.files import atomic_file, read_json
 from lib.settings import Command, RunSettings, UserError, read_command, run_script
-from reproduce import family, siblings
+from reproduce import siblings
 from reproduce.claims import CLAIMS
 
 LINES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
@@ -34,11 +34,11 @@ class Settings(RunSettings):
     """What `python -m reproduce` can be told."""
 
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None
-    """results to make (default: all)"""
+    """results to make; None: all"""
     scale: Literal["smoke", "laptop"] = "laptop"
     """how large; smoke: does it work?"""
     out: str | None = None
-    """folder of the results (default: results; at smoke scale results-smoke)"""
+    """folder of the results; None: results, at smoke scale results-smoke"""
     text: str | None = None
     """held-out English, for Table 7's perplexity"""
 
@@ -108,7 +108,7 @@ def make(name, settings: Settings) -> None:
         return
     training = siblings.Settings(settings.device, settings.dtype, scale=settings.scale, runs=settings.runs)
     if "{runs}/lineage" in RESULTS[name]:
-        siblings.train_all(family.lineage_runs(training))
+        siblings.train_all(siblings.lineage_runs(training))
     elif "{runs}/" in RESULTS[name]:
         siblings.train_all(siblings.calibration_runs(training))
     function(wanted)

@@ -17,35 +17,26 @@ import torch.nn.functional as F
 from lib.checkpoint import Newborn, parse_spec
 from lib.data import TokenData, default_folder
 from lib.figures import new_figure, save_figure
-from lib.inputs import TextSettings, read_tokens
+from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from measure.verdict import compare_pair, read_model
 from reproduce.rivals import RIVALS, similarities
-from reproduce.siblings import SEEDS, Settings, begin
+from reproduce.siblings import BASE, CONTINUED, Settings, begin, lineage_runs
 from reproduce.thief import as_source, cut, hidden, narrowed, noised, pruned, rounded, weights_of
 from seedprint import (
     STRANGER_SEED,
     CompareSettings,
     PaperSettings,
-    compare_models,
     last_outputs,
     paper_test,
-    random_rows,
 )
 
-STYLES = {  # steps of each seed's training; steps on the second corpus
-    "llama": ({42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
-    "qwen": ({42: 60, 123: 60, 1000: 60, 2000: 60}, 40),
-}
 TABLES = {  # newborns; newborns and their children; and children of others; children after a second corpus
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
-BASE = 1000  # seed of the table of children after a second corpus
-CONTINUED = (BASE, 123)  # seeds that learn it
-DOCSTRINGS = {"source": ("docstrings+site",), "learning_rate": 5e-4, "warmup_iters": 20}
 COLUMNS = ("table", "base", "suspect", "kin", "paper_t_p", "paper_u_p", *RIVALS)
 COLUMNS += ("relabel_z", "body_z", "verdict")
 
@@ -59,24 +50,6 @@ def lineage(settings: Settings):
     pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
     rows = compare_all(pairs, data, experiment)
     return experiment.save(rows, COLUMNS)
-
-
-def lineage_runs(settings: Settings):
-    """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
-    seeds = SEEDS[1:3] if settings.scale == "smoke" else SEEDS
-    runs = {}
-    for style, (steps, more_steps) in STYLES.items():
-        preset = f"tiny_{style}"
-        for seed in seeds:
-            changes = {"model": preset, "seed": seed, "max_iters": steps[seed], "save_every": 50}
-            runs[style, seed, 1] = settings.training("", f"lineage/{preset}-{seed}", **changes)
-        for seed in CONTINUED:
-            child = runs[style, seed, 1]
-            tokenizer = default_folder(child.source, child.tokenizer) / "tokenizer.model"
-            changes = DOCSTRINGS | {"model": preset, "seed": seed, "max_iters": more_steps}
-            changes |= {"init_from": child.out, "tokenizer": str(tokenizer)}
-            runs[style, seed, 2] = settings.training("", f"lineage/{preset}-{seed}-docstrings", **changes)
-    return runs
 
 
 def table_pairs(style, runs):
@@ -109,7 +82,7 @@ def compare_all(pairs, data, experiment):
         """A model as `compare` reads it, and what the paper's test reads."""
         source = parse_spec(folder).open()
         vocab_size = source.config.vocab_size
-        tokens = random_rows(ours, vocab_size)
+        tokens = random_tokens(0, range(ours.num_sequences), ours.sequence_length, vocab_size)
         model = read_model(folder, source, tokens, experiment.device, experiment.dtype)
         return model, last_outputs(source, vocab_size, theirs)
 
@@ -117,7 +90,7 @@ def compare_all(pairs, data, experiment):
     for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
         a, outputs_a = read(base)
         b, outputs_b = read(suspect)
-        row, _ = compare_models(a, b, ours)
+        row, _ = compare_pair(a, b, 0, ours.permutations, ours.units, ours.layers)
         row |= paper_test(outputs_a, outputs_b, theirs)
         row |= similarities(a.source, b.source, text, experiment.device, experiment.dtype)
         rows.append({"table": table, "base": base, "suspect": suspect, "kin": kin} | row)

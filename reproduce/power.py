@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
 from lib.figures import BLUE, legend_below, new_figure, save_figure, unique
+from lib.inputs import random_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, UserError, run_script
-from measure.verdict import SAME_BIRTH, read_model
+from measure.verdict import SAME_BIRTH, compare_pair, read_model
 from reproduce.thief import WAYS, hidden, narrowed, noised, pruned, rounded
 from seedprint import (
     CompareSettings,
@@ -20,10 +21,8 @@ from seedprint import (
     check_paper_settings,
     common_vocabulary,
     comparable_models,
-    compare_models,
     last_outputs,
     paper_test,
-    random_rows,
 )
 
 CHANGES = {  # name: the change, and its strengths
@@ -54,13 +53,16 @@ def power(settings: Settings):
     experiment = Experiment("power", "", settings)
     settings = experiment.settings
     vocab_size = common_vocabulary((base, child))
-    reading = (random_rows(settings, vocab_size), experiment.device, experiment.dtype)
+    indices = range(settings.num_sequences)
+    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
+    reading = (tokens, experiment.device, experiment.dtype)
     base_model = read_model(base.name, base.open(), *reading)
     base_outputs = last_outputs(base_model.source, vocab_size, settings)
+    numbers = (settings.input_seed, settings.permutations, settings.units, settings.layers)
     rows = []
     for change, strength, source in progress(changed(child), desc="power", unit=" changes"):
         suspect = read_model(child.name, source, *reading)
-        row, _ = compare_models(base_model, suspect, settings)
+        row, _ = compare_pair(base_model, suspect, *numbers)
         row["closed_form_z"] = None  # the paper's test compares coordinates
         if source.width == base_model.source.width:
             row |= paper_test(base_outputs, last_outputs(source, vocab_size, settings), settings)

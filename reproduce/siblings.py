@@ -26,6 +26,13 @@ from measure import attention
 from model import CHOICES
 
 SEEDS = (42, 123, 1000, 2000)
+STYLES = {  # steps of each seed's training; steps on the second corpus
+    "llama": ({42: 150, 123: 600, 1000: 600, 2000: 150}, 200),
+    "qwen": ({42: 60, 123: 60, 1000: 60, 2000: 60}, 40),
+}
+BASE = 1000  # seed of the table of children after a second corpus
+CONTINUED = (BASE, 123)  # seeds that learn it
+DOCSTRINGS = {"source": ("docstrings+site",), "learning_rate": 5e-4, "warmup_iters": 20}
 CONFIGS = Path(train.__file__).with_name("configs")
 SMOKE = {  # the quickest training
     "source": ("backcopy",),
@@ -99,6 +106,24 @@ def trained(run: train.Settings):
     if not last.exists():
         raise KeyboardInterrupt
     return run.out
+
+
+def lineage_runs(settings: Settings):
+    """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
+    seeds = SEEDS[1:3] if settings.scale == "smoke" else SEEDS
+    runs = {}
+    for style, (steps, more_steps) in STYLES.items():
+        preset = f"tiny_{style}"
+        for seed in seeds:
+            changes = {"model": preset, "seed": seed, "max_iters": steps[seed], "save_every": 50}
+            runs[style, seed, 1] = settings.training("", f"lineage/{preset}-{seed}", **changes)
+        for seed in CONTINUED:
+            child = runs[style, seed, 1]
+            tokenizer = default_folder(child.source, child.tokenizer) / "tokenizer.model"
+            changes = DOCSTRINGS | {"model": preset, "seed": seed, "max_iters": more_steps}
+            changes |= {"init_from": child.out, "tokenizer": str(tokenizer)}
+            runs[style, seed, 2] = settings.training("", f"lineage/{preset}-{seed}-docstrings", **changes)
+    return runs
 
 
 def begin(name, paper, settings: Settings, runs):
