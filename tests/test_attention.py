@@ -4,11 +4,9 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import transformers
 from conftest import KINDS, ROOT, random_model
@@ -17,7 +15,6 @@ import init
 from lib import checkpoint, runtime
 from lib.inputs import random_tokens
 from measure import attention
-from model import CHOICES
 
 
 def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
@@ -45,30 +42,16 @@ def mean_of_queries(matrices: torch.Tensor, position: int) -> torch.Tensor:
     return total / (T - position + 1)
 
 
-def assert_alpha(model, tokens: torch.Tensor, positions, on_heads=None) -> None:
-    """`attention_to` says what the explicit matrices do."""
-    alpha = attention.attention_to(model, tokens, positions, on_heads)
-    matrices = explicit(model, tokens, on_heads)
-    assert alpha.shape == (*matrices.shape[:3], len(positions))
-    for column, position in enumerate(positions):
-        expected = mean_of_queries(matrices, position)
-        # some ten roundings of float32 numbers up to 1
-        torch.testing.assert_close(alpha[..., column].double(), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("T", [1, 2, 9, 33])
+@pytest.mark.parametrize("T", [1, 2, 9, 33, 600])  # a long one takes the other path of the kernel
 def test_attention_of_every_kind_by_matrices(kind, T):
-    assert_alpha(random_model(KINDS[kind]), random_tokens(1, range(3), T, 97), range(1, T + 1))
-
-
-@pytest.mark.parametrize("calibration", CHOICES["attn_calibration"])
-def test_attention_of_calibrated_heads_by_matrices(calibration):
-    model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
-    assert_alpha(model, random_tokens(1, range(3), 9, 97), range(1, 10))
-
-
-def test_long_sequences_take_the_other_path_of_the_kernel():
-    assert_alpha(random_model(KINDS["llama_gqa"]), random_tokens(0, range(1), 600, 97), (1, 300, 600))
+    model = random_model(KINDS[kind])
+    tokens = random_tokens(1, range(2), T, 97)
+    positions = range(1, T + 1) if T < 600 else (1, 300, 600)
+    matrices = explicit(model, tokens)
+    expected = torch.stack([mean_of_queries(matrices, position) for position in positions], dim=-1)
+    alpha = attention.attention_to(model, tokens, positions)
+    # some ten roundings of float32 numbers up to 1
+    torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "llama3", "qwen2", "qwen3"])
@@ -81,11 +64,10 @@ def test_attention_is_what_transformers_puts_out(name, tmp_path):
     tokens = random_tokens(3, range(2), 40, 97)
     with torch.inference_mode():
         matrices = torch.stack(theirs(tokens, output_attentions=True).attentions, dim=1)  # (B, L, H, T, T)
-    alpha = attention.attention_to(model, tokens, range(1, 41))
-    for position in range(1, 41):
-        expected = mean_of_queries(matrices, position)
-        # float32 states of three blocks, summed in another order
-        torch.testing.assert_close(alpha[..., position - 1], expected, atol=1e-5, rtol=0)
+    alpha = attention.attention_to(model, tokens, (1, 40))
+    expected = torch.stack([mean_of_queries(matrices, position) for position in (1, 40)], dim=-1)
+    # float32 states of three blocks, summed in another order
+    torch.testing.assert_close(alpha, expected, atol=1e-5, rtol=0)
 
 
 def test_uniform_attention_is_the_mean_of_1_over_i():
@@ -95,8 +77,6 @@ def test_uniform_attention_is_the_mean_of_1_over_i():
     alpha = attention.attention_to(model, random_tokens(0, range(2), 50, 4096), range(1, 51))
     for position in range(1, 51):
         law = sum(1 / i for i in range(position, 51)) / (51 - position)
-        if position == 1:
-            assert attention.uniform_alpha(50) == pytest.approx(law, rel=1e-12)
         assert (alpha[..., position - 1] - law).abs().max() < 1e-6  # float32 sums of 50 numbers
 
 
@@ -122,21 +102,18 @@ def test_signs_against_a_plain_recomputation(name):
             on_state=lambda layer, x: states.append(x.numpy()),
             on_heads=lambda layer, heads, q, k, v: values.append(v.numpy()),
         )
-    matrices = explicit(model, tokens)  # (n, L, H, T, T)
-    alphas = torch.stack([mean_of_queries(matrices, position) for position in range(1, 10)], dim=-1)
+
+    def ratio(vectors):  # torch's median of 8 is the 4th
+        lengths = np.linalg.norm(vectors, axis=-1)
+        return lengths[..., 0] / np.sort(lengths[..., 1:])[..., 3]
+
     signs = attention.sink_signs(model, tokens)
-    torch.testing.assert_close(signs["alpha1"].double(), alphas[..., 0], atol=1e-6, rtol=0)
-    for sequence in range(3):
-        for layer in range(3):
-            lengths = np.linalg.norm(states[layer + 1][sequence], axis=1)  # states[0] is the input
-            expected = lengths[0] / np.sort(lengths[1:])[3]  # torch's median of 8 is the 4th
-            assert signs["norm_ratio"].view(3, 3)[layer, sequence].item() == pytest.approx(expected, rel=1e-5)
-            of_heads = np.linalg.norm(values[layer][sequence], axis=2)  # (G, T)
-            ratios = [head[0] / np.sort(head[1:])[3] for head in of_heads]
-            ratio = signs["value_ratio"].view(3, 3)[layer, sequence].item()
-            assert ratio == pytest.approx(np.mean(ratios), rel=1e-5)
-    summary = attention.summary(signs, 0.2)
-    assert summary["sink_rate"] == pytest.approx((alphas[..., 0] > 0.2).double().mean().item())
+    alpha1 = mean_of_queries(explicit(model, tokens), 1)
+    torch.testing.assert_close(signs["alpha1"].double(), alpha1, atol=1e-6, rtol=0)
+    norms = np.concatenate([ratio(x) for x in states[1:]])  # states[0] is the input
+    np.testing.assert_allclose(signs["norm_ratio"], norms, rtol=1e-5)
+    of_values = np.concatenate([ratio(v).mean(1) for v in values])
+    np.testing.assert_allclose(signs["value_ratio"], of_values, rtol=1e-5)
 
 
 @pytest.mark.parametrize("position", [0, 9, -1])
@@ -154,30 +131,8 @@ def test_attention_on_a_gpu():
     torch.testing.assert_close(there, here, atol=1e-5, rtol=0)  # float32 states, summed in another order
 
 
-# ---- the stream --------------------------------------------------------------------------------------------
-
-
-def test_effective_rank_is_the_entropy_of_singular_values():
-    """By numpy's singular values of the centred matrix."""
-    states = (
-        torch.randn(4, 30, 12, generator=torch.Generator().manual_seed(0)) @ torch.randn(12, 12).tril() + 5
-    )
-    matrix = states.flatten(0, 1).double()
-    rank = attention.effective_rank(matrix.mean(0), matrix.T @ matrix / len(matrix))
-    matrix = matrix.numpy()
-    values = np.linalg.svd(matrix - matrix.mean(0), compute_uv=False)
-    # squares are summed in float64: singular values keep half of its digits
-    assert rank == pytest.approx(np.exp(scipy.stats.entropy(values)), rel=1e-6)
-
-
-def test_output_tau_is_kendalls():
-    weight = torch.randn(6, 20, generator=torch.Generator().manual_seed(1))
-    std = torch.rand(20, generator=torch.Generator().manual_seed(2))
-    expected = scipy.stats.kendalltau(np.linalg.norm(weight, axis=0), std).statistic
-    assert attention.output_tau(weight, std) == pytest.approx(expected)
-    assert attention.output_tau(weight, weight.norm(dim=0)) == pytest.approx(1)
-    assert attention.output_tau(weight, -weight.norm(dim=0)) == pytest.approx(-1)
-    assert attention.output_tau(weight, torch.zeros(20)) is None
+def test_no_tau_where_nothing_varies():
+    assert attention.output_tau(torch.randn(6, 20), torch.zeros(20)) is None
 
 
 # ---- memory and time ---------------------------------------------------------------------------------------
@@ -209,9 +164,8 @@ print(json.dumps({"bytes": peak_bytes() - plain_bytes, "ratio": seconds / plain_
 
 
 def test_memory_is_linear_and_time_is_bounded():
-    process = subprocess.run(
-        [sys.executable, "-c", COSTS], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    command = [sys.executable, "-c", COSTS]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert process.returncode == 0, process.stderr
     costs = json.loads(process.stdout)
     assert costs["bytes"] < 8192**2 * 4 / 10  # a tenth of one head's explicit float32 matrix

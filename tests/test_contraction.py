@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -17,22 +16,8 @@ from contraction import EXPERIMENTS
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from measure import theory
-from model import PRESETS, ModelConfig, Transformer
+from model import PRESETS, ModelConfig, Transformer, rope_table
 
-CONTRACT = {
-    "layers": "model variant sequence_length layer mean_cosine std_cosine theory",
-    "ablation": "model seed variant sequence_length mean_cosine std_cosine cosine_log10_p ratio log10_p",
-    "engage": "model normed preactivation_std mean_cosine theory",
-    "overlap": "model seed top1_token direction_token direction_matches",
-    "mlp": "model stack layer mean_cosine theory",
-    "amplify": "model stack sequence_length mean_cosine theory",
-    "intra": "model stack sequence_length layer mean_cosine exact_theory limit_theory",
-    "variance": "model position std uniform_theory theory",
-    "predict": "model seed direction_cosine predicted_token direction_token top1_token predicted_cosine"
-    " mean_cosine seconds",
-    "cure": "model init seed mean_cosine top1_count uniform_max_count log10_p",
-    "width": "mlp d_model weight_std mean_cosine theory",
-}
 SEEDS = (1, 2)
 COUNT = 4  # sequences of each seed
 LENGTH = 8
@@ -55,15 +40,9 @@ def results(tmp_path_factory):
 
 def select(rows: list[dict], **values) -> list[dict]:
     """The rows that have these values, of which there is one at least."""
-    chosen = [row for row in rows if all(row[key] == value for key, value in values.items())]
+    chosen = [row for row in rows if row.items() >= values.items()]
     assert chosen, values
     return chosen
-
-
-def only(rows: list[dict], **values) -> dict:
-    """The one row that has these values."""
-    (row,) = select(rows, **values)
-    return row
 
 
 def vectors(T: int, d: int = 256) -> torch.Tensor:
@@ -92,28 +71,13 @@ def newborns(**changes) -> list[Transformer]:
     return [init.newborn(replace(CONFIG, **changes), seed) for seed in SEEDS]
 
 
-def stream(model: Transformer, x: torch.Tensor) -> list[torch.Tensor]:
-    """The residual stream (n, T, d) of vectors before and after each block."""
-    states = []
-    with torch.inference_mode():
-        model.hidden(x, on_state=lambda layer, state: states.append(state))
-    return states
-
-
-# ---- the JSON ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_contract(name, results):
     result = results[name]
     assert {"experiment", "paper", "settings", "environment", "rows"} <= result.keys()
-    assert result["experiment"] == name
     for row in result["rows"]:
-        assert set(CONTRACT[name].split()) <= row.keys()
         assert not any(isinstance(value, list | dict) for value in row.values())
-    assert (results["out"] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    for key, value in (("seed", list(SEEDS)), ("num_sequences", COUNT), ("sequence_length", [LENGTH])):
-        assert result["settings"].get(key, value) == value
+    assert (results["out"] / f"{name}.png").exists()
 
 
 # ---- which sublayer contracts? -----------------------------------------------------------------------------
@@ -122,58 +86,25 @@ def test_contract(name, results):
 @pytest.mark.parametrize("kind", ["full", "mlp", "attention"])
 def test_layers(kind, results):
     """As newborns without the other sublayer would have them: ablating leaves all weights as they are."""
-    models = newborns(sublayers=kind)
-    streams = [stream(model, vectors(LENGTH)) for model in models]
-    rows = select(results["layers"]["rows"], variant=kind)
-    law, _ = theory.kernel_recursion(models[0].config, LENGTH)
-    assert [row["layer"] for row in rows] == list(range(7))
-    for row in rows:
-        assert_cosines(row, [states[row["layer"]][:, -1] for states in streams])
-        assert row["theory"] == law[row["layer"]]
-
-
-def head_of(model: Transformer) -> torch.Tensor:
-    """The matrix that turns states into logits, (V, d), in float64."""
-    return (model.lm_head or model.model.embed_tokens).weight.detach().double()
-
-
-def assert_prediction(row: dict, model: Transformer, states: torch.Tensor) -> torch.Tensor:
-    """What a row says of final states (n, d); returns their direction, (d,)."""
-    head = head_of(model)
-    states = states.double()
-    tokens = (states @ head.T).argmax(1).tolist()
-    (top, count), *_ = sorted(Counter(tokens).items(), key=lambda item: (-item[1], item[0]))
-    direction = F.normalize(states, dim=1).mean(0)
-    assert (row["top1_token"], row["top1_count"], row["num_sequences"]) == (top, count, COUNT)
-    assert row["direction_token"] == (head @ direction).argmax()
-    assert row["direction_matches"] == (row["direction_token"] == top)
-    assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
-    if "direction_count" in row:
-        assert row["direction_count"] == tokens.count(row["direction_token"])
-    return direction / direction.norm()
-
-
-@pytest.mark.parametrize("kind", ["full", "mlp", "attention"])
-def test_ablation(kind, results):
-    for seed in SEEDS:
-        model = init.newborn(replace(CONFIG, sublayers=kind), seed, embedding_seed=0)
+    streams = []
+    for model in newborns(sublayers=kind):
+        states = []
         with torch.inference_mode():
-            states = model.hidden(vectors(LENGTH))[:, -1]
-        row = only(results["ablation"]["rows"], variant=kind, seed=seed)
-        assert_prediction(row, model, states)
-        disjoint = [F.cosine_similarity(states[i], states[i + 1], dim=0).item() for i in (0, 2)]
-        p = scipy.stats.ttest_1samp(disjoint, 0).pvalue
-        assert row["cosine_log10_p"] == pytest.approx(math.log10(p), abs=1e-4)  # two float32 cosines
+            model.hidden(vectors(LENGTH), on_state=lambda layer, x, states=states: states.append(x[:, -1]))
+        streams.append(states)
+    law, _ = theory.kernel_recursion(model.config, LENGTH)
+    rows = select(results["layers"]["rows"], variant=kind)
+    for row, *states, expected in zip(rows, *streams, law, strict=True):
+        assert_cosines(row, states)
+        assert row["theory"] == expected
 
 
 # ---- the MLP's activation ----------------------------------------------------------------------------------
 
 
-def mlp_weights(model: Transformer, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def mlp_weights(model: Transformer, layer: int) -> list[torch.Tensor]:
     """The two matrices of a plain MLP, in float64."""
-    weights = model.state_dict()
-    prefix = f"model.layers.{layer}.mlp"
-    return weights[f"{prefix}.up_proj.weight"].double(), weights[f"{prefix}.down_proj.weight"].double()
+    return [weight.detach().double() for weight in model.model.layers[layer].mlp.parameters()]
 
 
 def mlp_stack(model: Transformer, x: torch.Tensor, phi, has_norm_and_residual: bool) -> list[torch.Tensor]:
@@ -190,41 +121,33 @@ def mlp_stack(model: Transformer, x: torch.Tensor, phi, has_norm_and_residual: b
     return states
 
 
-@pytest.mark.parametrize(
-    "stack, phi",
-    [
-        ("mlp0_relu", torch.relu),
-        ("mlp0_tanh", torch.tanh),
-        ("standard", F.gelu),
-        ("standard_relu", torch.relu),
-    ],
-)
-def test_mlp(stack, phi, results):
+PHI = {"mlp0_relu": torch.relu, "mlp0_tanh": torch.tanh, "standard": F.gelu, "standard_relu": torch.relu}
+
+
+@pytest.mark.parametrize("stack", PHI)
+def test_mlp(stack, results):
     x = vectors(1)[:, 0]
-    stacks = [mlp_stack(model, x, phi, stack.startswith("standard")) for model in newborns()]
-    mlp = "relu" if phi is torch.relu else CONFIG.mlp
+    stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
+    mlp = "relu" if stack == "standard_relu" else "gelu"
     laws = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
     recursion, _ = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
     rows = select(results["mlp"]["rows"], stack=stack)
-    assert [row["layer"] for row in rows] == list(range(7))
-    for row in rows:
-        # float32 states that shrink by a hundred in each MLP0
-        assert_cosines(row, [states[row["layer"]] for states in stacks], dict(abs=1e-5))
-        assert row["theory"] == laws.get(stack, recursion)[row["layer"]]
+    for row, *states, law in zip(rows, *stacks, laws.get(stack, recursion), strict=True):
+        assert_cosines(row, states, dict(abs=1e-5))  # float32 states that shrink by a hundred in each MLP0
+        assert row["theory"] == law
 
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_engage(normed, results):
     x = vectors(1)[:, 0].double()
-    states = []
-    spreads = []
+    states, spreads = [], []
     for model in newborns():
         inputs = F.layer_norm(x, (256,), eps=CONFIG.norm_epsilon) if normed else x
         up, down = mlp_weights(model, 0)
         spreads.append((inputs @ up.T).std().item())
         # one block has the output's std of one layer: a scale, which no cosine sees
         states.append(F.gelu(inputs @ up.T) @ down.T)
-    row = only(results["engage"]["rows"], normed=normed)
+    (row,) = select(results["engage"]["rows"], normed=normed)
     assert_cosines(row, states)
     assert row["preactivation_std"] == pytest.approx(np.mean(spreads), rel=1e-5)
     expected_std = 0.02 * inputs.square().sum(1).mean().sqrt().item()
@@ -247,7 +170,7 @@ def test_amplify(results):
     laws = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
     laws["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
     for stack, states in stacks.items():
-        row = only(results["amplify"]["rows"], stack=stack)
+        (row,) = select(results["amplify"]["rows"], stack=stack)
         assert_cosines(row, states, dict(abs=1e-5))
         assert row["theory"] == pytest.approx(laws[stack], rel=1e-12)
 
@@ -258,14 +181,12 @@ def test_intra(stack, results):
     means = []
     for model in newborns(sublayers="attention"):
         state = vectors(LENGTH)
-        for layer in range(6):
+        for block in model.model.layers:
             if stack == "attn0":
                 state = torch.stack([state[:, :i].mean(1) for i in range(1, LENGTH + 1)], dim=1)
             else:
-                block = init.variant(model, num_layers=layer + 1)
-                block.model.layers = block.model.layers[-1:]
-                before, after = stream(block, state)
-                state = after - before
+                with torch.inference_mode():
+                    state = block(state, rope_table(CONFIG, state), False, None) - state
             unit = F.normalize(state.double(), dim=2, eps=0)
             means.append((unit @ unit.transpose(1, 2)).mean().item())  # all pairs, itself too
     means = np.reshape(means, (len(SEEDS), 6)).mean(0)
@@ -281,21 +202,18 @@ def test_intra(stack, results):
 
 def test_variance(results):
     """Aggregated values by explicit attention matrices; their std is about their mean."""
-    future = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = torch.ones(LENGTH, LENGTH).tril().log()  # 0, and -inf for the future
     values = []
 
     def on_heads(layer, heads, q, k, v):
-        scores = q.double() @ k.double().transpose(2, 3) / q.shape[3] ** 0.5
-        weights = scores.masked_fill(future, -math.inf).softmax(3)
+        weights = (mask + q.double() @ k.double().mT / q.shape[3] ** 0.5).softmax(3)
         values.append((weights @ v.double()).std(dim=(0, 1, 3), correction=0))  # (T,)
 
     for model in newborns(num_layers=1):
         with torch.inference_mode():
             model.hidden(vectors(LENGTH), on_heads=on_heads)
-    expected = torch.stack(values).mean(0).tolist()
     rows = results["variance"]["rows"]
-    assert [row["position"] for row in rows] == list(range(1, LENGTH + 1))
-    assert [row["std"] for row in rows] == pytest.approx(expected, rel=1e-5)
+    assert [row["std"] for row in rows] == pytest.approx(torch.stack(values).mean(0).tolist(), rel=1e-5)
     law = theory.aggregated_std(CONFIG, LENGTH).tolist()
     assert [row["theory"] for row in rows] == law
     uniform = [law[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
@@ -305,28 +223,48 @@ def test_variance(results):
 # ---- from weights to tokens --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, scheme",
-    [("overlap", "gpt2"), ("predict", "gpt2"), ("cure", "gpt2"), ("cure", "centered"), ("cure", "projected")],
-)
-def test_predictions_from_weights(name, scheme, results):
-    tokens = random_tokens(0, range(COUNT), LENGTH, CONFIG.vocab_size)
+PREDICTIONS = [("ablation", kind) for kind in ("full", "mlp", "attention")]
+PREDICTIONS += [("cure", kind) for kind in ("gpt2", "centered", "projected")]
+PREDICTIONS += [("overlap", "gpt2"), ("predict", "gpt2")]
+
+
+@pytest.mark.parametrize("name, kind", PREDICTIONS)
+def test_predictions(name, kind, results):
+    """What rows say of final states: of models without a sublayer on vectors, of other births on tokens."""
+    rows = results[name]["rows"]
     for seed in SEEDS:
-        row = only(results[name]["rows"], seed=seed, init=scheme)
-        if scheme == "projected":
-            model = init.newborn("tiny_gpt2", seed, embedding_seed=0)
-            theory.project_out_mean_output(model)
+        if name == "ablation":
+            (row,) = select(rows, seed=seed, variant=kind)
+            model = init.newborn(replace(CONFIG, sublayers=kind), seed, embedding_seed=0)
+            inputs = vectors(LENGTH)
         else:
-            model = init.newborn("tiny_gpt2", seed, embedding_seed=0, scheme=scheme)
+            (row,) = select(rows, seed=seed, init=kind)
+            scheme = "centered" if kind == "centered" else "gpt2"
+            model = init.newborn(CONFIG, seed, embedding_seed=0, scheme=scheme)
+            inputs = random_tokens(0, range(COUNT), LENGTH, CONFIG.vocab_size)
+        if kind == "projected":
+            theory.project_out_mean_output(model)
+        head = model.head_weight.detach().double()
         with torch.inference_mode():
-            states = model.hidden(tokens)[:, -1]
-        direction = assert_prediction(row, model, states)
+            states = model.hidden(inputs)[:, -1].double()
+        tokens = (states @ head.T).argmax(1).tolist()
+        direction = F.normalize(states, dim=1).mean(0)
+        assert row["top1_count"] == tokens.count(row["top1_token"]) == max(map(tokens.count, tokens))
+        assert row["direction_token"] == (head @ direction).argmax()
+        assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
+        if name == "ablation":
+            disjoint = F.cosine_similarity(states[::2], states[1::2])
+            p = scipy.stats.ttest_1samp(disjoint, 0).pvalue
+            assert row["cosine_log10_p"] == pytest.approx(math.log10(p), abs=1e-4)  # two float32 cosines
+        else:
+            assert row["direction_count"] == tokens.count(row["direction_token"])
         if name == "predict":
             foreseen, _ = theory.mean_field(model, LENGTH)
-            assert row["direction_cosine"] == pytest.approx(float(foreseen @ direction), abs=1e-6)
-            assert row["predicted_token"] == (head_of(model) @ foreseen).argmax()
-        if name != "overlap":
-            law, _ = theory.kernel_recursion(CONFIG, LENGTH, scheme)
+            cosine = F.cosine_similarity(foreseen, direction, dim=0).item()
+            assert row["direction_cosine"] == pytest.approx(cosine, abs=1e-6)  # float32 states
+            assert row["predicted_token"] == (head @ foreseen).argmax()
+        if name in ("predict", "cure"):
+            law, _ = theory.kernel_recursion(CONFIG, LENGTH, kind)
             assert row["predicted_cosine"] == law[-1]
 
 
@@ -334,18 +272,17 @@ def test_width(results):
     """One block from its weights, and the weights' scale."""
     rows = results["width"]["rows"]
     shapes = {(row["mlp"], row["d_model"]) for row in rows}
-    assert shapes == {(mlp, d) for mlp in ("gelu", "swiglu") for d in (128, 256, 512, 1024)}
+    assert len(shapes) == 2 * 4
     for mlp, d, std in (("gelu", 256, 1 / 16), ("swiglu", 128, 0.02)):
         config = ModelConfig(1, 1, 1, 1, d, 4 * d, mlp=mlp, sublayers="mlp")
         x = vectors(1, d)[:, 0].double() / 0.02
         states = []
         for seed in SEEDS:
-            weights = init.newborn(config, seed, scheme="normal").state_dict()
-            scaled = {name.split(".")[-2]: weight.double() * std / 0.02 for name, weight in weights.items()}
-            hidden = x @ scaled["up_proj"].T
-            hidden = F.silu(x @ scaled["gate_proj"].T) * hidden if mlp == "swiglu" else F.gelu(hidden)
-            states.append(hidden @ scaled["down_proj"].T)
-        row = only(rows, mlp=mlp, d_model=d, weight_std=std)
+            model = init.newborn(config, seed, scheme="normal")
+            *gate, up, down = (weight * std / 0.02 for weight in mlp_weights(model, 0))
+            hidden = F.silu(x @ gate[0].T) * (x @ up.T) if gate else F.gelu(x @ up.T)
+            states.append(hidden @ down.T)
+        (row,) = select(rows, mlp=mlp, d_model=d, weight_std=std)
         assert_cosines(row, states, dict(abs=1e-5))
         assert row["theory"] == theory.one_block_cosine(mlp, std * math.sqrt(d), d)
 
@@ -367,15 +304,13 @@ def test_kernel_recursion_against_newborns(tmp_path):
         # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The
         # worst of the 42 rows is off by 0.009.
         assert row["mean_cosine"] == pytest.approx(row["theory"], abs=0.015), row
-    last = only(result["rows"], model="tiny_gpt2", variant="full", layer=6)
+    (last,) = select(result["rows"], model="tiny_gpt2", variant="full", layer=6)
     assert last["mean_cosine"] > 0.07  # the bars are smaller than what they are laid at
 
 
 def test_weights_foretell_a_newborn_and_cures_cure_it(tmp_path):
     words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 250, "--sequence-length", 12]
-    result = run("cure", tmp_path, *words)
-    born, centered, projected = result["rows"]
-    assert [row["init"] for row in result["rows"]] == ["gpt2", "centered", "projected"]
+    born, centered, projected = run("cure", tmp_path, *words)["rows"]
     assert born["mean_cosine"] > 0.05
     for row in (centered, projected):
         assert abs(row["mean_cosine"]) < 0.01
@@ -389,12 +324,9 @@ def test_weights_foretell_a_newborn_and_cures_cure_it(tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["width", "--model", "nano_gpt2"], ["width", "--model"]),
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
-        (["cure", "--model", "tiny_gpt2", "--init", "normal"], ["cure", "--init"]),
         (["mlp", "--model", "tiny_gpt3@1"], ["tiny_gpt3", "tiny_gpt2"]),
         (["layers", "--model", "tests"], ["newborns", "PRESET@SEED"]),
-        (["layer"], ["Unrecognized options: layer"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
@@ -408,8 +340,7 @@ def test_mistakes(words, expected, tmp_path):
 def test_committed_engage_is_what_its_settings_give(tmp_path):
     committed = json.loads((ROOT / "results" / "engage.json").read_text())
     given = committed["settings"]
-    words = ["--model", *given["model"], "--seed", *given["seed"]]
-    words += ["--num-sequences", given["num_sequences"], "--input-seed", given["input_seed"]]
+    words = ["--model", *given["model"], "--seed", *given["seed"], "--num-sequences", given["num_sequences"]]
     rows = run("engage", tmp_path, *words)["rows"]
     for ours, theirs in zip(rows, committed["rows"], strict=True):
         for key, value in theirs.items():

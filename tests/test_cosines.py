@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -46,18 +45,10 @@ def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
     assert cosines.pairwise_cosine(states) == pytest.approx({"mean_cosine": mean, "std_cosine": std})
 
 
-@pytest.mark.parametrize(
-    "states, expected",
-    [
-        (torch.arange(1.0, 51)[:, None].expand(50, 4), (1.0, 0.0)),  # one direction, many lengths
-        (torch.tensor([[1e-30, 0.0], [-1e30, 0.0]]), (-1.0, 0.0)),  # no epsilon: the length plays no part
-        (torch.eye(4), (0.0, 0.0)),
-    ],
-    ids=["same", "opposite", "orthogonal"],
-)
-def test_cosine_statistics_in_closed_cases(states, expected):
+def test_lengths_play_no_part():
+    states = torch.tensor([[1e-30, 0.0], [-1e30, 0.0]])
     # float64, and a standard deviation that is the root of a difference
-    assert statistics_of(states).mean_and_std() == pytest.approx(expected, abs=1e-7)
+    assert statistics_of(states).mean_and_std() == pytest.approx((-1, 0), abs=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
@@ -70,14 +61,10 @@ def test_cosine_statistics_refuse_states_without_direction(bad):
 def test_floored_cosine_is_that_of_torch():
     states = normal(12, 5) * 1e-8  # half of the norms are below the epsilon of 2e-8
     pairs = list(itertools.combinations(states.double(), 2))
-    means = []
     for epsilon in (0.0, 2e-8):
         expected = [F.cosine_similarity(a, b, dim=0, eps=epsilon).item() for a, b in pairs]
         row = {"mean_cosine": np.mean(expected), "std_cosine": np.std(expected)}
         assert cosines.floored_cosine(states, epsilon) == pytest.approx(row, abs=1e-9)  # float64
-        means.append(row["mean_cosine"])
-    assert abs(means[0] - means[1]) > 1e-3  # the epsilon matters
-    assert cosines.floored_cosine(states, 0.0) == pytest.approx(cosines.pairwise_cosine(states), abs=1e-9)
 
 
 # ---- the odds of a count -----------------------------------------------------------------------------------
@@ -100,53 +87,20 @@ def test_binomial_tail_against_exact_integers(count, n, V):
     assert cosines.binomial_log10_p(count, n, V) == expected
 
 
-def exact_expected_maximum(n: int, V: int) -> float:
-    """E[max count] of n uniform draws over V: the sum over m of 1 - P[max <= m].
-
-    P[max <= m] = n!/V^n [x^n] (sum_{k<=m} x^k/k!)^V, the power by squaring in exact fractions.
-    """
-
-    def product(a: list[Fraction], b: list[Fraction]) -> list[Fraction]:
-        coefficients = [Fraction(0)] * (n + 1)
-        for i, x in enumerate(a):
-            for j, y in enumerate(b[: n + 1 - i]):
-                coefficients[i + j] += x * y
-        return coefficients
-
-    expected = Fraction(0)
-    for m in range(n):
-        base = [Fraction(1, math.factorial(k)) for k in range(m + 1)]
-        power = [Fraction(1)]
-        for bit in f"{V:b}":
-            power = product(power, power)
-            if bit == "1":
-                power = product(power, base)
-        expected += 1 - power[n] * math.factorial(n) / Fraction(V) ** n
-    return float(expected)
-
-
-@pytest.mark.parametrize("n, V", [(1, 10), (2, 5), (12, 40), (16, 7), (16, 100)])
-def test_uniform_baseline_against_exact_fractions(n, V):
-    counts = cosines.uniform_counts(n, V, 5, repetitions=4000)
+@pytest.mark.parametrize("n, V", [(1, 10), (2, 5), (5, 7), (8, 3)])
+def test_uniform_baseline_by_all_outcomes(n, V):
+    outcomes = itertools.product(range(V), repeat=n)
+    counts = [np.sort(np.bincount(outcome, minlength=max(n, V)))[::-1][:n] for outcome in outcomes]
     # A count's standard deviation is below 1.2 here: five standard errors of 4,000 draws.
-    assert counts[0] == pytest.approx(exact_expected_maximum(n, V), abs=5 * 1.2 / math.sqrt(4000))
-    assert (np.diff(counts) <= 0).all()
-    assert cosines.uniform_counts(n, V, n, repetitions=10).sum() == pytest.approx(n)  # every draw counts
+    expected = pytest.approx(np.mean(counts, axis=0), abs=5 * 1.2 / math.sqrt(4000))
+    assert cosines.uniform_counts(n, V, n, repetitions=4000) == expected
 
 
 # ---- the odds of a mean ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("t", [-12.0, -0.3, 0.0, 1e-9, 0.01, 1.3, 3.0])
-@pytest.mark.parametrize("dof", [2, 5, 40, 499])
-def test_student_tails_against_scipy(t, dof):
-    # scipy's own tail is good to about 12 digits
-    two_sided = math.log10(2 * scipy.stats.t.sf(abs(t), dof))
-    assert cosines.student_log10_p(t, dof) == pytest.approx(two_sided, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("dof", [5, 98, 998, 65_535, 10**6])
-@pytest.mark.parametrize("t", [0.3, 4.4, 20, 36, 60])
+@pytest.mark.parametrize("dof", [2, 98, 65_535, 10**6])
+@pytest.mark.parametrize("t", [0.3, 4.4, 20, 60])
 def test_student_tail_against_its_integral(t, dof):
     """The density at t times the integral of what it falls to, which does not underflow; cut at -300."""
 
@@ -161,9 +115,10 @@ def test_student_tail_against_its_integral(t, dof):
     assert cosines.student_log10_p(t, dof) == pytest.approx(max(-300, log10_p), rel=1e-8, abs=1e-8)
 
 
-@pytest.mark.parametrize("t", [240.0, 1e4, math.inf])
-def test_student_tails_end_at_minus_300(t):
-    assert cosines.student_log10_p(t, 499) == cosines.student_log10_p(-t, 499) == -300
+def test_student_tails_at_their_ends():
+    assert cosines.student_log10_p(0.0, 5) == 0
+    for t in (240.0, -240.0, math.inf):
+        assert cosines.student_log10_p(t, 499) == -300
 
 
 @pytest.mark.parametrize("n, batch_size", [(40, 40), (41, 7), (64, 3)])
@@ -184,22 +139,9 @@ def test_t_test_needs_two_pairs_and_survives_identical_ones():
     assert -300 <= statistics_of(torch.ones(20, 2)).log10_p() < -100
 
 
-# ---- intervals ---------------------------------------------------------------------------------------------
-
-
-def test_interval_is_scipys():
-    values = normal(5).double().numpy() + 3
-    reference = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    expected = {"alpha": values.mean(), "low": reference.low, "high": reference.high}
-    assert cosines.interval(values, "alpha") == pytest.approx(expected, rel=1e-9)
-
-
 def test_wilson_interval_by_its_formula():
-    low, high = cosines.wilson(8, 10)
-    z = scipy.stats.norm.ppf(0.975)
-    p = 0.8
-    n = 10
+    p, n, z = 0.8, 10, scipy.stats.norm.ppf(0.975)
     centre = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     expected = ((centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n))
-    assert (low, high) == pytest.approx(expected)
+    assert cosines.wilson(8, n) == pytest.approx(expected)

@@ -40,16 +40,12 @@ def test_a_line_for_each_series_and_each_theory(drawn):
     first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
     second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
     assert lines(axes) == [*first, *second]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "costs $1 and $2",
-        "b c",
-        "the theory",
-    ]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["costs $1 and $2", "b c", "the theory"]
 
 
 def test_a_panel_for_each_value(drawn):
     figure = drawn(panel="n")
-    assert [axes.get_title() for axes in figure.axes] == ["n: 1", "n: 10", "n: 100"]
     assert lines(figure.axes[1]) == [[(1, 0.5)], [(1, 0.25)]]
 
 

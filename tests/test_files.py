@@ -20,9 +20,9 @@ def test_what_is_no_regular_file_of_a_sane_size(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 30 * 2**30)  # which the disk does not hold
-    regular = "it is no regular file"
-    reasons = {"pipe": regular, "device": regular, "folder": regular, "nowhere": "missing", "gone": "missing"}
-    for name, reason in (reasons | {"large": "32,212,254,720 bytes", "zero\0byte": "cannot read"}).items():
+    reasons = dict.fromkeys(("pipe", "device", "folder"), "it is no regular file")
+    reasons |= {"nowhere": "missing", "gone": "missing", "large": "32,212,254,720 bytes"}
+    for name, reason in (reasons | {"zero\0byte": "cannot read"}).items():
         with pytest.raises(UserError, match=reason):
             files.read_json(tmp_path / name)
     (tmp_path / "small").write_text('{"a": 1}')
@@ -60,9 +60,7 @@ def test_what_is_no_json_object(tmp_path, text):
 
 def test_a_failure_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.json"
-    with files.atomic_file(path) as temporary:
-        temporary.write_text("old")
-        assert not path.exists()
+    path.write_text("old")
     with pytest.raises(RuntimeError), files.atomic_file(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
@@ -74,22 +72,19 @@ def test_a_failure_leaves_the_old_folder(tmp_path):
     path = tmp_path / "run"
     left = tmp_path / f".run.{os.getpid()}.tmp"  # by a killed process: in containers numbers come again
     left.mkdir()
-    (left / "torn").write_text("half")
-    with files.atomic_folder(path) as new:
-        (new / "old").write_text("all")
-    with pytest.raises(RuntimeError), files.atomic_folder(path) as new:
-        (new / "torn").write_text("half")
-        raise RuntimeError
-    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")] == ["run", "run/old"]
-    with files.atomic_folder(path) as new:
-        (new / "whole").write_text("all")
-    assert [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")] == ["run", "run/whole"]
+    (left / "torn").touch()
+    for name in ("old", "whole"):
+        with files.atomic_folder(path) as new:
+            (new / name).touch()
+        with pytest.raises(RuntimeError), files.atomic_folder(path) as new:
+            (new / "torn").touch()
+            raise RuntimeError
+        assert sorted(tmp_path.rglob("*")) == [path, path / name]
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    (tmp_path / ".loss.csv.123.tmp").write_text("")
-    (tmp_path / ".step_0000001.45.tmp").mkdir()
-    (tmp_path / ".step_0000001.45.tmp" / "x").write_text("")
+    (tmp_path / ".loss.csv.123.tmp").touch()
+    (tmp_path / ".step_0000001.45.tmp" / "x").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (tmp_path / ".link.3.tmp").symlink_to("outside")
     kept = [".lock", "notes.7.tmp", "step_0000001"]

@@ -2,14 +2,12 @@
 
 import hashlib
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, ROOT
+from conftest import KINDS
 from scipy.stats import kstest
 
 import init
@@ -27,9 +25,7 @@ def digest(model) -> str:
 
 
 @pytest.mark.parametrize("scheme", ["gpt2", "normal"])
-@pytest.mark.parametrize(
-    "config", [WIDE, PRESETS["tiny_gpt2"], PRESETS["tiny_llama"]], ids=["wide", "gpt2", "llama"]
-)
+@pytest.mark.parametrize("config", [WIDE, PRESETS["tiny_gpt2"]], ids=["wide", "gpt2"])
 def test_table(scheme, config):
     model = Transformer(config)
     for parameter in model.parameters():
@@ -61,19 +57,19 @@ def test_matrices_are_independent():
     assert np.abs(correlation).max() < 6 / math.sqrt(10_000)
 
 
-def test_same_bits_with_other_thread_counts_and_in_another_process():
+def test_neither_threads_nor_ambient_generators_play_a_part():
+    torch.manual_seed(1)
     expected = digest(init.newborn("tiny_llama", 42))
-    for threads in (1, 3):
-        before = torch.get_num_threads()
+    state = torch.get_rng_state()
+    threads = torch.get_num_threads()
+    torch.manual_seed(2)
+    torch.set_num_threads(3)
+    try:
+        assert digest(init.newborn("tiny_llama", 42)) == expected
+    finally:
         torch.set_num_threads(threads)
-        try:
-            assert digest(init.newborn("tiny_llama", 42)) == expected
-        finally:
-            torch.set_num_threads(before)
-    code = "import init, test_init; print(test_init.digest(init.newborn('tiny_llama', 42)))"
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = ['.', 'tests']; {code}"]
-    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"})
-    assert other.stdout.strip() == expected, other.stderr
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)  # nor are they advanced
 
 
 def test_these_bits_forever():
@@ -84,56 +80,32 @@ def test_these_bits_forever():
     weight = init.draw(42, "model.layers.0.self_attn.q_proj.weight", (1000, 1000), 1.0)
     assert weight.dtype == torch.float32
     assert weight[0, :2].tolist() == [1.500484824180603, 1.2747011184692383]
-    assert (
-        hashlib.sha256(weight.numpy().tobytes()).hexdigest()
-        == "27e17a0747fdcb879fd20cd8a559ddd2f21bddc713ad0faeb85fe502e081135b"
-    )
+    found = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
+    assert found == "27e17a0747fdcb879fd20cd8a559ddd2f21bddc713ad0faeb85fe502e081135b"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_same_bits_on_a_gpu():
-    assert digest(init.newborn("tiny_llama", 42, device="cuda").cpu()) == digest(
-        init.newborn("tiny_llama", 42)
-    )
-
-
-def test_the_first_numbers_of_a_draw_alone():
-    """What `identify` reads of each seed's matrix is the matrix's beginning."""
-    whole = init.draw(7, "x", (64, 100), 0.02)
-    assert torch.equal(init.draw(7, "x", (64, 100), 0.02, count=300), whole.flatten()[:300])
+    born = init.newborn("tiny_llama", 42, device="cuda").cpu()
+    assert digest(born) == digest(init.newborn("tiny_llama", 42))
 
 
 def test_keyed_generator():
+    """torch.Generator would give seeds that agree in 32 bits the same weights."""
+
     def draw(*key):
         return tuple(init.keyed_generator(*key).integers(2**62, size=3))
 
     assert draw(1, "a") == draw(1, "a")
-    keys = [(1, "a"), (1, "b"), (2, "a"), (1,), (1, "a", 0), (2**32 + 1, "a"), (-1, "a")]
+    keys = [(1, "b"), (1,), (1, "a", 0), (2**32 + 1, "a"), (-1, "a")]
+    keys += [(seed, "a") for seed in range(3000)]
     assert len({draw(*key) for key in keys}) == len(keys)
 
 
-def test_ambient_generators_play_no_part():
-    torch.manual_seed(1)
-    np.random.seed(1)
-    first = digest(init.newborn("tiny_gpt2", 3))
-    state = torch.get_rng_state()
-    torch.manual_seed(2)
-    assert digest(init.newborn("tiny_gpt2", 3)) == first
-    torch.manual_seed(1)
-    assert torch.equal(torch.get_rng_state(), state)  # nor are they advanced
+CHANGES = [{"num_layers": 7}, {"sublayers": "attention"}, {"sublayers": "mlp"}, {"mlp": "relu"}]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_layers": 7},
-        {"sublayers": "attention"},
-        {"sublayers": "mlp"},
-        {"attn_calibration": "headnorm"},
-        {"mlp": "relu"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 @pytest.mark.parametrize("scheme", ["gpt2", "normal"])
 def test_a_changed_architecture_keeps_all_other_draws(change, scheme):
     config = replace(PRESETS["tiny_gpt2"], **change)
@@ -164,34 +136,12 @@ def test_embedding_seed_fixes_embedding_and_head_and_nothing_else():
     assert torch.equal(c["lm_head.weight"], state(3, 1)["lm_head.weight"])  # by default, the seed itself
 
 
-def test_seeds_that_agree_in_32_bits_differ():
-    """torch.Generator would give these the same weights."""
-    a, b = (init.draw(seed, "x", (64,), 1.0) for seed in (5, 5 + 2**32))
-    assert not torch.equal(a, b)
-    first = torch.stack([init.draw(seed, "x", (16,), 1.0) for seed in range(3000)])
-    assert len(first.unique(dim=0)) == 3000
-
-
 def test_bfloat16_is_the_rounded_float32(kind):
     exact = init.newborn(KINDS[kind], 4).state_dict()
     rounded = init.newborn(KINDS[kind], 4, dtype=torch.bfloat16).state_dict()
     for name, tensor in rounded.items():
         assert torch.equal(tensor, exact[name].to(tensor.dtype))
         assert (tensor.dtype == torch.bfloat16) == (".layers." in name)
-
-
-def test_tied_head_stays_tied():
-    model = init.newborn("tiny_gpt2", 0)
-    states = torch.randn(3, 256)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(2)
-        assert torch.equal(model.unembed(states), states @ model.model.embed_tokens.weight.T)
-    assert not any("lm_head" in name for name in model.state_dict())
-
-
-def test_unknown_scheme():
-    with pytest.raises(ValueError, match="gpt2, normal"):
-        init.newborn("tiny_gpt2", 0, scheme="xavier")
 
 
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
@@ -201,14 +151,12 @@ def test_centered_is_gpt2_but_for_the_means_of_down_rows(name):
         if key.endswith("down_proj.weight"):
             expected = weight.double() - weight.double().mean(dim=1, keepdim=True)
             torch.testing.assert_close(centered[key].double(), expected, rtol=0, atol=1e-9)
-            assert (
-                centered[key].double().sum(1).abs().max() < 1e-6
-            )  # float32 sums of a thousand terms of 0.006
-            assert centered[key].std().item() == pytest.approx(weight.std().item(), rel=0.01)
         else:
             assert torch.equal(weight, centered[key])
 
 
-def test_variant_cannot_ask_for_weights_that_are_not_there():
-    with pytest.raises(ValueError, match="down_proj"):
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="gpt2, normal"):
+        init.newborn("tiny_gpt2", 0, scheme="xavier")
+    with pytest.raises(ValueError, match="down_proj"):  # weights that are not there
         init.variant(init.variant(init.newborn("tiny_gpt2", 0), sublayers="attention"), sublayers="full")

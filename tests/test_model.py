@@ -15,6 +15,7 @@ from conftest import KINDS, SMALL, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import init
 import model as textbook
 from lib import kernels
 from lib.runtime import training_flops
@@ -24,10 +25,9 @@ TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 LENGTHS = [1, 2, 3, 31, 512, 513, 600]  # halves of odd and even length; both sides of the CPU kernel's 512
 
 
-def reference(name: str):
-    """transformers' model of the same shape."""
-    c = KINDS[name]
-    shape = dict(
+def shape_of(c: ModelConfig) -> dict:
+    """A configuration in transformers' words."""
+    return dict(
         vocab_size=c.vocab_size,
         hidden_size=c.d_model,
         intermediate_size=c.d_ff,
@@ -40,6 +40,11 @@ def reference(name: str):
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         attn_implementation="eager",
     )
+
+
+def reference(name: str):
+    """transformers' model of the same shape."""
+    shape = shape_of(KINDS[name])
     if name == "llama3":
         shape["rope_parameters"] |= {
             "rope_type": "llama3",
@@ -51,7 +56,7 @@ def reference(name: str):
     if name == "qwen2":
         return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
     if name == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=c.head_size))
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=20))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
@@ -73,19 +78,8 @@ def test_gpt2_style_equals_gpt_neox():
     """GPT-NeoX without parallel residual is a RoPE GPT-2 that packs q, k, v by head and has linear biases."""
     config = replace(KINDS["gpt2"], tie_embeddings=False)
     model = random_model(config)
-    shape = dict(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=700,
-        layer_norm_eps=config.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
-        hidden_act="gelu",
-        use_parallel_residual=False,
-        attn_implementation="eager",
-    )
+    shape = shape_of(config) | dict(layer_norm_eps=1e-5, hidden_act="gelu", use_parallel_residual=False)
+    shape["rope_parameters"]["partial_rotary_factor"] = 1.0
     theirs = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**shape)).eval()
     ours, state = model.state_dict(), {k: torch.zeros_like(v) for k, v in theirs.state_dict().items()}
     state["gpt_neox.embed_in.weight"] = ours["model.embed_tokens.weight"]
@@ -107,9 +101,15 @@ def test_gpt2_style_equals_gpt_neox():
         torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("T", LENGTHS)
-def test_last_position_shortcut(kind, T):
-    model = random_model(KINDS[kind])
+CHANGES = [{"sublayers": kind} for kind in ("attention", "mlp")]
+CHANGES += [{"attn_calibration": kind} for kind in ("amplify", "attenuate", "headnorm")]
+SHORTCUTS = [(name, T, {}) for name in KINDS for T in LENGTHS]
+SHORTCUTS += [("qwen3", 60, change) for change in CHANGES]
+
+
+@pytest.mark.parametrize("name, T, change", SHORTCUTS)
+def test_last_position_shortcut(name, T, change):
+    model = random_model(replace(KINDS[name], **change))
     tokens = torch.randint(97, (2, T))
     with torch.no_grad():
         full, last = model.hidden(tokens)[:, -1], model.hidden(tokens, last_only=True)
@@ -117,52 +117,37 @@ def test_last_position_shortcut(kind, T):
         torch.testing.assert_close(model(tokens)[:, -1], model.unembed(last), rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("sublayers", ["full", "attention", "mlp"])
-@pytest.mark.parametrize("calibration", ["none", "amplify", "attenuate", "headnorm"])
-def test_shortcut_under_every_ablation_and_calibration(sublayers, calibration):
-    model = random_model(replace(KINDS["qwen3"], sublayers=sublayers, attn_calibration=calibration))
-    with torch.no_grad():
-        full, last = model.hidden(TOKENS)[:, -1], model.hidden(TOKENS, last_only=True)
-    torch.testing.assert_close(last, full, rtol=1e-4, atol=1e-5)
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """softmax(q k^T / sqrt(Dh)) v of one head after another; a query sees the keys up to its own position."""
+    heads = []
+    for head in range(q.shape[1]):
+        group = head * k.shape[1] // q.shape[1]
+        scores = q[:, head] @ k[:, group].transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, queries, T)
+        future = torch.ones_like(scores).triu(1 + k.shape[2] - q.shape[2]) > 0
+        heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, group])
+    return torch.stack(heads, dim=1)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_gqa", "gpt2"])
 @pytest.mark.parametrize("calibration", ["none", "amplify", "attenuate", "headnorm"])
 @pytest.mark.parametrize("T", [1, 60, 530])
-def test_calibration_by_brute_force(name, calibration, T):
-    """The aggregated heads from explicit softmax rows, query by query, then each calibration's formula."""
-    config = replace(KINDS[name], attn_calibration=calibration)
-    model = random_model(config)
+def test_calibration_by_its_formula(name, calibration, T):
+    model = random_model(replace(KINDS[name], attn_calibration=calibration))
     seen = []
     with torch.no_grad():
         model.hidden(torch.randint(97, (1, T)), on_heads=lambda layer, *tensors: seen.append(tensors))
-    assert len(seen) == config.num_layers
-    for layer, (heads, q, k, v) in enumerate(seen):
-        assert heads.shape == q.shape == (1, 4, T, 8) and k.shape == v.shape == (1, config.kv_heads, T, 8)
-        for head in range(4):
-            group = head * config.kv_heads // 4
-            for i in range(0, T, 7):  # position i + 1
-                weights = torch.softmax(k[0, group, : i + 1] @ q[0, head, i] / math.sqrt(8), dim=0)
-                expected = weights @ v[0, group, : i + 1]
-                if calibration == "amplify":
-                    expected = expected * math.sqrt(i + 1)
-                if calibration == "attenuate":
-                    expected = expected * math.sqrt((i + 1) / config.context_length)
-                if calibration == "headnorm":
-                    gain = model.model.layers[layer].self_attn.head_norm.weight
-                    expected = gain * expected / (expected.square().mean() + 1e-6).sqrt()
-                torch.testing.assert_close(heads[0, head, i], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_calibration_at_the_last_position_only():
-    for calibration in ("amplify", "attenuate", "headnorm"):
-        model = random_model(replace(KINDS["llama"], attn_calibration=calibration))
-        full, last = [], []
-        with torch.no_grad():
-            model.hidden(TOKENS, on_heads=lambda layer, heads, *_, seen=full: seen.append(heads))
-            model.hidden(TOKENS, True, on_heads=lambda layer, heads, *_, seen=last: seen.append(heads))
-        assert last[-1].shape[2] == 1
-        torch.testing.assert_close(last[-1], full[-1][:, :, -1:], rtol=1e-4, atol=1e-5)
+    assert len(seen) == 3
+    position = torch.arange(1, T + 1)[:, None]
+    for block, (heads, q, k, v) in zip(model.model.layers, seen):
+        expected = softmax_attention(q, k, v)  # (1, H, T, Dh)
+        if calibration == "amplify":
+            expected = expected * position.sqrt()
+        if calibration == "attenuate":
+            expected = expected * (position / 700).sqrt()
+        if calibration == "headnorm":
+            mean_square = expected.square().mean(3, keepdim=True)
+            expected = block.self_attn.head_norm.weight * expected / (mean_square + 1e-6).sqrt()
+        torch.testing.assert_close(heads, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_observation_changes_nothing_and_sees_everything(kind):
@@ -177,74 +162,37 @@ def test_observation_changes_nothing_and_sees_everything(kind):
         assert torch.equal(model.hidden(states[0][1]), plain)  # embeddings in place of tokens
 
 
-def test_replacing_the_heads():
+def test_replaced_heads_and_ablated_sublayers():
+    """Without attention, as with zeros in place of its heads; without MLPs, as with zeros for weights."""
     model = random_model(KINDS["llama_gqa"])
+    mlp, attention = (init.variant(model, sublayers=kind) for kind in ("mlp", "attention"))
     with torch.no_grad():
-        same = model.hidden(TOKENS, on_heads=lambda layer, heads, q, k, v: heads)
-        assert torch.equal(same, model.hidden(TOKENS))
-        muted = model.hidden(TOKENS, on_heads=lambda layer, heads, q, k, v: torch.zeros_like(heads))
-        ablated = Transformer(replace(KINDS["llama_gqa"], sublayers="mlp")).eval()
-        ablated.load_state_dict({name: model.state_dict()[name] for name in ablated.state_dict()})
-        assert torch.equal(muted, ablated.hidden(TOKENS))
-
-
-def test_ablation_drops_exactly_one_sublayer():
-    def kinds(sublayers):
-        model = Transformer(replace(KINDS["llama"], sublayers=sublayers))
-        return {name.split(".")[3] for name, _ in model.named_parameters() if ".layers." in name}
-
-    attention, mlp = {"input_layernorm", "self_attn"}, {"post_attention_layernorm", "mlp"}
-    assert kinds("full") == attention | mlp and kinds("attention") == attention and kinds("mlp") == mlp
-
-
-def test_causality(kind):
-    model = random_model(KINDS[kind])
-    changed = TOKENS.clone()
-    changed[:, 40:] = (changed[:, 40:] + 1) % 97
-    with torch.no_grad():
-        before, after = model.hidden(TOKENS), model.hidden(changed)
-    torch.testing.assert_close(before[:, :40], after[:, :40], rtol=1e-5, atol=1e-6)
-    assert (before[:, 40] - after[:, 40]).abs().max() > 1e-2
+        muted = model.hidden(TOKENS, on_heads=lambda layer, heads, *_: torch.zeros_like(heads))
+        assert torch.equal(muted, mlp.hidden(TOKENS))
+        for block in model.model.layers:
+            block.mlp.down_proj.weight.zero_()
+        assert torch.equal(model.hidden(TOKENS), attention.hidden(TOKENS))
 
 
 def test_gradients_are_right(kind):
     """In-place arithmetic in rotation and gate must not corrupt the backward pass: finite differences."""
     model = random_model(KINDS[kind]).double()
     embeddings = torch.randn(1, 3, 32, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: model.hidden(x), embeddings)
-    layer = model.model.layers[0]
-    for weight in (layer.mlp.up_proj.weight, layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight):
-        model.zero_grad()
-        model.hidden(embeddings)[..., 0].sum().backward()
-        gradient = weight.grad[3, 4].item()
-        with torch.no_grad():
-            weight[3, 4] += 1e-5
-            above = model.hidden(embeddings)[..., 0].sum()
-            weight[3, 4] -= 2e-5
-            below = model.hidden(embeddings)[..., 0].sum()
-            weight[3, 4] += 1e-5
-        assert gradient == pytest.approx(((above - below) / 2e-5).item(), rel=1e-5, abs=1e-9)
+
+    def states(*inputs):  # which gradcheck changes in place, weights too
+        return model.hidden(embeddings)
+
+    weights = [*model.model.layers.parameters(), *model.model.norm.parameters()]
+    assert torch.autograd.gradcheck(states, (embeddings, *weights), fast_mode=True)
 
 
 # ---- kernels against the textbook --------------------------------------------------------------------------
 
 
-def random_heads(T: int, groups: int, dtype: torch.dtype, queries: int) -> list[torch.Tensor]:
-    """q (2, 4, queries, 16), k and v (2, groups, T, 16), of numbers that `dtype` can hold."""
-    generator = torch.Generator().manual_seed(T)
-    shapes = ((2, 4, queries, 16), (2, groups, T, 16), (2, groups, T, 16))
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on no CPU, so that model.py's own lines are run."""
 
-
-def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(Dh)) v of one head after another; a query sees the keys up to its own position."""
-    heads = []
-    for head in range(q.shape[1]):
-        group = head * k.shape[1] // q.shape[1]
-        scores = q[:, head] @ k[:, group].transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, queries, T)
-        future = torch.ones_like(scores).triu(1 + k.shape[2] - q.shape[2]) > 0
-        heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, group])
-    return torch.stack(heads, dim=1)
+    device = SimpleNamespace(type="elsewhere")
 
 
 # One query; one block of 128 queries and several, the last one partial; both sides of the fused kernel's 512.
@@ -253,16 +201,20 @@ def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("is_last", [False, True], ids=["all", "last"])
 def test_attention_is_the_textbooks(T, groups, dtype, is_last):
-    """Result and gradients against the formula in float64, and the result without gradients."""
-    plain = random_heads(T, groups, dtype, queries=1 if is_last else T)
+    """Results and gradients against the formula in float64; of model.py's own lines results alone."""
+    generator = torch.Generator().manual_seed(T)
+    shapes = ((2, 4, 1 if is_last else T, 16), (2, groups, T, 16), (2, groups, T, 16))  # of q, k, v
+    plain = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     exact = [tensor.double().requires_grad_() for tensor in plain]
     trained = [tensor.clone().requires_grad_() for tensor in plain]
     wanted = softmax_attention(*exact)
-    weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.randn(wanted.shape, generator=generator).to(dtype)
     wanted.backward(weight.double())
     result = kernels.causal_attention(*trained)
     result.backward(weight)
-    pairs = [(result, wanted), (kernels.causal_attention(*plain), wanted)]
+    elsewhere = textbook.causal_attention(*[tensor.as_subclass(Elsewhere) for tensor in plain])
+    results = (result, kernels.causal_attention(*plain), elsewhere.as_subclass(torch.Tensor))
+    pairs = [(ours, wanted) for ours in results]
     pairs += [(ours.grad, theirs.grad) for ours, theirs in zip(trained, exact)]
     # float32 keeps 24 bits, 6e-8 each, and sums up to 600 terms; bfloat16 keeps 8 bits, 0.004 each, and the
     # kernels' errors are 0.002 to 0.005. At T = 1 the gradients of q and k are 0, and ours are rounding.
@@ -292,35 +244,13 @@ def test_rotation_is_the_textbooks(T, dtype):
     before = x.clone()
     # Two roundings of numbers up to 4: 2^-24 each in float32, 2^-9 in bfloat16.
     tolerance = 1e-6 if dtype is torch.float32 else 0.04
-    for ours in (kernels.rotate(x, cos, sin), result, textbook.rotate(x, cos, sin)):
+    elsewhere = textbook.rotate(x.as_subclass(Elsewhere), cos, sin).as_subclass(torch.Tensor)
+    for ours in (kernels.rotate(x, cos, sin), result, elsewhere):
         assert ours.dtype is dtype
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)
     gradient = torch.cat((turned_back.real, turned_back.imag), dim=-1)
     torch.testing.assert_close(trained.grad.double(), gradient, rtol=0, atol=tolerance)
     assert torch.equal(x, before)  # the work in place is in place of a copy
-
-
-class Elsewhere(torch.Tensor):
-    """A tensor that says that it is on no CPU, so that model.py's own lines are run."""
-
-    device = SimpleNamespace(type="elsewhere")
-
-
-@pytest.mark.parametrize("T", [1, 40, 600])
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_model_says_what_the_kernels_do(T, groups):
-    """The lines that GPUs run, here on a CPU, against the kernels."""
-    q, k, v = random_heads(T, groups, torch.float32, queries=T)
-    angle = torch.randn(T, 8)  # of the 8 pairs of each position; q's heads lie before positions here
-    cos, sin = angle.cos(), angle.sin()
-    # The same sums in another order: rounding of numbers up to 4.
-    turned = textbook.rotate(q.as_subclass(Elsewhere), cos, sin).as_subclass(torch.Tensor)
-    torch.testing.assert_close(turned, kernels.rotate(q, cos, sin), rtol=0, atol=1e-6)
-    for queries in {1, T}:
-        part = q[:, :, -queries:]
-        elsewhere = [tensor.as_subclass(Elsewhere) for tensor in (part, k, v)]
-        heads = textbook.causal_attention(*elsewhere).as_subclass(torch.Tensor)
-        torch.testing.assert_close(heads, kernels.causal_attention(part, k, v), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -335,19 +265,11 @@ def test_states_on_a_gpu(kind):
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def test_a_replaced_setting_rederives_the_heads():
-    config = replace(PRESETS["nano_gpt2"], num_heads=24)
-    assert (config.kv_heads, config.head_size) == (24, 32)
-    assert replace(PRESETS["nano_gpt2"], d_model=384).head_size == 32
-
-
 def test_bfloat16_blocks_keep_float32_ends(kind):
     model = random_model(KINDS[kind])
     with torch.no_grad():
         exact = model.hidden(TOKENS, last_only=True)
     model.cast_blocks(torch.bfloat16)
-    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
-    assert model.model.embed_tokens.weight.dtype == model.model.norm.weight.dtype == torch.float32
     with torch.no_grad():
         rounded = model.hidden(TOKENS, last_only=True)
         assert rounded.dtype == model.unembed(rounded).dtype == torch.float32
@@ -366,9 +288,6 @@ def test_too_long_a_sequence_is_refused():
     "wrong, message",
     [
         ({"mlp": "gelo"}, "mlp must be one of"),
-        ({"norm": "batchnorm"}, "norm must be one of"),
-        ({"sublayers": "none"}, "sublayers must be one of"),
-        ({"attn_calibration": "x"}, "attn_calibration must be one of"),
         ({"num_kv_heads": 3}, "3 key-value heads"),
         ({"head_dim": 7}, "even"),
         ({"num_heads": 3}, "even, whole"),
@@ -384,10 +303,10 @@ def test_training_flops_against_torchs_counter(name):
     """torch counts what it runs: here attention as a full square, of which we count the causal part."""
     config = KINDS[name]
     model = random_model(config)
-    T, width = 600, config.num_heads * config.head_size  # above 512, so that attention is one call
+    T = 600  # above 512, so that attention is one call
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, T, dtype=torch.long)).sum().backward()
-    masked = 3 * config.num_layers * 4 * width * (T * T - T * (T + 1) // 2)
+    masked = 3 * config.num_layers * 4 * config.num_heads * config.head_size * (T * T - T * (T + 1) // 2)
     assert counter.get_total_flops() - masked == pytest.approx(T * training_flops(model, T), rel=1e-12)
 
 
@@ -397,12 +316,11 @@ def test_presets_are_the_papers():
         with torch.device("meta"):
             model = Transformer(PRESETS[name])
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
-    assert PRESETS["nano_llama"].head_size == PRESETS["gpt2_1b"].head_size == 64
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
 def test_loss_in_chunks_is_the_plain_one(name, monkeypatch):
-    """Value and gradients, of a tied and of an untied head, in float64: sums differ by 1e-15."""
+    """Value and gradients, in float64: sums differ by 1e-15."""
     monkeypatch.setattr("model.CHUNK", 5)
     model = random_model(KINDS[name]).double()
     targets = TOKENS.flip(1)
@@ -418,7 +336,6 @@ def test_loss_in_chunks_is_the_plain_one(name, monkeypatch):
 
 
 def test_loss_in_bfloat16_is_near_the_exact_one():
-    """bfloat16 has 8 bits: a gradient of many products is right to about one part in a hundred."""
     model = random_model(KINDS["llama_gqa"])
     gradients = []
     for enabled in (False, True):
@@ -428,12 +345,13 @@ def test_loss_in_bfloat16_is_near_the_exact_one():
         loss.backward()
         gradients.append(model.lm_head.weight.grad.clone())
         model.zero_grad()
+    # bfloat16 has 8 bits: a gradient of many products is right to about one part in a hundred
     assert (gradients[1] - gradients[0]).norm() < 0.03 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
 def test_compiled_model_gives_the_same_numbers(name):
-    """Logits without a break in the graph, the loss with one. No code is generated: that needs a compiler."""
+    """Logits without a break in the graph, the loss with one; code would need a compiler."""
     model = random_model(KINDS[name]).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with_loss = torch.compile(model, backend="aot_eager")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import resource
 import signal
@@ -20,11 +19,7 @@ from lib.settings import RunSettings, UserError
 
 
 def begun(folder: Path) -> results.Experiment:
-    """An experiment that has begun."""
     return results.Experiment("x", "BB Table 1", RunSettings(device="cpu", out=str(folder)))
-
-
-# ---- the JSON ----------------------------------------------------------------------------------------------
 
 
 def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
@@ -41,7 +36,8 @@ def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
     assert saved["rows"] == rows and saved["details"] == [[1, 2], [3]]
     dtype = saved["environment"]["dtype"]
     assert saved["settings"] == {"device": "cpu", "dtype": dtype, "out": str(tmp_path)}
-    assert saved["environment"]["torch"] == torch.__version__ and saved["environment"]["seconds"] >= 0
+    assert saved["environment"]["torch"] == torch.__version__ and saved["environment"]["processes"] == 1
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|None", str(saved["environment"]["commit"]))
     assert f"  {json.dumps(rows[0])}," in text.splitlines()
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert printed[0] == ["name", "value", "seed"]
@@ -90,19 +86,10 @@ def test_full_disk(tmp_path):
 
 
 def test_killed_while_writing(tmp_path):
-    """No half file is left under the result's name, and the next attempt succeeds."""
+    """No half file is left under the result's name."""
     kill = f"os.replace = lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)})"
     assert write_big(tmp_path, kill).returncode == -signal.SIGKILL
     assert not (tmp_path / "big.json").exists()
-    begun(tmp_path).save([{"value": 1}])
-    assert files.read_json(tmp_path / "x.json")["rows"] == [{"value": 1}]
-
-
-def test_environment_names_the_commit_or_nothing():
-    record = results.environment(torch.device("cpu"), torch.bfloat16)
-    assert (record["dtype"], record["processes"], record["torch"]) == ("bfloat16", 1, torch.__version__)
-    assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
-    assert record["device"] and os.sep not in record["device"]
 
 
 def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path, monkeypatch):
@@ -114,34 +101,23 @@ def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path, monkeypatch):
     assert results.commit() is None
 
 
-# ---- the table ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("along", ["layer", "position"])
-def test_long_series_are_printed_at_powers_of_two_and_the_end(capsys, along):
-    results.print_rows([{along: index, "c": index / 8} for index in range(13)], (along, "c"))
+def test_long_series_are_printed_at_powers_of_two_and_the_end(capsys):
+    results.print_rows([{"layer": layer, "c": layer / 8} for layer in range(13)], ("layer", "c"))
     shown = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert shown == [0, 1, 2, 4, 8, 12]
 
 
 def test_means_over_seeds():
     """Groups by all that was not measured, in order of appearance; numpy's mean and standard deviation."""
-    generator = np.random.default_rng(0)
+    values = np.random.default_rng(0).normal(size=(3, 2, 2))  # of 3 seeds and 2 layers: c and std
     samples = []
-    for _ in range(3):
-        for layer in (4, 2):
-            for length in (None, 8):
-                c, std = generator.normal(size=2)
-                samples.append({"layer": layer, "c": c, "length": length, "kind": "x", "std": std})
+    for of_layers in values:
+        for layer, (c, std) in zip((4, 2), of_layers):
+            samples.append({"layer": layer, "c": c, "std": std})
     rows = results.mean_over_seeds(samples, ("c", "std"))
-    assert [(row["layer"], row["length"]) for row in rows] == [(4, None), (4, 8), (2, None), (2, 8)]
-    for row in rows:
-        group = [s for s in samples if (s["layer"], s["length"]) == (row["layer"], row["length"])]
-        c = np.array([sample["c"] for sample in group])
-        std = np.array([sample["std"] for sample in group])
-        assert list(row) == ["layer", "length", "kind", "c", "std", "seed_std"]
-        assert len(group) == 3 and row["kind"] == "x"
-        measured = (row["c"], row["std"], row["seed_std"])
-        # Sums of three numbers in another order.
-        assert measured == pytest.approx((c.mean(), std.mean(), c.std()), rel=1e-12)
     json.dumps(rows)  # plain numbers, none of numpy's
+    for row, layer, group in zip(rows, (4, 2), values.swapaxes(0, 1), strict=True):
+        c, std = group.mean(0)
+        # sums of three numbers in another order
+        expected = {"layer": layer, "c": c, "std": std, "seed_std": group[:, 0].std()}
+        assert row == pytest.approx(expected, rel=1e-12)

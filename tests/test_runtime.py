@@ -1,13 +1,11 @@
 """lib/runtime.py: devices, shares of the work, and files and folders that survive a failure."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_script
 
 from lib import runtime
 from lib.settings import RunSettings, UserError
@@ -65,38 +63,3 @@ def test_shares_partition_the_range(monkeypatch, count, world):
         shares.append(runtime.share(count))
     assert list(itertools.chain(*shares)) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-TWO_RANKS = """
-import sys
-import torch
-from lib import runs, runtime
-from lib.results import Experiment
-from lib.settings import Command, RunSettings, UserError, run_script
-
-def work(settings):
-    "Sum a share of the numbers below 10, and refuse."
-    experiment = Experiment("sum", "none", settings)
-    mine = torch.tensor(sum(runtime.share(10)))
-    total = runtime.sum_over_ranks(mine.clone()).item()
-    runtime.wait_for_all(experiment.device)
-    experiment.save([{"total": total, "others": total - mine.item()}])
-    raise UserError("that was all")
-
-run_script({"": Command(work, RunSettings(out=sys.argv.pop(), device="cpu"))}, "What?")
-"""
-
-
-def test_two_processes_share_and_one_speaks(tmp_path):
-    """Sums see both; the JSON, the table and the mistake come from the first alone."""
-    script = tmp_path / "two.py"
-    script.write_text(TWO_RANKS)
-    result = run_script(script, tmp_path / "out", ranks=2, env={"PYTHONPATH": str(ROOT)})
-    assert result.returncode == 1, result.stderr  # torchrun's own, when a process ends with 2
-    saved = json.loads((tmp_path / "out" / "sum.json").read_text())
-    assert saved["rows"] == [{"total": 45, "others": 35}]  # 0 + ... + 4 = 10 is the first's
-    assert saved["environment"]["processes"] == 2
-    assert result.stdout.split()[-4:] == ["total", "others", "45", "35"]
-    assert result.stdout.count("total") == 1
-    assert result.stderr.count("two.py: that was all") == 1
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sum.json"]

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from conftest import ROOT, plain
 
-from lib.settings import Command, RunSettings, UserError, at_least, read_command, read_settings, run_script
+from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
 
 
 @dataclass
@@ -31,96 +31,6 @@ class Settings(RunSettings):
     """go on"""
 
 
-def parse(*words) -> Settings:
-    """The settings of a command line."""
-    return read_settings(Settings(), [str(word) for word in words], "A test?")
-
-
-def configured(tmp_path, text: str, *flags) -> Settings:
-    """The settings of a config file and of flags after it."""
-    config = tmp_path / "c.py"
-    config.write_text(text)
-    return parse(config, *flags)
-
-
-# ---- flags and config files --------------------------------------------------------------------------------
-
-
-def test_defaults_and_flags():
-    assert parse() == Settings()
-    given = parse("--steps", 7, "--rate", "1e-3", "--seed", 5, 6, -7, "--length=64", "--resume")
-    assert given == Settings(steps=7, rate=1e-3, seed=(5, 6, -7), length=(64,), resume=True)
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--step", 3], ["--step", "Perhaps you meant", "--steps INT"]),
-        (["--steps", "1.5"], ["--steps", "1.5"]),
-        (["stray"], ["stray"]),
-        (["--steps", 3, "late.py"], ["late.py"]),  # a config file comes before the flags
-    ],
-)
-def test_flags_that_tyro_refuses(words, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        parse(*words)
-    assert stopped.value.code == 2
-    printed = plain(capsys.readouterr().err)
-    for word in message:
-        assert word in printed
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--steps", 0], "Expected `int` >= 1 - at `$.steps`"),
-        (["--length", 5, 1], "Expected `int` >= 2 - at `$.length"),
-        (["--rate", "nan"], "Expected `float` >= 0.0 - at `$.rate`"),
-        (["--rate", "1e400"], "Expected `float` <= 1"),
-        (["--steps", 10**30], "`int` <= 1"),
-        (["--seed"], "seed: expected one value or more"),
-        (["missing.py"], "cannot run config file 'missing.py': FileNotFoundError"),
-    ],
-)
-def test_flags_that_are_refused(words, message):
-    with pytest.raises(UserError) as error:
-        parse(*words)
-    assert message in str(error.value)
-
-
-def test_config_file_then_flags(tmp_path):
-    text = '"""Why."""\nimport math\n_width = 4 * 32\nsteps = _width - 2**3  # 120\nrate = 2\n'
-    text += "seed = [3, 2 + 2]\nresume = True\nkind = 'large'\nname = '--odd'\nlength = None"
-    expected = Settings(steps=120, rate=2.0, seed=(3, 4), resume=True, kind="large", name="--odd")
-    assert configured(tmp_path, text) == expected
-    given = configured(tmp_path, text, "--steps", 9, "--no-resume", "--seed", 1)
-    assert (given.steps, given.rate, given.seed, given.resume) == (9, 2.0, (1,), False)
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("stepz = 3", ["stepz", "did you mean steps"]),
-        ("from math import pi", ["pi", "setting"]),
-        ("steps = '3'", ["steps", "int", "str"]),
-        ("steps = True", ["steps", "int", "bool"]),
-        ("rate = float('nan')", ["rate"]),
-        ("seed = 1, 2.5", ["seed", "int", "float"]),
-        ("kind = 'larg'", ["kind", "larg"]),
-        ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
-        ("steps = ", ["SyntaxError", "invalid syntax"]),
-    ],
-)
-def test_bad_config_files(tmp_path, text, words):
-    with pytest.raises(UserError) as error:
-        configured(tmp_path, text)
-    for word in [*words, str(tmp_path / "c.py")]:
-        assert word in str(error.value)
-
-
-# ---- subcommands -------------------------------------------------------------------------------------------
-
-
 def rate(settings: Settings) -> None:
     """Measure the rate.
 
@@ -141,26 +51,81 @@ def command(*words):
     return read_command(COMMANDS, [str(word) for word in words], "Which of two?")
 
 
-def test_subcommands_and_the_default(tmp_path):
-    config = tmp_path / "c.py"
-    config.write_text("steps = 5")
+def test_flags():
     assert command() == (rate, Settings())
+    _, given = command("--steps", 7, "--rate", "1e-3", "--seed", 5, 6, -7, "--length=64", "--resume")
+    assert given == Settings(steps=7, rate=1e-3, seed=(5, 6, -7), length=(64,), resume=True)
+
+
+def test_config_file_then_flags(tmp_path):
+    config = tmp_path / "c.py"
+    text = '"""Why."""\nimport math\n_width = 4 * 32\nsteps = _width - 2**3  # 120\nrate = 2\n'
+    text += "seed = [3, 2 + 2]\nresume = True\nkind = 'large'\nname = '--odd'\nlength = None"
+    config.write_text(text)
+    expected = Settings(steps=120, rate=2.0, seed=(3, 4), resume=True, kind="large", name="--odd")
+    assert command(config) == command("rate", config) == (rate, expected)
+    _, given = command(config, "--steps", 9, "--no-resume", "--seed", 1)
+    assert (given.steps, given.rate, given.seed, given.resume) == (9, 2.0, (1,), False)
+
+
+def test_subcommands():
     assert command("--steps", 3) == command("rate", "--steps", 3) == (rate, Settings(steps=3))
-    assert command("rate", config, "--rate", 1) == (rate, Settings(steps=5, rate=1))
     assert command("compare", "--out", "x") == (compare, RunSettings(out="x"))
     for words in ([], ["compar"]):
         with pytest.raises(UserError, match="name a subcommand: compare"):
             read_command({"compare": COMMANDS["compare"]}, words, "One?")
 
 
+def refusal(monkeypatch, capsys, *words, commands=COMMANDS) -> str:
+    """What a script says on stderr that ends with status 2."""
+    monkeypatch.setattr(sys, "argv", ["folder/script.py", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        run_script(commands, "What?")
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--step", 3], ["--step", "Perhaps you meant", "--steps INT"]),
+        (["--steps", 3, "late.py"], ["late.py"]),  # a config file comes before the flags
+        (["--steps", 0], ["Expected `int` >= 1 - at `$.steps`"]),
+        (["--length", 5, 1], ["Expected `int` >= 2 - at `$.length"]),
+        (["--rate", "nan"], ["Expected `float` >= 0.0 - at `$.rate`"]),
+        (["--rate", "1e400"], ["Expected `float` <= 1"]),
+        (["--steps", 10**30], ["`int` <= 1"]),
+        (["--seed"], ["seed: expected one value or more"]),
+        (["missing.py"], ["cannot run config file 'missing.py': FileNotFoundError"]),
+        ("stepz = 3", ["stepz", "did you mean steps"]),
+        ("from math import pi", ["pi", "setting"]),
+        ("steps = '3'", ["steps", "int", "str"]),
+        ("steps = True", ["steps", "int", "bool"]),
+        ("seed = 1, 2.5", ["seed", "int", "float"]),
+        ("kind = 'larg'", ["kind", "larg"]),
+        ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
+        ("steps = ", ["SyntaxError", "invalid syntax"]),
+    ],
+)
+def test_refusals(words, message, tmp_path, monkeypatch, capsys):
+    """Of flags, and of the texts of a config file."""
+    monkeypatch.chdir(tmp_path)
+    if isinstance(words, str):
+        (tmp_path / "c.py").write_text(words)
+        words, message = ["c.py"], [*message, "c.py"]
+    printed = plain(refusal(monkeypatch, capsys, *words))
+    for word in message:
+        assert word in printed
+
+
+HELP = ["--steps INT", "{small,large}", "many (default: 100)", "(default: 1 2)", "CONFIG.py"]
+
+
 @pytest.mark.parametrize(
     "words, parts",
     [
         ([], ["Which of two?", "rate Measure the rate.", "compare Compare two models."]),
-        (
-            ["rate"],
-            ["--steps INT", "{small,large}", "many (default: 100)", "(default: 1 2)", "CONFIG.py"],
-        ),
+        (["rate"], HELP),
     ],
 )
 def test_help_names_subcommands_and_flags(words, parts, capsys):
@@ -172,22 +137,17 @@ def test_help_names_subcommands_and_flags(words, parts, capsys):
         assert part in text
 
 
-# ---- a script's whole life ---------------------------------------------------------------------------------
-
-
-def test_mistakes_are_one_line_and_status_2(monkeypatch, capsys):
+def test_mistakes_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):
     def refuse(settings: RunSettings) -> None:
         """Refuse, and try to make the terminal red."""
         raise UserError("no model \x1b[31m\nx")
 
-    monkeypatch.setattr(sys, "argv", ["folder/script.py"])
-    for message in ("script.py: no model \\x1b[31m\\nx\n", ""):
-        with pytest.raises(SystemExit) as stopped:
-            run_script({"": Command(refuse, RunSettings())}, "What?")
-        assert (stopped.value.code, capsys.readouterr().err) == (2, message)
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-        monkeypatch.setenv("RANK", "1")  # under torchrun every rank meets the same mistake
-    with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
+    commands = {"": Command(refuse, RunSettings())}
+    assert refusal(monkeypatch, capsys, commands=commands) == "script.py: no model \\x1b[31m\\nx\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    monkeypatch.setenv("RANK", "1")  # under torchrun every rank meets the same mistake
+    assert refusal(monkeypatch, capsys, commands=commands) == ""
+    with pytest.raises(ZeroDivisionError):
         run_script({"": Command(lambda settings: 1 / 0, RunSettings())}, "What?")
 
 

@@ -1,5 +1,6 @@
 """measure/theory.py against Monte Carlo, quadrature, explicit matrices, and itself in its limits."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -41,11 +42,6 @@ def scaled(mlp: str, s: float):
     return phi
 
 
-def arc_cosine(c: float) -> float:
-    """E relu(a) relu(b) / E relu(a)^2 for normal a, b of correlation c (Cho and Saul 2009)."""
-    return (math.sqrt(1 - c**2) + c * (math.pi - math.acos(c))) / math.pi
-
-
 # ---- one layer: the activation's kernel --------------------------------------------------------------------
 
 
@@ -53,10 +49,10 @@ def arc_cosine(c: float) -> float:
 @pytest.mark.parametrize("rho", [0.0, 0.3, -0.5, 0.9, 1.0])
 def test_kernel_against_gauss_hermite_in_two_dimensions(mlp, rho):
     phi = scaled(mlp, 0.7)
-    nodes, weights = np.polynomial.hermite_e.hermegauss(120)
-    weights = torch.from_numpy(weights / weights.sum())
-    a = torch.from_numpy(nodes)[:, None]
-    b = rho * a + math.sqrt(1 - rho**2) * torch.from_numpy(nodes)
+    nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(120))
+    weights = weights / weights.sum()
+    a = nodes[:, None]
+    b = rho * a + math.sqrt(1 - rho**2) * nodes
     expected = weights @ (phi(a) * phi(b)) @ weights
     value = theory.evaluate(theory.hermite_kernel(phi), torch.tensor(rho, dtype=torch.float64))
     # Both are smooth: 1e-9 is what 120 nodes leave of tanh, whose poles are near the real line.
@@ -77,11 +73,8 @@ def test_kernel_ends_against_quadrature(mlp, s):
 @pytest.mark.parametrize("rho", [0.0, 0.35])
 def test_swiglu_kernel_against_monte_carlo(rho):
     """k_0 is a finite-width effect: random inputs of d dimensions, random rows, nothing taken as Gaussian."""
-    d = 24
-    s = 0.8
-    draws = 300_000
-    total = 0.0
-    squares = 0.0
+    d, s, draws = 24, 0.8, 300_000
+    products = []
     for part in range(10):
         gate, up, x, noise = normal(4, draws // 10, d, seed=part)
         y = rho * x + math.sqrt(1 - rho**2) * noise
@@ -89,27 +82,24 @@ def test_swiglu_kernel_against_monte_carlo(rho):
         up = s * up / math.sqrt(d)
         unit_x = F.silu((gate * x).sum(1)) * (up * x).sum(1)
         unit_y = F.silu((gate * y).sum(1)) * (up * y).sum(1)
-        total += (unit_x * unit_y).sum().item()
-        squares += (unit_x * unit_y).square().sum().item()
+        products.append(unit_x * unit_y)
+    products = torch.cat(products)
     value = theory.evaluate(theory.mlp_kernel("swiglu", s, d), torch.tensor(rho)).item()
     # five standard errors, and rows of random length: their squares vary by 2/d
-    assert value == pytest.approx(total / draws, abs=5 * math.sqrt(squares) / draws, rel=4 / d)
+    error = 5 * products.std().item() / math.sqrt(draws)
+    assert value == pytest.approx(products.mean().item(), abs=error, rel=4 / d)
 
 
 def test_one_block_cosine_in_its_limits():
     assert theory.one_block_cosine("relu", 3.0, 5) == pytest.approx(1 / math.pi, rel=3e-5)  # the kink's error
-    assert theory.one_block_cosine("tanh", 1.0, 5) == pytest.approx(0, abs=1e-12)  # an odd function
     assert theory.one_block_cosine("gelu", 1.0, 5) == pytest.approx(0.1871, abs=1e-4)
     small = 1e-3  # gelu(x) = x/2 + x^2/sqrt(2 pi) + ...: (E phi)^2 / E phi^2 = (s^2/sqrt(2 pi))^2 / (s^2/4)
     assert theory.one_block_cosine("gelu", small, 5) == pytest.approx(small**2 * 2 / math.pi, rel=1e-4)
-    assert theory.one_block_cosine("gelu", 1e3, 5) == pytest.approx(1 / math.pi, rel=1e-3)  # a ReLU from afar
 
 
 def test_relu_recursion():
     cosines = theory.relu_recursion(2000)
     assert cosines[:7] == pytest.approx([0, 0.3183, 0.4937, 0.6048, 0.6810, 0.7359, 0.7772], abs=5e-5)
-    for before, after in zip(cosines, cosines[1:]):
-        assert before < after == pytest.approx(arc_cosine(before), rel=1e-12)
     assert 1 - 1e-4 < cosines[-1] < 1
 
 
@@ -177,16 +167,6 @@ def test_aggregated_std_starts_at_sigma_and_has_a_floor():
     assert ratio[[15, -1]].tolist() == pytest.approx([1.30, 1.41], abs=0.01)
 
 
-@pytest.mark.parametrize("calibration", ["amplify", "attenuate", "headnorm"])
-def test_aggregated_std_of_calibrated_heads(calibration):
-    config = PRESETS["tiny_llama"]
-    plain = theory.aggregated_std(config, 96, tokens=True)
-    std = theory.aggregated_std(replace(config, attn_calibration=calibration), 96, tokens=True)
-    i = torch.arange(1, 97).double()
-    expected = {"amplify": plain * i.sqrt(), "attenuate": plain * (i / 256).sqrt(), "headnorm": i / i}
-    torch.testing.assert_close(std, expected[calibration], rtol=1e-12, atol=0)  # float64
-
-
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
@@ -196,8 +176,7 @@ def test_mlp_only_recursion_is_a_scalar_one(mlp):
     config = replace(PRESETS["nano_gpt2"], mlp=mlp, sublayers="mlp")
     kernel = theory.mlp_kernel(mlp, 0.02 * math.sqrt(768), 768).tolist()
     gain = 3072 * 4e-4 / 24  # fan-in times the variance of a residual weight
-    variance = 4e-4
-    covariance = 0.0
+    variance, covariance = 4e-4, 0.0
     expected = [0.0]
     for _ in range(12):
         D = variance + 1e-5
@@ -219,19 +198,15 @@ def test_recursion_without_mlp():
     assert intra[1] == pytest.approx(theory.averaging_stack(40, 1)[0], abs=1e-4)
 
 
-@pytest.mark.parametrize("scheme", ["centered", "projected"])
-def test_cures_leave_no_cosine(scheme):
-    inter, _ = theory.kernel_recursion(PRESETS["nano_gpt2"], 64, scheme=scheme)
-    assert max(inter) < 1e-12
-
-
-def test_centering_does_not_cure_swiglu():
-    """Its hidden units' means differ in sign, so a down row's sum says nothing about what passes."""
-    cosines = {}
-    for scheme in ("gpt2", "centered", "projected"):
-        inter, _ = theory.kernel_recursion(PRESETS["tiny_llama"], 8, scheme=scheme)
-        cosines[scheme] = inter[-1]
-    assert cosines["centered"] == cosines["gpt2"] > 0 == cosines["projected"]
+def test_both_cures_cure_gelu_and_centering_does_not_cure_swiglu():
+    """SwiGLU's hidden units have means that differ in sign: a down row's sum says nothing of what passes."""
+    last = {}
+    for name, scheme in itertools.product(("tiny_gpt2", "tiny_llama"), ("gpt2", "centered", "projected")):
+        inter, _ = theory.kernel_recursion(PRESETS[name], 8, scheme=scheme)
+        last[name, scheme] = inter[-1]
+    for cured in (("tiny_gpt2", "centered"), ("tiny_gpt2", "projected"), ("tiny_llama", "projected")):
+        assert last[cured] == pytest.approx(0, abs=1e-12)  # float64
+    assert last["tiny_llama", "centered"] == last["tiny_llama", "gpt2"] > 0
     mlp = init.newborn("tiny_llama", 3).model.layers[0].mlp
     zero = torch.zeros(256, dtype=torch.float64)
     mean, _, _ = theory.hidden_moments(mlp, zero, zero + 1)
@@ -240,8 +215,7 @@ def test_centering_does_not_cure_swiglu():
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_hidden_moments_against_monte_carlo(mlp):
-    d = 12
-    draws = 200_000
+    d, draws = 12, 200_000
     layer = MLP(ModelConfig(8, 8, 1, 2, d, 20, mlp=mlp)).double()
     for k, weight in enumerate(layer.parameters()):
         weight.data = normal(*weight.shape, seed=k) * 0.4
@@ -272,10 +246,9 @@ def test_hidden_moments_against_monte_carlo(mlp):
 def test_mean_field_against_the_model(name):
     """On weights that are no newborn's, gains and biases too, where attention is not uniform."""
     model = random_model(KINDS[name])
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "proj" in parameter_name:
-                parameter.mul_(0.35)  # attention closer to uniform than random_model has it
+    for parameter_name, parameter in model.named_parameters():
+        if "proj" in parameter_name:
+            parameter.data *= 0.35  # attention closer to uniform than random_model has it
     direction, cosine = theory.mean_field(model, 24)
     with torch.inference_mode():
         tokens = torch.randint(97, (3000, 24), generator=torch.Generator().manual_seed(0))
