@@ -24,33 +24,22 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
-def as_bin(folder: Path, tensors) -> None:
-    """pytorch_model.bin in the place of safetensors."""
-    torch.save(tensors, folder / "pytorch_model.bin")
-
-
-def as_shards(suffix: str):
-    """Writes two shards and an index, as Hugging Face names them."""
+@pytest.mark.parametrize("suffix, is_sharded", [(".bin", False), (".bin", True), (".safetensors", True)])
+def test_weights_do_not_hang_on_how_they_are_stored(suffix, is_sharded, folder):
     stem = {".bin": "pytorch_model", ".safetensors": "model"}[suffix]
-
-    def write(folder: Path, tensors) -> None:
-        index = {}
-        names = list(tensors)
-        for number, part in enumerate((names[::2], names[1::2]), start=1):
-            path = folder / f"{stem}-{number:05}-of-00002{suffix}"
-            shard = {name: tensors[name] for name in part}
-            torch.save(shard, path) if suffix == ".bin" else safetensors.torch.save_file(shard, path)
-            index |= dict.fromkeys(part, path.name)
-        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
-
-    return write
-
-
-@pytest.mark.parametrize("write", [as_bin, as_shards(".bin"), as_shards(".safetensors")])
-def test_weights_do_not_hang_on_how_they_are_stored(write, folder):
+    save = {".bin": torch.save, ".safetensors": safetensors.torch.save_file}[suffix]
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    write(folder, tensors)
+    if is_sharded:
+        index = {}
+        for number in (1, 2):
+            part = list(tensors)[number - 1 :: 2]
+            file = f"{stem}-{number:05}-of-00002{suffix}"
+            save({name: tensors[name] for name in part}, folder / file)
+            index |= dict.fromkeys(part, file)
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        save(tensors, folder / f"{stem}{suffix}")
     loaded = checkpoint.load(folder).state_dict()
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -73,7 +62,6 @@ def test_a_checkpoint_of_nano_gpt(tmp_path):
     torch.manual_seed(0)
     shapes = {"wte": (300, 64), "wpe": (32, 64)}
     for layer in range(2):
-        shapes |= {f"h.{layer}.attn.c_attn": (192, 64), f"h.{layer}.attn.c_proj": (64, 64)}
         shapes |= {f"h.{layer}.mlp.c_fc": (256, 64), f"h.{layer}.mlp.c_proj": (64, 256)}
     weights = {f"_orig_mod.transformer.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     torch.save({"model": weights, "iter_num": 7, "config": {"n_layer": 2}}, tmp_path / "ckpt.pt")
@@ -119,11 +107,11 @@ def bare_pickle(path: Path) -> None:
 
 
 def of_the_old_format(path: Path) -> None:
-    torch.save({"model.norm.weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
 
 
 def cut_within(path: Path) -> None:
-    torch.save({"model.norm.weight": torch.ones(3000)}, path)
+    torch.save({"a": torch.ones(3000)}, path)
     data = path.read_bytes()
     path.write_bytes(data[:3000] + data[9000:])
 
@@ -131,7 +119,7 @@ def cut_within(path: Path) -> None:
 def bomb(path: Path) -> None:
     """A pickle of 60 MB, packed into 60 KB."""
     buffer = io.BytesIO()
-    torch.save({"model.norm.weight": torch.ones(3)}, buffer)
+    torch.save({"a": torch.ones(3)}, buffer)
     with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in whole.namelist():
             data = whole.read(entry)
@@ -140,7 +128,7 @@ def bomb(path: Path) -> None:
 
 def holds(make):
     """Writes a value beside a tensor; `make` is a function of the path."""
-    return lambda path: torch.save({"model.norm.weight": torch.ones(3), "x": make(path)}, path)
+    return lambda path: torch.save({"a": torch.ones(3), "x": make(path)}, path)
 
 
 HOSTILE = {
