@@ -85,8 +85,7 @@ def test_a_mapped_tensor_is_read_as_it_is(tmp_path):
     for _ in range(2):
         read = source.read("wte.weight")
         assert torch.equal(read, module.weight) and torch.equal(read, stored["weight"].read())
-        with torch.no_grad():
-            read += 1
+        read.detach().zero_()
 
 
 # ---- hostile files -----------------------------------------------------------------------------------------
@@ -139,7 +138,6 @@ HOSTILE = {
     "stretched": holds(lambda path: torch.ones(1).expand(2**40)),
     "elsewhere": holds(lambda path: torch.empty(2**40, device="meta")),
     "sparse": holds(lambda path: torch.eye(3).to_sparse()),
-    "names that are numbers": lambda path: torch.save({1: torch.ones(3), "a": torch.ones(3)}, path),
     "a list": lambda path: torch.save([torch.ones(3)], path),
     "a pipe": os.mkfifo,
     "a bare pickle": bare_pickle,
@@ -150,17 +148,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused_and_nothing_runs(name, folder):
-    (folder / "model.safetensors").unlink()
-    HOSTILE[name](folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=str(folder)):
-        folders.Weights(folder)
-    assert not (folder / "proof").exists()
+def test_hostile_files_are_refused_and_nothing_runs(name, tmp_path):
+    HOSTILE[name](tmp_path / "x.bin")
+    with pytest.raises(UserError, match="x.bin"):
+        folders.open_tensors([tmp_path / "x.bin"])
+    assert not (tmp_path / "proof").exists()
 
 
 def test_shards_may_not_lead_elsewhere(folder):
+    (folder / "model.safetensors").unlink()
     for name in ("../base/model.safetensors", "/etc/passwd", 7, ["a"], "pytorch_model.bin"):
-        (folder / "model.safetensors").unlink(missing_ok=True)
         index = {"weight_map": {"model.norm.weight": name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(UserError, match="index.json"):
@@ -186,22 +183,22 @@ def test_quantised_weights_are_refused(folder):
         folders.Weights(folder, any_architecture=True)
 
 
-ODD = {  # tensors in the place of others
-    "a table of three": {"model.embed_tokens.weight": (10, 10, 32)},
-    "no units": {"model.layers.0.mlp.up_proj.weight": (0, 32)},
-    "other units": {"model.layers.0.mlp.up_proj.weight": (7, 32)},
-    "half a stack": {"model.layers.0.mlp.down_proj.weight": (4, 32, 12)},
-    "a scalar": {"model.layers.0.post_attention_layernorm.weight": ()},
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_shapes_end_in_a_word(name, tmp_path):
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("model.embed_tokens.weight", (10, 10, 32)),
+        ("model.layers.0.mlp.up_proj.weight", (0, 32)),
+        ("model.layers.0.mlp.up_proj.weight", (7, 32)),
+        ("model.layers.0.mlp.down_proj.weight", (4, 32, 12)),  # half a stack
+        ("model.layers.0.post_attention_layernorm.weight", ()),
+    ],
+)
+def test_odd_shapes_end_in_a_word(name, shape, tmp_path):
     """What fits is compared; what does not is refused, or left out."""
     shapes = {"model.embed_tokens.weight": (100, 32), "model.layers.0.self_attn.q_proj.weight": (32, 32)}
     shapes |= {"model.layers.0.mlp.up_proj.weight": (48, 32), "model.layers.0.mlp.down_proj.weight": (32, 48)}
     torch.manual_seed(0)
-    for folder, changes in (("plain", {}), ("odd", ODD[name])):
+    for folder, changes in (("plain", {}), ("odd", {name: shape})):
         (tmp_path / folder).mkdir()
         tensors = {key: torch.randn(shape) for key, shape in (shapes | changes).items()}
         safetensors.torch.save_file(tensors, tmp_path / folder / "model.safetensors")
