@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -54,17 +54,6 @@ RESUME = "train --resume --out FOLDER --max-iters 4"
 TRAIN = "train --data FOLDER"
 for name, value in TRAINING.items():
     TRAIN += f" --{name.replace('_', '-')} {value}"
-
-
-@dataclass
-class Case:
-    """One attack, and the command that meets it."""
-
-    what: str
-    words: str  # the script, then its words; FOLDER stands for the folder
-    template: str = ""  # the folder that is copied
-    damage: Callable | None = None  # function of the copy
-    is_mistake: bool = True
 
 
 # ---- what is damaged ---------------------------------------------------------------------------------------
@@ -155,7 +144,7 @@ def index_of(name) -> Callable:
     return with_json(INDEX, weight_map={"lm_head.weight": name})
 
 
-FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
+FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
     (PROBE, "checkpoint", "config.json a device", put("config.json", device)),
     (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
@@ -221,8 +210,8 @@ def furnish(folder: Path) -> None:
 # ---- a case's life -----------------------------------------------------------------------------------------
 
 
-def live(case: Case, place: Path) -> None:
-    """Run a case's command in this process, watched; what is forbidden is written to the file `forbidden`."""
+def live(words: str, place: Path) -> None:
+    """Run a command in this process, watched; what is forbidden is written to the file `forbidden`."""
     os.chdir(place)
     signal.alarm(SECONDS)
     for number, name in ((1, "out"), (2, "err")):
@@ -230,7 +219,7 @@ def live(case: Case, place: Path) -> None:
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)
     torch.set_num_threads(1)
-    script, *words = case.words.replace("FOLDER", "folder").split()
+    script, *words = words.replace("FOLDER", "folder").split()
     sys.argv = [f"{script}.py", *words]
     log = os.open("forbidden", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     readable = [*READABLE, str(place), str(place.parent / "text.txt"), str(place.parent / "data")]
@@ -265,18 +254,18 @@ def live(case: Case, place: Path) -> None:
     os._exit(code)
 
 
-def fault_of(case: Case, place: Path) -> tuple[str, int]:
+def fault_of(place: Path, words, template=None, what="", damage=None, is_mistake=True) -> tuple[str, int]:
     """Run a case in a place of its own; what is wrong with how it ended, "" if nothing, and its bytes."""
     place.mkdir()
-    if case.template:
-        shutil.copytree(place.parent / case.template, place / "folder")
-        case.damage(place / "folder")
+    if template:
+        shutil.copytree(place.parent / template, place / "folder")
+        damage(place / "folder")
         (place / "outside").mkdir()
     else:
         furnish(place)
     child = os.fork()
     if child == 0:
-        live(case, place)
+        live(words, place)
     _, status, usage = os.wait4(child, 0)
     size = usage.ru_maxrss * 1024
     code = os.waitstatus_to_exitcode(status)
@@ -291,7 +280,7 @@ def fault_of(case: Case, place: Path) -> tuple[str, int]:
         return f"exit status {code}: {message[-300:]}", size
     if code == 2 and not is_box and len([line for line in lines if ".py: " in line]) != 1:
         return f"{len(lines)} lines instead of one message: {message[-300:]}", size
-    if code == 0 and case.is_mistake:
+    if code == 0 and is_mistake:
         return "not refused", size
     if size > BYTES:
         return f"{size / 2**30:.1f} GB", size
@@ -302,9 +291,7 @@ def main() -> None:
     """Run the cases, and print those that went wrong; exit status 1 if any did."""
     stride = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
-    cases = [Case(f"{name}, {what}", words, name, *rest) for words, name, what, *rest in FOLDERS]
-    cases += [Case(line, line) for line in LINES.strip().splitlines()]
-    cases = cases[::stride]
+    cases = [*FOLDERS, *[(line,) for line in LINES.strip().splitlines()]][::stride]
     faults, longest, most = 0, 0.0, 0
     with tempfile.TemporaryDirectory() as root:
         root = Path(root).resolve()
@@ -313,12 +300,12 @@ def main() -> None:
         maker.join()
         for number, case in enumerate(cases):
             begun = time.monotonic()
-            fault, size = fault_of(case, root / f"case_{number}")
+            fault, size = fault_of(root / f"case_{number}", *case)
             longest = max(longest, time.monotonic() - begun)
             most = max(most, size)
             if fault:
                 faults += 1
-                print(f"{case.what}: {fault}", flush=True)
+                print(f"{case[:3]}: {fault}", flush=True)
     print(f"{len(cases)} cases, {faults} faults; at most {longest:.1f} s and {most / 2**20:.0f} MB")
     sys.exit(1 if faults else 0)
 

@@ -56,9 +56,7 @@ def prepare(folder: Path) -> Path:
     return data.prepare(data.Settings(source=(str(text),), tokenizer="bytes", held_out=0.2, out=out))
 
 
-def train_until(
-    moment: int, counter, settings: train.Settings, rank: int, world_size: int, port: int
-) -> None:
+def train_until(moment, counter, settings: train.Settings, rank, world_size, port) -> None:
     """Train, counting moments in the shared `counter`, and die at the one that is given; 0: never."""
     run = os.path.abspath(settings.out)
 
