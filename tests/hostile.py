@@ -1,4 +1,4 @@
-"""What can a hostile or damaged folder, or a bad command line, do? Some 60 cases, a line each.
+"""What can a hostile or damaged folder, or a bad command line, do? Some 50 cases, a line each.
 
     python tests/hostile.py            # all of them: a minute
     python tests/hostile.py 10         # every tenth
@@ -11,11 +11,8 @@ surely a mistake must end with 2.
 """
 
 import contextlib
-import dataclasses
-import gzip
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -25,14 +22,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import safetensors.torch
 import torch
-import torch._dynamo  # which an optimizer imports: once here, not in every process
+from kill_training import SMALL, processes
 
 import init
 from lib import checkpoint, data, runtime, settings
@@ -48,41 +45,15 @@ READABLE += ["/dev/null", "/dev/shm", "/dev/urandom"]
 WRITABLE = ["/dev/null", "/dev/shm", "/proc", *HOME]
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "os.symlink"}
 CHANGES |= {"os.system", "os.exec"}  # whose first argument is no file of the case's
-# A process that was forked may compute only if its parent never did: the parent here only starts others.
-processes = multiprocessing.get_context("fork")
-
-TRAINING = {  # settings of a run that takes a second
-    "model": "backcopy",
-    "device": "cpu",
-    "dtype": "float32",
-    "sequence_length": 16,
-    "global_batch_size": 2,
-    "micro_batch_size": 2,
-    "max_iters": 3,
-    "warmup_iters": 1,
-    "eval_every": 9,
-    "eval_sequences": 2,
-    "save_every": 2,
-}
+TRAINING = SMALL | {"max_iters": 3, "save_every": 2}  # settings of a run that takes a second
 COMPARE = "seedprint compare FOLDER FOLDER --num-sequences 2 --sequence-length 8 --permutations 199"
 PROBE = "probe --model FOLDER --num-sequences 4 --sequence-length 8"
 LAYERS = "contraction layers --model FOLDER --num-sequences 4 --sequence-length 8"
 RATE = "sinks rate --model FOLDER --num-sequences 2 --sequence-length 8 --text ../text.txt"
 RESUME = "train --resume --out FOLDER --max-iters 4"
-TRAIN = "train --data FOLDER" + "".join(
-    f" --{name.replace('_', '-')} {value}" for name, value in TRAINING.items()
-)
-
-
-@dataclass
-class Case:
-    """One attack, and the command that meets it."""
-
-    what: str
-    words: str  # the script, then its words; FOLDER stands for the folder
-    template: str = ""  # the folder that is copied
-    damage: Callable | None = None  # function of the copy
-    is_mistake: bool = True
+TRAIN = "train --data FOLDER"
+for name, value in TRAINING.items():
+    TRAIN += f" --{name.replace('_', '-')} {value}"
 
 
 # ---- what is damaged ---------------------------------------------------------------------------------------
@@ -92,19 +63,17 @@ def make_templates(root: Path) -> None:
     """A checkpoint of ours, a stranger's with two shards, a run that was stopped, and a data set."""
     (root / "text.txt").write_text(Path(random.__file__).read_text("utf-8"))
     sets = data.Settings(source=(str(root / "text.txt"),), tokenizer="bpe:500", held_out=0.2)
-    data.prepare(dataclasses.replace(sets, out=str(root / "data")))
-    run = MODULES["train"].Settings(**TRAINING | {"data": str(root / "data"), "out": str(root / "run")})
+    data.prepare(replace(sets, out=str(root / "data")))
     sys.stdout = open(os.devnull, "w")
-    MODULES["train"].train(run)
+    train = MODULES["train"]
+    train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48, num_kv_heads=1), 1)
     checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").load_tokenizer())
     checkpoint.save(root / "stranger", model)
     (root / "stranger" / "model.safetensors").unlink()
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    names = sorted(weights)
     index = {}
-    for number, part in enumerate((names[:9], names[9:])):
-        file = f"model-0000{number + 1}-of-00002.safetensors"
+    for part, file in ((list(weights)[:9], SHARD), (list(weights)[9:], SHARD.replace("1", "2", 1))):
         safetensors.torch.save_file({name: weights[name] for name in part}, root / "stranger" / file)
         index |= dict.fromkeys(part, file)
     (root / "stranger" / INDEX).write_text(json.dumps({"weight_map": index}))
@@ -132,12 +101,7 @@ def with_json(name: str, **changes) -> Callable:
 
 
 def holds(content: bytes) -> Callable:
-    """Writes a file."""
     return lambda path: path.write_bytes(content)
-
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
 
 
 def device(path: Path) -> None:
@@ -169,23 +133,6 @@ def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
 
 
-class Command:
-    """What a pickle may do when it is opened."""
-
-    def __reduce__(self):
-        return os.system, ("touch proof",)
-
-
-def pickled(value) -> Callable:
-    """Writes pytorch_model.bin in the place of safetensors."""
-
-    def damage(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        torch.save({"model.norm.weight": torch.ones(32), "x": value}, folder / "pytorch_model.bin")
-
-    return damage
-
-
 INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
 STATE, MOMENTS = "step_0000003/state.json", "step_0000003/optimizer.safetensors"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
@@ -197,31 +144,27 @@ def index_of(name) -> Callable:
     return with_json(INDEX, weight_map={"lm_head.weight": name})
 
 
-FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
-    (COMPARE, "checkpoint", "config.json a pipe", put("config.json", pipe)),
+FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
+    (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
     (PROBE, "checkpoint", "config.json a device", put("config.json", device)),
     (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
-    (COMPARE, "checkpoint", "config.json nested", put("config.json", holds(NESTED))),
     (COMPARE, "checkpoint", "tiny theta", with_json("config.json", rope_parameters={"rope_theta": 1e-300})),
-    (COMPARE, "checkpoint", "huge width", with_json("config.json", hidden_size=2**39)),
     (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan"))),
     (COMPARE, "checkpoint", "a long number", changed("config.json", long_number)),
     (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
-    (PROBE, "checkpoint", "weights a pipe", put("model.safetensors", pipe)),
+    (PROBE, "checkpoint", "weights a pipe", put("model.safetensors", os.mkfifo)),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (PROBE, "checkpoint", "a bit of the weights", changed("model.safetensors", flipped), False),
     (COMPARE, "checkpoint", "a header of 8 GB", put("model.safetensors", holds(b"\0\0\0\0\2\0\0\0{}"))),
-    (COMPARE, "checkpoint", "a pickle that runs", pickled(Command())),
     (RATE, "checkpoint", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
     (RATE, "checkpoint", "tokenizer noise", put("tokenizer.model", holds(bytes(4096)))),
     (COMPARE, "checkpoint", "tokenizer.json of 30 GB", put("tokenizer.json", sparse)),
-    (COMPARE, "stranger", "index a pipe", put(INDEX, pipe)),
+    (COMPARE, "stranger", "index a pipe", put(INDEX, os.mkfifo)),
     (COMPARE, "stranger", "index leads outside", index_of("../outside")),
     (COMPARE, "stranger", "index of a zero byte", index_of("a\0.safetensors")),
     (COMPARE, "stranger", "index of a long name", index_of("x" * 999 + ".safetensors")),
-    (COMPARE, "stranger", "index of a number", index_of(7)),
-    (LAYERS, "stranger", "shard a pipe", put(SHARD, pipe)),
+    (LAYERS, "stranger", "shard a pipe", put(SHARD, os.mkfifo)),
     (RESUME, "run", "settings huge", with_json("settings.json", sequence_length=10**30)),
     (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
     (RESUME, "run", "log of junk", changed("metrics.jsonl", lambda raw: raw + JUNK.encode()), False),
@@ -230,51 +173,45 @@ FOLDERS = [  # the words, what is copied, its damage, is it surely a mistake?
     (RESUME, "run", "step a file", put("step_0000003", holds(b"")), False),
     (RESUME, "run", "step a link", put("step_0000003", outside), False),
     (RESUME, "run", "another step", with_json(STATE, step=10**15), False),
-    (RESUME, "run", "state a pipe", put(STATE, pipe), False),
+    (RESUME, "run", "state a pipe", put(STATE, os.mkfifo), False),
     (RESUME, "run", "moments a device", put(MOMENTS, device), False),
-    (TRAIN, "data", "meta a pipe", put("meta.json", pipe)),
+    (TRAIN, "data", "meta a pipe", put("meta.json", os.mkfifo)),
     (TRAIN, "data", "meta nested", put("meta.json", holds(NESTED))),
     (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
     (TRAIN, "data", "vocabulary of 2**62", with_json("meta.json", vocab_size=2**62)),
-    (TRAIN, "data", "tokens a pipe", put("train.bin", pipe)),
+    (TRAIN, "data", "tokens a pipe", put("train.bin", os.mkfifo)),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
     (TRAIN, "data", "beyond the vocabulary", changed("train.bin", lambda raw: b"\xff" * len(raw))),
 ]
 LINES = """
 probe --num-sequences 1e400
 probe --out pipe
-sinks rate --text pipe
 sinks rate --text /dev/zero
 sinks intervene --model tiny_llama@1 --layers 9
 seedprint compare pipe pipe
-seedprint identify backcopy@1 --seeds 9-1
 train --resume --out folder
 train --source pipe.txt
 train --tokenizer pipe
 train --out /proc/x
 train --learning-rate nan
 lib.data bad.jsonl
-lib.data bomb.jsonl.gz
 lib.data ../text.txt --out /proc/x --tokenizer bytes
 """  # command lines that are surely mistakes
 
 
 def furnish(folder: Path) -> None:
-    """What the words name: a pipe, an empty folder, and files that are not what they seem."""
-    for name in ("pipe", "pipe.txt"):
-        os.mkfifo(folder / name)
+    """What the words name: pipes, an empty folder, and a file that is not what it seems."""
+    os.mkfifo(folder / "pipe")
+    os.mkfifo(folder / "pipe.txt")
     (folder / "folder").mkdir()
     (folder / "bad.jsonl").write_text('{"text": ' + "[" * 99999)
-    with gzip.open(folder / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
-        for _ in range(80):
-            file.write(bytes(2**20))
 
 
 # ---- a case's life -----------------------------------------------------------------------------------------
 
 
-def live(case: Case, place: Path) -> None:
-    """Run a case's command in this process, watched; what is forbidden is written to the file `forbidden`."""
+def live(words: str, place: Path) -> None:
+    """Run a command in this process, watched; what is forbidden is written to the file `forbidden`."""
     os.chdir(place)
     signal.alarm(SECONDS)
     for number, name in ((1, "out"), (2, "err")):
@@ -282,27 +219,23 @@ def live(case: Case, place: Path) -> None:
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)
     torch.set_num_threads(1)
-    script, *words = case.words.replace("FOLDER", "folder").split()
+    script, *words = words.replace("FOLDER", "folder").split()
     sys.argv = [f"{script}.py", *words]
     log = os.open("forbidden", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     readable = [*READABLE, str(place), str(place.parent / "text.txt"), str(place.parent / "data")]
     writable = [*WRITABLE, str(place)]
 
     def watch(event: str, arguments: tuple) -> None:
-        if event != "open" and event not in CHANGES:
+        is_change = event in CHANGES
+        if not (is_change or event == "open") or not isinstance(arguments[0], str | bytes | os.PathLike):
             return
-        path = arguments[0]
-        if not isinstance(path, str | bytes | os.PathLike):
-            return
-        path = os.fsdecode(path)
+        path = os.fsdecode(arguments[0])
         if event == "os.mkdir":  # it follows no link
             path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         elif event not in ("os.system", "os.exec"):
             path = os.path.realpath(path)
-        allowed = writable
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            allowed = readable
-        if not any(path.startswith(root) for root in allowed):
+        is_change |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if not any(path.startswith(root) for root in (writable if is_change else readable)):
             os.write(log, f"{event} {path}\n".encode(errors="replace"))
 
     sys.addaudithook(watch)
@@ -321,18 +254,18 @@ def live(case: Case, place: Path) -> None:
     os._exit(code)
 
 
-def fault_of(case: Case, place: Path) -> tuple[str, int]:
+def fault_of(place: Path, words, template=None, what="", damage=None, is_mistake=True) -> tuple[str, int]:
     """Run a case in a place of its own; what is wrong with how it ended, "" if nothing, and its bytes."""
     place.mkdir()
-    if case.template:
-        shutil.copytree(place.parent / case.template, place / "folder")
-        case.damage(place / "folder")
+    if template:
+        shutil.copytree(place.parent / template, place / "folder")
+        damage(place / "folder")
         (place / "outside").mkdir()
     else:
         furnish(place)
     child = os.fork()
     if child == 0:
-        live(case, place)
+        live(words, place)
     _, status, usage = os.wait4(child, 0)
     size = usage.ru_maxrss * 1024
     code = os.waitstatus_to_exitcode(status)
@@ -347,7 +280,7 @@ def fault_of(case: Case, place: Path) -> tuple[str, int]:
         return f"exit status {code}: {message[-300:]}", size
     if code == 2 and not is_box and len([line for line in lines if ".py: " in line]) != 1:
         return f"{len(lines)} lines instead of one message: {message[-300:]}", size
-    if code == 0 and case.is_mistake:
+    if code == 0 and is_mistake:
         return "not refused", size
     if size > BYTES:
         return f"{size / 2**30:.1f} GB", size
@@ -358,9 +291,7 @@ def main() -> None:
     """Run the cases, and print those that went wrong; exit status 1 if any did."""
     stride = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
-    cases = [Case(f"{name}, {what}", words, name, *rest) for words, name, what, *rest in FOLDERS]
-    cases += [Case(line, line) for line in LINES.strip().splitlines()]
-    cases = cases[::stride]
+    cases = [*FOLDERS, *[(line,) for line in LINES.strip().splitlines()]][::stride]
     faults, longest, most = 0, 0.0, 0
     with tempfile.TemporaryDirectory() as root:
         root = Path(root).resolve()
@@ -369,12 +300,12 @@ def main() -> None:
         maker.join()
         for number, case in enumerate(cases):
             begun = time.monotonic()
-            fault, size = fault_of(case, root / f"case_{number}")
+            fault, size = fault_of(root / f"case_{number}", *case)
             longest = max(longest, time.monotonic() - begun)
             most = max(most, size)
             if fault:
                 faults += 1
-                print(f"{case.what}: {fault}", flush=True)
+                print(f"{case[:3]}: {fault}", flush=True)
     print(f"{len(cases)} cases, {faults} faults; at most {longest:.1f} s and {most / 2**20:.0f} MB")
     sys.exit(1 if faults else 0)
 

@@ -1,6 +1,5 @@
 """lib/checkpoint.py: to transformers and back; names of models; states with one block in memory."""
 
-import errno
 import json
 import os
 from dataclasses import replace
@@ -13,13 +12,18 @@ import transformers
 from conftest import KINDS, ROOT, random_model
 
 import init
-from lib import checkpoint, data, folders
-from lib.checkpoint import Newborn, Spec, chosen_models, final_states, parse_spec
+from lib import checkpoint, folders
+from lib.checkpoint import Newborn, chosen_models, final_states, parse_spec
 from lib.files import read_json, sha256
 from lib.settings import UserError
-from model import PRESETS, ModelConfig
+from model import ModelConfig
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
+OURS = [  # what transformers cannot say: a Qwen2 with query norms exists nowhere
+    KINDS["gpt2"],
+    replace(KINDS["qwen2"], attn_calibration="headnorm"),
+    replace(KINDS["qwen2"], qk_norm=True),
+]
 
 
 def saved(folder: Path, config: ModelConfig) -> tuple[str, torch.nn.Module]:
@@ -36,43 +40,30 @@ def edit_config(folder: str, **changes) -> None:
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def test_what_is_saved_is_loaded(kind, tmp_path):
-    folder, model = saved(tmp_path / "a", KINDS[kind])
-    again = checkpoint.load(folder)
-    assert not again.training
-    assert torch.equal(model(TOKENS), again(TOKENS))
-    rounded = checkpoint.load(folder, dtype=torch.bfloat16)
-    assert rounded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("changes", [dict(attn_calibration="headnorm"), dict(qk_norm=True)])
-def test_what_transformers_cannot_say_is_ours(tmp_path, changes):
-    config = replace(KINDS["qwen2"], **changes)  # a Qwen2 with query norms exists nowhere
+@pytest.mark.parametrize("config", OURS)
+def test_what_is_ours_alone_is_loaded(config, tmp_path):
     folder, model = saved(tmp_path / "a", config)
     assert read_json(tmp_path / "a" / "config.json")["model_type"] == "bornbiased"
     again = checkpoint.load(folder)
     assert again.config == config and torch.equal(model(TOKENS), again(TOKENS))
+    rounded = checkpoint.load(folder, dtype=torch.bfloat16)
+    assert rounded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "gpt2"])
-@pytest.mark.parametrize(
-    "dtype, shard_size",
-    [(torch.float32, "1GB"), (torch.float32, "20kB"), (torch.bfloat16, "20kB"), (torch.float16, "1GB")],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype, shard_size", [(torch.float32, "20kB"), (torch.bfloat16, "1GB")], ids=str)
 def test_to_transformers_and_back(tmp_path, name, dtype, shard_size):
     folder, model = saved(tmp_path / "ours", KINDS[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         # Float32 rounding through three blocks; the logits are of order 1 to 10.
         torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=5e-5)
+    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
     theirs.to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard_size == "20kB")
     back = checkpoint.load(str(tmp_path / "theirs"))
     for key, weight in back.state_dict().items():
         assert torch.equal(weight, model.state_dict()[key].to(dtype).float()), key
-    if dtype == torch.float32:
-        assert torch.equal(back(TOKENS), model(TOKENS))
 
 
 def test_old_spellings_of_rope(tmp_path):
@@ -82,7 +73,6 @@ def test_old_spellings_of_rope(tmp_path):
     for name in ("rope_type", "type"):
         scaling[name] = scaling.pop("rope_type")
         edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
-        assert folders.read_config(tmp_path / "a").rope_scaling == model.config.rope_scaling
         assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
 
 
@@ -116,11 +106,9 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_parameters": [1]}, "rope_parameters"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"num_key_value_heads": 2}, "k_proj"),
         ({"hidden_size": None}, "d_model"),
-        ({"num_attention_heads": 0}, "0 heads"),
         ({"hidden_size": 2**39, "vocab_size": 2**39}, "memory"),
     ],
 )
@@ -136,47 +124,34 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
 
 
 def test_names_of_newborns():
-    spec = parse_spec("nano_llama@42:7")
-    assert (spec.preset, spec.seed, spec.embedding_seed) == ("nano_llama", 42, 7)
-    assert spec.name == spec.label == "nano_llama@42:7"
-    assert spec.is_newborn and spec.folder is None and spec.tokenizer_file is None
-    assert spec.config == PRESETS["nano_llama"]
+    spec = parse_spec("tiny_llama@3:5", "centered")
+    assert spec.is_newborn and spec.name == spec.label == "tiny_llama@3:5"
     assert parse_spec("nano_llama@42").embedding_seed == 42
     assert parse_spec("nano_llama@42:0").embedding_seed == 0
-    drawn = init.newborn("tiny_llama", 3, 5, "centered")
-    loaded = parse_spec("tiny_llama@3:5", "centered").load()
-    source = parse_spec("tiny_llama@3:5", "centered").open()
-    for name, parameter in drawn.named_parameters():
+    loaded, source = spec.load(), spec.open()
+    for name, parameter in init.newborn("tiny_llama", 3, 5, "centered").named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name
         assert torch.equal(parameter, source.read(name)) and source.shapes[name] == parameter.shape
 
 
-def test_names_of_folders(tmp_path):
+def test_a_run_means_its_newest_step(tmp_path):
     for step in (0, 3, 20):
-        checkpoint.save(tmp_path / "run" / f"step_{step:07}", random_model(KINDS["gpt2"], step))
-    run = str(tmp_path / "run")
-    assert [step.name for step in checkpoint.steps(run)] == ["step_0000000", "step_0000003", "step_0000020"]
-    newest = parse_spec(run)
-    assert (newest.name, newest.label, newest.folder) == (run, run, tmp_path / "run" / "step_0000020")
-    assert not newest.is_newborn and newest.seed is None and newest.config == KINDS["gpt2"]
+        saved(tmp_path / "run" / f"step_{step:07}", KINDS["gpt2"])
+    newest = parse_spec(str(tmp_path / "run"))
+    assert (newest.label, newest.folder) == (str(tmp_path / "run"), tmp_path / "run" / "step_0000020")
 
 
 def test_models_that_flags_choose(tmp_path):
-    checkpoint.save(tmp_path / "a", random_model(KINDS["llama"]))
-    names = ("tiny_gpt2", "tiny_llama@9", str(tmp_path / "a"))
-    specs = chosen_models(names, (1, 2))
-    assert [(spec.label, spec.seed, spec.embedding_seed) for spec in specs] == [
-        ("tiny_gpt2@1", 1, 1),
-        ("tiny_gpt2@2", 2, 2),
-        ("tiny_llama@9", 9, 9),
-        (str(tmp_path / "a"), None, None),
-    ]
-    specs = chosen_models(names, (1, 2), embedding_seed=0)
-    assert [spec.embedding_seed for spec in specs] == [0, 0, 9, None]
+    folder, _ = saved(tmp_path / "a", KINDS["llama"])
+    names = ("tiny_gpt2", "tiny_llama@9", folder)
+    for embedding_seed, expected in ((None, [1, 2, 9, None]), (0, [0, 0, 9, None])):
+        specs = chosen_models(names, (1, 2), embedding_seed)
+        assert [spec.label for spec in specs] == ["tiny_gpt2@1", "tiny_gpt2@2", "tiny_llama@9", folder]
+        assert [spec.embedding_seed for spec in specs] == expected
     assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
     checkpoint.check_lengths((1, 256), 256)
     for length in (0, 257):
-        with pytest.raises(UserError, match=f"--sequence-length {length}: expected 1 to 256"):
+        with pytest.raises(UserError, match=f"--sequence-length {length}"):
             checkpoint.check_lengths((1, length), 256)
 
 
@@ -201,30 +176,24 @@ def test_nan_and_a_huge_tokenizer_are_named(tmp_path):
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
-    tokenizer = data.load_tokenizer("bpe:400", [(ROOT / "model.py").read_text()])
-    checkpoint.save(tmp_path / "a", model, tokenizer=tokenizer)
-    spec = parse_spec(str(tmp_path / "a"))
-    assert spec.tokenizer_file == tmp_path / "a" / "tokenizer.model"
-    assert spec.tokenizer_file.read_bytes() == tokenizer.content
+    (tmp_path / "a" / "tokenizer.model").touch()
     os.truncate(tmp_path / "a" / "tokenizer.model", 2**27)
     with pytest.raises(UserError, match="tokenizer.model: it has 134,217,728 bytes"):
-        _ = spec.tokenizer_file
+        _ = parse_spec(str(tmp_path / "a")).tokenizer_file
 
 
 # ---- states, one block at a time ---------------------------------------------------------------------------
 
 
 def test_states_are_the_models(kind, tmp_path):
-    checkpoint.save(tmp_path / "a", random_model(KINDS[kind]))
-    spec = Spec("a", tmp_path / "a")
-    source, model = spec.open(), spec.load()
+    folder, _ = saved(tmp_path / "a", KINDS[kind])
+    source, model = parse_spec(folder).open(), checkpoint.load(folder)
     seen, expected = [], []
     with torch.inference_mode():
         states = final_states(source, TOKENS, on_state=lambda layer, x: seen.append((layer, x.clone())))
         whole = model.hidden(TOKENS, on_state=lambda layer, x: expected.append((layer, x.clone())))
         # The same arithmetic, but kernels may split other batches elsewhere: rounding of states of order 1.
         torch.testing.assert_close(states, whole, rtol=0, atol=2e-5)
-        assert states.dtype == torch.float32 and states.shape == (2, 50, 32)
         del expected[0]  # the embedding, which is not reported here
         assert [layer for layer, _ in seen] == [layer for layer, _ in expected] == [1, 2, 3]
         for (_, x), (_, y) in zip(seen, expected):
@@ -241,10 +210,7 @@ def test_states_of_newborns_and_of_many_batches():
     source = Newborn(config, 7, 8, "normal")
     with torch.inference_mode():
         expected = init.newborn(config, 7, 8, "normal").hidden(tokens)
-    # The same arithmetic in other batches: rounding of states of order 1.
-    torch.testing.assert_close(final_states(source, tokens), expected, rtol=0, atol=2e-5)
-    last = final_states(source, tokens, last_only=True)
-    torch.testing.assert_close(last, expected[:, -1], rtol=0, atol=2e-5)
+    torch.testing.assert_close(final_states(source, tokens), expected, rtol=0, atol=2e-5)  # as above
 
 
 def test_states_of_broken_weights_are_refused():
@@ -257,51 +223,7 @@ def test_states_of_broken_weights_are_refused():
         final_states(Broken(KINDS["llama"], 1), TOKENS)
 
 
-# ---- saving ------------------------------------------------------------------------------------------------
-
-
-class Full:
-    """A tokenizer that finds the disk full."""
-
-    def save(self, folder) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_saving_replaces_and_survives(tmp_path):
-    """A failed save leaves the first alone; a second one takes its place."""
-    first, second = random_model(KINDS["llama"], 1), random_model(KINDS["llama"], 2)
-    checkpoint.save(tmp_path / "a", first)
-    with pytest.raises(UserError, match="cannot write"):
-        checkpoint.save(tmp_path / "a", second, tokenizer=Full())
-    assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), first(TOKENS))
-    checkpoint.save(tmp_path / "a", second)
-    assert torch.equal(checkpoint.load(str(tmp_path / "a"))(TOKENS), second(TOKENS))
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def trained(model, steps=2):
-    """An AdamW that has made some steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(steps):
-        model(TOKENS).square().mean().backward()
-        optimizer.step()
-    return optimizer
-
-
-def test_the_optimizer_comes_back_bit_for_bit(tmp_path):
-    model = random_model(KINDS["llama_mqa_tied"])
-    optimizer = trained(model)
-    folder = tmp_path / "step_0000002"
-    checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
-    state, tensors = checkpoint.read_state(folder)
-    assert (state.step, state.data) == (2, "data")
-    other = torch.optim.AdamW(model.parameters(), fused=True)
-    checkpoint.restore(other, model, state, tensors)
-    for parameter in model.parameters():
-        assert other.state[parameter].keys() == optimizer.state[parameter].keys()
-        for name, value in optimizer.state[parameter].items():
-            same = other.state[parameter][name]
-            assert torch.equal(same, value) and same.dtype == value.dtype, name
+# ---- the optimizer -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -318,9 +240,13 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path):
 def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     """Neither tensors of other shapes and names nor another step's are ever given to an optimizer."""
     model = random_model(KINDS["llama"])
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(TOKENS).square().mean().backward()
+    optimizer.step()
     folder = tmp_path / "step_0000002"
     path = folder / "optimizer.safetensors"
-    checkpoint.save(folder, model, trained(model), checkpoint.TrainingState(2, "data"))
+    checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
+    assert checkpoint.read_state(folder)[0].step == 2
     state = read_json(folder / "state.json")
     if isinstance(damage, dict):
         state |= damage

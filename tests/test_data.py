@@ -1,9 +1,9 @@
 """What goes in comes out, nothing looks done that is not, and batches are functions of their number."""
 
 import argparse
+import hashlib
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -25,13 +25,16 @@ LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
 TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in range(400)]
 
 
+def write_lines(path, texts):
+    """A .jsonl file of texts."""
+    path.write_text("".join(json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A .jsonl file of TEXTS."""
-    path = tmp_path_factory.mktemp("corpus") / "texts.jsonl"
-    lines = [json.dumps({"text": text, "n": i}) + "\n" for i, text in enumerate(TEXTS)]
-    path.write_text("".join(lines))
-    return path
+    return write_lines(tmp_path_factory.mktemp("corpus") / "texts.jsonl", TEXTS)
 
 
 def prepare(source, out, **more):
@@ -53,26 +56,18 @@ def documents_of(folder, split):
 # ---- from text to files ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:500"])
-def test_every_document_comes_back_from_exactly_one_split(corpus, tmp_path, tokenizer):
-    folder = prepare(corpus, tmp_path / "set", tokenizer=tokenizer)
-    train, val = documents_of(folder, "train"), documents_of(folder, "val")
-    assert sorted(train + val) == sorted(TEXTS)
-    assert [text for text in TEXTS if text in set(train)] == train, "order is kept"
-    assert 0.05 < len(val) / len(TEXTS) < 0.16  # binomial: 0.1 within four standard errors of 0.015
+@pytest.mark.parametrize("tokenizer, texts", [("bytes", TEXTS), ("bpe:500", TEXTS[:199:-1])])
+def test_every_document_comes_back_from_the_split_of_its_hash(tmp_path, tokenizer, texts):
+    """In another order, among other neighbours, by another tokenizer, a held-out document stays held out."""
+    folder = prepare(write_lines(tmp_path / "a.jsonl", texts), tmp_path / "set", tokenizer=tokenizer)
+    hashes = [int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) for text in texts]
+    held_out = [text for text, number in zip(texts, hashes) if number < 0.1 * 2**64]
+    assert documents_of(folder, "val") == held_out
+    assert documents_of(folder, "train") == [text for text in texts if text not in held_out]
     meta = json.loads((folder / "meta.json").read_text())
-    assert meta["documents"] == {"train": len(train), "val": len(val)}
-    assert meta["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert meta["documents"] == {"train": len(texts) - len(held_out), "val": len(held_out)}
+    assert meta["bytes"] == sum(len(text.encode()) for text in texts)
     assert meta["dtype"] == "uint16" and meta["vocab_size"] == (257 if tokenizer == "bytes" else 500)
-
-
-def test_the_split_is_decided_by_the_document_alone(corpus, tmp_path):
-    """Another order, other neighbours, another tokenizer: a held-out document stays held out."""
-    backwards = tmp_path / "backwards.jsonl"
-    backwards.write_text("".join(corpus.read_text().splitlines(keepends=True)[::-1][:200]))
-    here = set(documents_of(prepare(corpus, tmp_path / "a"), "val"))
-    there = set(documents_of(prepare(backwards, tmp_path / "b", tokenizer="bpe:400"), "val"))
-    assert there == {text for text in here if text in TEXTS[200:]}
 
 
 @pytest.mark.parametrize("held_out", [0.1, 0.99])
@@ -85,45 +80,32 @@ def test_one_document_is_divided(tmp_path, held_out):
     whole = np.concatenate([tokens["train"], tokens["val"]])
     assert whole.tolist() == [256, *single.read_bytes()]
     assert len(tokens["val"]) == pytest.approx(131 * held_out, abs=1)
-    single.write_text("")
-    with pytest.raises(UserError, match="no text"):
-        prepare(single, tmp_path / "empty", held_out=held_out)
-    assert not (tmp_path / "empty").exists()
 
 
-def test_a_txt_file_is_cut_at_line_ends(tmp_path):
-    file = tmp_path / "long.txt"
-    file.write_text("".join(f"line {i}\n" for i in range(30_000)))
-    pages = list(data.documents((str(file),)))
-    assert "".join(pages) == file.read_text() and len(pages) == 5
+def test_documents_of_files(tmp_path):
+    """A .txt file is cut at line ends; of JSON lines, surrogates are replaced and empty texts left out."""
+    long, strange = tmp_path / "long.txt", tmp_path / "strange.jsonl"
+    long.write_text("".join(f"line {i}\n" for i in range(30_000)))
+    pages = list(data.documents((str(long),)))
+    assert "".join(pages) == long.read_text() and len(pages) == 5
     assert all(page.endswith("\n") and 2**16 <= len(page) < 2**16 + 12 for page in pages[:-1])
+    strange.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
+    assert list(data.documents((str(strange),))) == ["a?b", "😀"]
 
 
-def test_surrogates_and_empty_lines(tmp_path):
-    file = tmp_path / "strange.jsonl"
-    file.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
-    assert list(data.documents((str(file),))) == ["a?b", "😀"]
-
-
-def test_python_and_its_docstrings():
-    code = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
-    assert data.docstrings(code) == "Module.\n\nClass.\n\nMethod."
-    assert data.docstrings("def broken(:") == ""
-    assert data.docstrings("\0\ufffd") == ""
-
-
-def test_the_files_of_python(tmp_path, monkeypatch):
+def test_python_and_its_docstrings(tmp_path, monkeypatch):
     """With site-packages inside the standard library's folder, as without a venv."""
-    files = ["lib/ast.py", "lib/json/__init__.py", "lib/site-packages/torch.py", "lib/data.txt"]
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("pass\n")
-    packages = str(tmp_path / "lib" / "site-packages")
-    paths = {"stdlib": str(tmp_path / "lib"), "purelib": packages, "platlib": packages}
+    code = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
+    files = {"ast.py": code, "json/x.py": "def broken(:", "x.py": "\0?", "site-packages/torch.py": "pass"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    packages = str(tmp_path / "site-packages")
+    paths = {"stdlib": str(tmp_path), "purelib": packages, "platlib": packages}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-    assert data.python_files(with_installed=False) == [tmp_path / name for name in files[:2]]
-    assert data.python_files(with_installed=True) == [tmp_path / name for name in files[:3]]
-    assert list(data.documents(("python", "docstrings"))) == ["pass\n"] * 2
+    expected = [code, "def broken(:", "\0?", "Module.\n\nClass.\n\nMethod."]
+    assert list(data.documents(("python", "docstrings"))) == expected
+    assert list(data.documents(("python+site",))) == [code, "def broken(:", "pass", "\0?"]
 
 
 def test_the_fingerprint_is_of_documents_tokenizer_and_share(corpus, tmp_path):
@@ -131,15 +113,13 @@ def test_the_fingerprint_is_of_documents_tokenizer_and_share(corpus, tmp_path):
     first = data.TokenData(prepare(corpus, tmp_path / "0")).meta
     same = data.TokenData(prepare(tmp_path / "cop*.jsonl", tmp_path / "1")).meta
     assert (same.fingerprint, same.tokens) == (first.fingerprint, first.tokens)
-    assert first.tokenizer == "bytes" and same.source == (str(tmp_path / "cop*.jsonl"),)
     copy.write_text(corpus.read_text().replace("# 7: ", "# seven "))
-    others = [{}, {"held_out": 0.2}, {"tokenizer": "bpe:400"}, {"tokenizer": "bpe:401"}]
+    others = [{}, {"held_out": 0.2}, {"tokenizer": "bpe:400"}]
     metas = [data.TokenData(prepare(copy, tmp_path / f"x{i}", **more)).meta for i, more in enumerate(others)]
-    assert len({first.fingerprint, *[meta.fingerprint for meta in metas]}) == 5
+    assert len({first.fingerprint, *[meta.fingerprint for meta in metas]}) == 4
 
 
 def test_default_folders_have_plain_names():
-    assert str(data.default_folder(("python",), "bpe:4096")) == "data/python-bpe_4096"
     assert str(data.default_folder(("python+site",), "a/b.model")) == "data/python+site-a_b.model"
     for source in ("b/x*.txt", "x" * 200, "a b"):
         with pytest.raises(UserError, match="--out"):
@@ -149,97 +129,58 @@ def test_default_folders_have_plain_names():
 # ---- the letters on which sinks grow -----------------------------------------------------------------------
 
 
-def test_backcopy_copies():
-    documents = list(data.backcopy(count=3000))
-    assert documents == list(data.backcopy(count=3000))
+def test_backcopy_copies(monkeypatch):
+    """After a trigger, the letter before it; with BOS, a document is a window; the numbers are as ever."""
+    monkeypatch.setattr(data, "backcopy", partial(data.backcopy, count=3000))
+    documents = list(data.documents(("backcopy",)))
     assert {len(text) for text in documents} == {127}
     text = "".join(documents)
     assert set(text) == set("abcdefghijklmnopqrstuvwxyz")
     for document in documents:
         assert document[0] not in data.TRIGGERS
         for before, letter, after in zip(document, document[1:], document[2:]):
-            if letter in data.TRIGGERS:
-                assert after == before
+            assert after == before or letter not in data.TRIGGERS
     share = sum(text.count(letter) for letter in data.TRIGGERS) / len(text)
     assert 0.05 < share < 0.25  # often enough to be learnt, seldom enough to sleep
-    halves = np.zeros((2, 26, 26))  # the rest is a chain: the same bigrams in both halves of the documents
-    for i, document in enumerate(documents):
-        for letter, after in zip(document[5:], document[6:]):
-            if letter not in data.TRIGGERS:
-                halves[i % 2, ord(letter) - 97, ord(after) - 97] += 1
-    rates = halves / halves.sum(2, keepdims=True).clip(min=1)
-    assert np.abs(rates[0] - rates[1]).max() < 0.1  # of some 2,000 letters: 5 standard errors at most
-
-
-def test_backcopy_aligns_with_windows(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "backcopy", partial(data.backcopy, count=400))
-    folder = prepare("backcopy", tmp_path / "set")
-    tokens, targets = data.TokenData(folder).windows("train", range(5), 128)
-    assert (tokens[:, 0] == 256).all() and (tokens[:, 1:] < 123).all()
-    assert torch.equal(targets[:, :-1], tokens[:, 1:])
-
-
-def test_the_numbers_are_those_of_the_first_version():
     assert next(data.backcopy(count=50)).startswith("fyaabckulpdfjmvyckqnsnsnwewsdedtdguxllwsg")
-    assert data.permutation(3, 1, 16, 10).tolist() == [2, 4, 3, 6, 1, 8, 9, 0, 5, 7]
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
 
-def test_bpe_is_repeatable_and_samples():
-    assert data.train_bpe("bpe:400", TEXTS) == data.train_bpe("bpe:400", TEXTS)
-    sampled = data.train_bpe("bpe:400", TEXTS, sample=50)
-    assert sampled == data.train_bpe("bpe:400", TEXTS, sample=50) != data.train_bpe("bpe:400", TEXTS)
-
-
-def test_bpe_reads_long_lines_and_forgets_the_threads():
-    """A line longer than SentencePiece takes by itself counts; the file is the same on any machine."""
-    line = " ".join(TEXTS).replace("\n", " ") * 9
-    assert len(line) > 20_000
-    long = data.load_tokenizer("bpe:400", [line])
-    assert len(long.encode([TEXTS[0]])[0]) < 0.9 * len(TEXTS[0])
-    threads = torch.get_num_threads()
+def test_bpe_is_repeatable_samples_and_forgets_the_threads():
+    """The file is the same on any machine; a line longer than SentencePiece takes by itself counts."""
     first = data.train_bpe("bpe:400", TEXTS)
+    sampled = data.train_bpe("bpe:400", TEXTS, sample=50)
+    assert sampled == data.train_bpe("bpe:400", TEXTS, sample=50) != first
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(threads, 2))
         assert data.train_bpe("bpe:400", TEXTS) == first
     finally:
         torch.set_num_threads(threads)
+    line = " ".join(TEXTS).replace("\n", " ") * 9
+    long = data.load_tokenizer("bpe:400", [line])
+    assert len(line) > 20_000 and len(long.encode([TEXTS[0]])[0]) < 0.9 * len(TEXTS[0])
 
 
 @pytest.mark.parametrize("name", ["bpe:500", "bytes"])
 def test_every_byte_is_kept(name):
-    strange = [
-        "  two  spaces\t\ttabs\r\n\n\n",
-        "null \0 and bell \a",
-        "日本語 👩‍👩‍👧 ﬁ é",
-        "",
-        " ",
-        "x" * 5000,
-    ]
+    strange = ["  two  spaces\t\ttabs\r\n\n", "null \0 and bell \a", "日本語 👩‍👩‍👧 ﬁ é", "", " ", "x" * 5000]
     tokenizer = data.load_tokenizer(name, TEXTS)
     for text, tokens in zip(strange, tokenizer.encode(strange)):
         assert tokenizer.decode(list(tokens)) == text
 
 
 def test_a_sentencepiece_file_of_another_kind(tmp_path):
-    """Llama 2's settings: a prefix of a space, normalisation; and a model without BOS has none."""
+    """Llama 2's settings: a prefix of a space, normalisation; a model without BOS has none."""
+    options = dict(vocab_size=400, model_type="bpe", byte_fallback=True, eos_id=-1, minloglevel=2)
     for bos in (1, -1):
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TEXTS),
-            model_prefix=str(tmp_path / f"bos{bos}"),
-            vocab_size=400,
-            model_type="bpe",
-            byte_fallback=True,
-            bos_id=bos,
-            eos_id=-1,
-            minloglevel=2,
-        )
+        options |= {"bos_id": bos, "model_prefix": str(tmp_path / f"bos{bos}")}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), **options)
     tokenizer = data.load_tokenizer(str(tmp_path / "bos1.model"))
     assert tokenizer.bos == 1 and tokenizer.decode(tokenizer.encode(["def f"])[0]) == "def f"
-    text = tokenizer.text
-    assert text(1) == "<s>" and text(2 + ord("A")) == "<0x41>" and text(400) == ""
+    assert [tokenizer.text(token) for token in (1, 2 + ord("A"), 400)] == ["<s>", "<0x41>", ""]
     assert data.load_tokenizer(str(tmp_path / "bos-1.model")).bos is None
 
 
@@ -270,8 +211,9 @@ def test_windows_and_batches(corpus, tmp_path):
     assert sorted(epoch.tolist()) == sorted(inputs.tolist())
     assert not torch.equal(epoch, tokens.batch(0, range(size, 2 * size), T)[0])
     assert not torch.equal(epoch, tokens.batch(1, range(size), T)[0])
-    fresh = data.TokenData(tokens.folder)
-    across = fresh.batch(0, range(size - 3, size + 3), T)[0]
+    order = data.permutation(3, 1, 16, 10)
+    assert order.tolist() == [2, 4, 3, 6, 1, 8, 9, 0, 5, 7]  # as ever
+    across = tokens.batch(0, range(size - 3, size + 3), T)[0]
     assert torch.equal(across, tokens.batch(0, range(2 * size), T)[0][size - 3 : size + 3])
     last = tokens.num_windows("val", T) - 1
     numbers = [0, last // 4, last // 2, 3 * last // 4, last]
@@ -281,56 +223,31 @@ def test_windows_and_batches(corpus, tmp_path):
         tokens.num_windows("val", 10**6)
 
 
-@pytest.fixture(scope="module")
-def whole(corpus, tmp_path_factory):
-    """A data set without a fault."""
-    return prepare(corpus, tmp_path_factory.mktemp("whole") / "set", tokenizer="bpe:500")
-
-
-@pytest.fixture
-def folder(whole, tmp_path):
-    """A copy of it, to be damaged."""
-    return shutil.copytree(whole, tmp_path / "set")
-
-
 @pytest.mark.parametrize(
-    ("name", "contents", "word"),
+    ("name", "right", "wrong", "word"),  # what is written in the place of what; None: the file goes
     [
-        ("meta.json", None, "python -m lib.data SOURCE"),
-        ("meta.json", b"[]", "cannot read"),
-        ("meta.json", b'{"source": ["py', "cannot read"),
-        ("tokenizer.model", None, "tokenizer.model is missing"),
-        ("val.bin", None, "val.bin is missing"),
-        ("val.bin", b"", "has 0 bytes"),
-        ("val.bin", b"\0\0\0", "has 3 bytes"),
-        ("val.bin", b"\0\0\0\0", "has 4 bytes"),
+        ("meta.json", None, "", "python -m lib.data SOURCE"),
+        ("tokenizer.txt", None, "", "tokenizer.txt is missing"),
+        ("val.bin", None, "", "val.bin is missing"),
+        ("val.bin", "", "x", "bytes, not"),
+        ("meta.json", '"vocab_size": 257', '"vocab_size": "many"', "vocab_size"),
+        ("meta.json", '"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
+        ("meta.json", '"uint16"', '"uint32"', "tokens"),
+        ("meta.json", '"tokenizer.txt"', '"../x"', "../x"),
     ],
 )
-def test_a_file_that_is_missing_or_cut_is_refused(folder, name, contents, word):
-    (folder / name).unlink()
-    if contents is not None:
-        (folder / name).write_bytes(contents)
-    with pytest.raises(UserError, match=str(folder)) as refusal:
+def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word):
+    folder = prepare(corpus, tmp_path / "set")
+    file = folder / name
+    if right is None:
+        file.unlink()
+    else:
+        before = file.read_text("latin-1")
+        file.write_text(before.replace(right, wrong, 1), "latin-1")
+        assert file.read_text("latin-1") != before
+    with pytest.raises(UserError, match=word) as refusal:
         data.TokenData(folder)
-    assert word in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "word"),
-    [
-        ('"vocab_size": 500', '"vocab_size": "many"', "vocab_size"),
-        ('"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
-        ('"uint16"', '"uint32"', "tokens"),
-        ('"tokenizer":', '"tokeniser":', "tokenizer"),
-        ('"tokenizer.model"', '"../x"', "../x"),
-    ],
-)
-def test_meta_that_says_something_else_is_refused(folder, right, wrong, word):
-    file = folder / "meta.json"
-    assert right in file.read_text()
-    file.write_text(file.read_text().replace(right, wrong))
-    with pytest.raises(UserError, match=word):
-        data.TokenData(folder)
+    assert str(folder) in str(refusal.value)
 
 
 # ---- mistakes, and what a failure leaves -------------------------------------------------------------------
@@ -340,24 +257,22 @@ def test_meta_that_says_something_else_is_refused(folder, right, wrong, word):
     ("words", "expected"),
     [
         (["BAD"], ["bad.jsonl:2", "text"]),
+        (["EMPTY", "--tokenizer", "bytes"], ["no text: the source is empty"]),
         ([ROOT], ["no text in"]),
         ([ROOT / "README.md"], ["expected .txt"]),
-        (["no\n\x1b[31mthing"], ["no\\n\\x1b[31mthing"]),  # control characters reach the terminal escaped
         (["GOOD", "--tokenizer", "bpe:10"], ["cannot train bpe:10"]),
-        (["GOOD", "--tokenizer", "bpe:x"], ["cannot train bpe:x", "N tokens"]),
         (["GOOD", "--tokenizer", ROOT / "README.md"], ["no SentencePiece model"]),
         (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
         (["GOOD", "--held-out", "1.5"], ["--held-out"]),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "fine"}\n{"text": 3}\n')
-    files = {"GOOD": corpus, "BAD": bad}
+    files = {"GOOD": corpus, "BAD": tmp_path / "bad.jsonl", "EMPTY": tmp_path / "empty.txt"}
+    files["BAD"].write_text('{"text": "fine"}\n{"text": 3}\n')
+    files["EMPTY"].write_text("")
     result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
     assert_refused(result, *expected)
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl", "empty.txt"]
 
 
 def test_command_line_and_killed_preparation(corpus, tmp_path):
@@ -377,17 +292,6 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "400 documents" in result.stdout and "validation tokens of 257" in result.stdout
     assert_refused(run_here("lib.data", *words), "exists", "--out")
-
-
-def test_full_disk_leaves_nothing(corpus, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match="cannot write"):
-            prepare(corpus, tmp_path / "set")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert os.listdir(tmp_path) == []
 
 
 def test_memory_is_bounded(tmp_path):

@@ -24,33 +24,22 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
-def as_bin(folder: Path, tensors) -> None:
-    """pytorch_model.bin in the place of safetensors."""
-    torch.save(tensors, folder / "pytorch_model.bin")
-
-
-def as_shards(suffix: str):
-    """Writes two shards and an index, as Hugging Face names them."""
+@pytest.mark.parametrize("suffix, is_sharded", [(".bin", False), (".bin", True), (".safetensors", True)])
+def test_weights_do_not_hang_on_how_they_are_stored(suffix, is_sharded, folder):
     stem = {".bin": "pytorch_model", ".safetensors": "model"}[suffix]
-
-    def write(folder: Path, tensors) -> None:
-        index = {}
-        names = list(tensors)
-        for number, part in enumerate((names[::2], names[1::2]), start=1):
-            path = folder / f"{stem}-{number:05}-of-00002{suffix}"
-            shard = {name: tensors[name] for name in part}
-            torch.save(shard, path) if suffix == ".bin" else safetensors.torch.save_file(shard, path)
-            index |= dict.fromkeys(part, path.name)
-        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
-
-    return write
-
-
-@pytest.mark.parametrize("write", [as_bin, as_shards(".bin"), as_shards(".safetensors")])
-def test_weights_do_not_hang_on_how_they_are_stored(write, folder):
+    save = {".bin": torch.save, ".safetensors": safetensors.torch.save_file}[suffix]
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    write(folder, tensors)
+    if is_sharded:
+        index = {}
+        for number in (1, 2):
+            part = list(tensors)[number - 1 :: 2]
+            file = f"{stem}-{number:05}-of-00002{suffix}"
+            save({name: tensors[name] for name in part}, folder / file)
+            index |= dict.fromkeys(part, file)
+        (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        save(tensors, folder / f"{stem}{suffix}")
     loaded = checkpoint.load(folder).state_dict()
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -73,7 +62,6 @@ def test_a_checkpoint_of_nano_gpt(tmp_path):
     torch.manual_seed(0)
     shapes = {"wte": (300, 64), "wpe": (32, 64)}
     for layer in range(2):
-        shapes |= {f"h.{layer}.attn.c_attn": (192, 64), f"h.{layer}.attn.c_proj": (64, 64)}
         shapes |= {f"h.{layer}.mlp.c_fc": (256, 64), f"h.{layer}.mlp.c_proj": (64, 256)}
     weights = {f"_orig_mod.transformer.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     torch.save({"model": weights, "iter_num": 7, "config": {"n_layer": 2}}, tmp_path / "ckpt.pt")
@@ -97,8 +85,7 @@ def test_a_mapped_tensor_is_read_as_it_is(tmp_path):
     for _ in range(2):
         read = source.read("wte.weight")
         assert torch.equal(read, module.weight) and torch.equal(read, stored["weight"].read())
-        with torch.no_grad():
-            read += 1
+        read.detach().zero_()
 
 
 # ---- hostile files -----------------------------------------------------------------------------------------
@@ -119,11 +106,11 @@ def bare_pickle(path: Path) -> None:
 
 
 def of_the_old_format(path: Path) -> None:
-    torch.save({"model.norm.weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
 
 
 def cut_within(path: Path) -> None:
-    torch.save({"model.norm.weight": torch.ones(3000)}, path)
+    torch.save({"a": torch.ones(3000)}, path)
     data = path.read_bytes()
     path.write_bytes(data[:3000] + data[9000:])
 
@@ -131,7 +118,7 @@ def cut_within(path: Path) -> None:
 def bomb(path: Path) -> None:
     """A pickle of 60 MB, packed into 60 KB."""
     buffer = io.BytesIO()
-    torch.save({"model.norm.weight": torch.ones(3)}, buffer)
+    torch.save({"a": torch.ones(3)}, buffer)
     with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in whole.namelist():
             data = whole.read(entry)
@@ -140,7 +127,7 @@ def bomb(path: Path) -> None:
 
 def holds(make):
     """Writes a value beside a tensor; `make` is a function of the path."""
-    return lambda path: torch.save({"model.norm.weight": torch.ones(3), "x": make(path)}, path)
+    return lambda path: torch.save({"a": torch.ones(3), "x": make(path)}, path)
 
 
 HOSTILE = {
@@ -151,7 +138,6 @@ HOSTILE = {
     "stretched": holds(lambda path: torch.ones(1).expand(2**40)),
     "elsewhere": holds(lambda path: torch.empty(2**40, device="meta")),
     "sparse": holds(lambda path: torch.eye(3).to_sparse()),
-    "names that are numbers": lambda path: torch.save({1: torch.ones(3), "a": torch.ones(3)}, path),
     "a list": lambda path: torch.save([torch.ones(3)], path),
     "a pipe": os.mkfifo,
     "a bare pickle": bare_pickle,
@@ -162,17 +148,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused_and_nothing_runs(name, folder):
-    (folder / "model.safetensors").unlink()
-    HOSTILE[name](folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=str(folder)):
-        folders.Weights(folder)
-    assert not (folder / "proof").exists()
+def test_hostile_files_are_refused_and_nothing_runs(name, tmp_path):
+    HOSTILE[name](tmp_path / "x.bin")
+    with pytest.raises(UserError, match="x.bin"):
+        folders.open_tensors([tmp_path / "x.bin"])
+    assert not (tmp_path / "proof").exists()
 
 
 def test_shards_may_not_lead_elsewhere(folder):
+    (folder / "model.safetensors").unlink()
     for name in ("../base/model.safetensors", "/etc/passwd", 7, ["a"], "pytorch_model.bin"):
-        (folder / "model.safetensors").unlink(missing_ok=True)
         index = {"weight_map": {"model.norm.weight": name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(UserError, match="index.json"):
@@ -198,22 +183,22 @@ def test_quantised_weights_are_refused(folder):
         folders.Weights(folder, any_architecture=True)
 
 
-ODD = {  # tensors in the place of others
-    "a table of three": {"model.embed_tokens.weight": (10, 10, 32)},
-    "no units": {"model.layers.0.mlp.up_proj.weight": (0, 32)},
-    "other units": {"model.layers.0.mlp.up_proj.weight": (7, 32)},
-    "half a stack": {"model.layers.0.mlp.down_proj.weight": (4, 32, 12)},
-    "a scalar": {"model.layers.0.post_attention_layernorm.weight": ()},
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_shapes_end_in_a_word(name, tmp_path):
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("model.embed_tokens.weight", (10, 10, 32)),
+        ("model.layers.0.mlp.up_proj.weight", (0, 32)),
+        ("model.layers.0.mlp.up_proj.weight", (7, 32)),
+        ("model.layers.0.mlp.down_proj.weight", (4, 32, 12)),  # half a stack
+        ("model.layers.0.post_attention_layernorm.weight", ()),
+    ],
+)
+def test_odd_shapes_end_in_a_word(name, shape, tmp_path):
     """What fits is compared; what does not is refused, or left out."""
     shapes = {"model.embed_tokens.weight": (100, 32), "model.layers.0.self_attn.q_proj.weight": (32, 32)}
     shapes |= {"model.layers.0.mlp.up_proj.weight": (48, 32), "model.layers.0.mlp.down_proj.weight": (32, 48)}
     torch.manual_seed(0)
-    for folder, changes in (("plain", {}), ("odd", ODD[name])):
+    for folder, changes in (("plain", {}), ("odd", {name: shape})):
         (tmp_path / folder).mkdir()
         tensors = {key: torch.randn(shape) for key, shape in (shapes | changes).items()}
         safetensors.torch.save_file(tensors, tmp_path / folder / "model.safetensors")
