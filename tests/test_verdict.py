@@ -302,10 +302,11 @@ def test_gains_less_one(family, size, tmp_path):
     raw = RAW | {"model_type": family, "text_config": {"model_type": "gemma", "hidden_size": 64}}
     if family == "llama":
         raw = checkpoint.config_json(CONFIG)
+    generator = torch.Generator().manual_seed(0)
     weights = weights_of(BASE)
     for name, weight in weights.items():
         if weight.ndim == 1:
-            weights[name] = 1 + size * random_rows(1)[0]
+            weights[name] = 1 + size * torch.randn(weight.shape, generator=generator)
     base = thief.as_source(weights, CONFIG)
     child = thief.hidden(base, ("neurons",))
     sources = []
