@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from altered import Altered
 from conftest import KINDS
 
 from lib.checkpoint import Newborn, final_states
@@ -16,7 +15,7 @@ from lib.settings import UserError
 from measure import lineage
 from measure.lineage import Correlation, diagonal_test
 from model import ModelConfig
-from reproduce.thief import noised
+from reproduce.thief import noised, of_matrices
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 SMALLEST = ModelConfig(97, 64, 2, 2, 32, 32)  # where many pairs are compared
@@ -222,7 +221,7 @@ def test_broken_weights_are_refused():
         return weight.index_fill(0, torch.tensor([3]), torch.nan) if broken else weight
 
     newborn = Newborn(KINDS["llama"], 1)
-    for pair in ((Altered(newborn, change), newborn), (newborn, Altered(newborn, change))):
+    for pair in ((of_matrices(newborn, change), newborn), (newborn, of_matrices(newborn, change))):
         with pytest.raises(UserError, match="not finite"):
             lineage.weight_correlations(*pair)
 
@@ -324,15 +323,8 @@ def test_top_k_outside_the_width_is_refused(top_k):
         lineage.paper_test(ROWS, ROWS, top_k=top_k)
 
 
-def test_paper_test_of_identical_models_and_of_strangers():
-    tokens = random_tokens(0, range(150), 12, 300)
-    outputs = [final_states(Newborn(CONFIG, seed), tokens, last_only=True) for seed in range(8)]
-    same = lineage.paper_test(outputs[0], outputs[0].clone())
+def test_paper_test_of_identical_models():
+    outputs = final_states(Newborn(CONFIG, 1), random_tokens(0, range(150), 12, 300), last_only=True)
+    same = lineage.paper_test(outputs, outputs.clone())
     assert same["paper_k"] == 32 and same["paper_mean_tau"] == pytest.approx(1, abs=1e-12)  # float64
     assert same["paper_t_p"] < 1e-50 and same["paper_u_p"] < 1e-5 and same["closed_form_z"] > 50
-    strangers = [lineage.paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
-    for name in ("paper_t_p", "paper_u_p"):
-        p = np.array([test[name] for test in strangers])
-        assert p.min() > 1e-4 and p.max() > 0.5, p  # 28 values, which depend on each other
-    z = np.array([test["closed_form_z"] for test in strangers])
-    assert abs(z).max() < 4.5 and abs(z.mean()) < 1

@@ -91,13 +91,6 @@ def test_commands_can_be_read_and_their_runs_are_trained(scale, tmp_path, monkey
         assert runs <= (lineage if "{runs}/lineage" in command else calibrated), name
 
 
-def test_a_users_text_is_read(tmp_path):
-    text = tmp_path / "a b.txt"
-    text.write_text("some text")
-    settings = main.Settings(out=str(tmp_path), text=str(text))
-    assert main.read_line("calibrations", settings)[1].text == str(text)
-
-
 def test_committed_results_are_those_of_the_commands():
     """What is committed was made with the settings that the commands have today; every claim reads one."""
     settings = main.Settings(out=str(ROOT / "results"))

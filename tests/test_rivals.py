@@ -85,9 +85,6 @@ def invariant_maps(source) -> list[np.ndarray]:
 
 def test_similarities_of_weights(specs):
     a, b = (spec.open() for spec in specs)
-    correlations = [np.corrcoef(std_profile(a, kind), std_profile(b, kind))[0, 1] for kind in "qkvo"]
-    # float32 standard deviations, which differ by a few per cent between the layers
-    assert rivals.intrinsic(a, b) == pytest.approx(np.mean(correlations), abs=1e-4)
     x, y = flat(a), flat(b)
     cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
     assert rivals.pcs(a, b) == pytest.approx(cosine, abs=1e-6)  # float32 products

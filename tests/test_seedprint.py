@@ -18,6 +18,7 @@ from lib.checkpoint import Newborn
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from lib.settings import UserError
+from measure import lineage
 from model import ModelConfig
 from reproduce import thief
 
@@ -128,29 +129,26 @@ def last_states(folder: Path, inputs: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "more, seed, sign, count",
+    "more, seed, chosen",
     [
-        ([], 0, -1, 32),
-        (["--inputs", "gaussian"], 0, -1, 32),
-        (["--side", "bottom", "--top-k", 20, "--input-seed", 5], 5, 1, 20),
+        ([], 0, ("top", 32)),
+        (["--inputs", "gaussian"], 0, ("top", 32)),
+        (["--side", "bottom", "--top-k", 20, "--input-seed", 5], 5, ("bottom", 20)),
+        (["--softmax-temperature", 10], 0, ("top", 32, 10.0)),
     ],
-    ids=["tokens", "gaussian", "bottom"],
+    ids=["tokens", "gaussian", "bottom", "softmax"],
 )
-def test_paper_test_by_whole_forward_passes(more, seed, sign, count, family, tmp_path):
-    """Kendall's tau of the dimensions that are among both models' largest, or smallest, by their mean."""
+def test_paper_test_by_whole_forward_passes(more, seed, chosen, family, tmp_path):
     pair = [family / "base", family / "child"]
-    result, _ = run("paper", *pair, *OUTPUTS, *more, "--dtype", "float32", out=tmp_path)
-    (row,) = result["rows"]
+    (row,) = run("paper", *pair, *OUTPUTS, *more, "--dtype", "float32", out=tmp_path)[0]["rows"]
     given = random_tokens(seed, range(40), 9, 300)
     if "gaussian" in more:
         given = random_vectors(seed, range(40), 9, 64)
-    a, b = (last_states(folder, given) for folder in pair)
-    chosen = set((sign * a.mean(0)).argsort()[:count]) & set((sign * b.mean(0)).argsort()[:count])
-    taus = np.array([scipy.stats.kendalltau(a[:, j], b[:, j]).statistic for j in chosen])
-    assert row["paper_k"] == len(taus)
-    assert row["paper_mean_tau"] == pytest.approx(taus.mean(), abs=2e-3)  # where two ranks are swapped
-    spread = (2 * (2 * 40 + 5) / (9 * 40 * 39) / len(taus)) ** 0.5
-    assert row["closed_form_z"] == pytest.approx(row["paper_mean_tau"] / spread, rel=1e-9)
+    expected = lineage.paper_test(*(last_states(folder, given) for folder in pair), *chosen)
+    assert row["paper_k"] == expected["paper_k"]
+    assert row["paper_mean_tau"] == pytest.approx(
+        expected["paper_mean_tau"], abs=2e-3
+    )  # two ranks are swapped
 
 
 def test_paper_test_of_kin_and_strangers(family, tmp_path):
@@ -163,8 +161,6 @@ def test_paper_test_of_kin_and_strangers(family, tmp_path):
         assert child[key] < 1e-4
         assert fooled[key] < 0.01
         assert stranger[key] > 0.01
-    _, softened = run("paper", *words, "--softmax-temperature", 10, out=tmp_path)[0]["rows"]
-    assert softened["paper_mean_tau"] != stranger["paper_mean_tau"]
 
 
 # ---- identify ----------------------------------------------------------------------------------------------
@@ -240,7 +236,7 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
             folders["stranger_"] = runs / stranger / f"step_{steps_of_stranger[step]:07}"
         for prefix, folder in folders.items():
             outputs = last_states(folder, tokens)
-            taus = np.array([scipy.stats.kendalltau(birth[:, j], outputs[:, j]).statistic for j in chosen])
+            taus = lineage.kendall(birth, outputs, chosen)
             # two of 40 ranks may be swapped by rounding
             assert row[f"{prefix}mean_tau"] == pytest.approx(taus.mean(), abs=2e-3)
             assert row[f"{prefix}std_tau"] == pytest.approx(taus.std(), abs=2e-3)
