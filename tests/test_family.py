@@ -14,29 +14,21 @@ from lib.data import TokenData
 from reproduce import family, rivals, siblings
 
 
-def test_pairs_are_the_papers_rows():
-    runs = family.lineage_runs(siblings.Settings(runs="r"))
-    child = {seed: f"r/lineage/tiny_qwen-{seed}" for seed in siblings.SEEDS}
-    pairs = family.table_pairs("qwen", runs)
-    assert [pair[0] for pair in pairs] == ["9"] * 4 + ["10"] * 4 + ["11"] * 4 + ["12"] * 2
-    assert ("9", f"{child[2000]}/step_0000000", f"{child[42]}/step_0000000", False) in pairs
-    assert ("10", f"{child[42]}/step_0000000", child[42], True) in pairs
-    assert ("11", f"{child[2000]}/step_0000000", child[42], False) in pairs
-    assert pairs[-2:] == [
-        ("12", child[1000], f"{child[1000]}-docstrings", True),
-        ("12", child[1000], f"{child[123]}-docstrings", False),
-    ]
-    assert {pair[0] for pair in family.table_pairs("llama", runs)} == {"4a", "4b, 8", "4c", "5"}
-
-
-def test_runs_are_one_corpus_in_one_order_then_another():
+def test_runs_and_pairs_are_the_papers():
     runs = family.lineage_runs(siblings.Settings(runs="r"))
     assert sum(run.max_iters for run in runs.values()) == 2220
     first = [run for (_, _, corpus), run in runs.items() if corpus == 1]
-    assert {(run.source, run.data_seed) for run in first} == {(("python",), 0)}
+    assert {(run.source, run.data_seed) for run in first} == {(("python",), 0)}  # one corpus in one order
     second = runs["llama", 123, 2]
     assert second.init_from == "r/lineage/tiny_llama-123" and second.source == ("docstrings+site",)
     assert second.tokenizer == "data/python-bpe_4096/tokenizer.model"
+    child = {seed: f"r/lineage/tiny_qwen-{seed}" for seed in siblings.SEEDS}
+    pairs = family.table_pairs("qwen", runs)
+    assert ("9", f"{child[2000]}/step_0000000", f"{child[42]}/step_0000000", False) in pairs
+    assert ("10", f"{child[42]}/step_0000000", child[42], True) in pairs
+    assert ("11", f"{child[2000]}/step_0000000", child[42], False) in pairs
+    assert ("12", child[1000], f"{child[1000]}-docstrings", True) in pairs
+    assert pairs[-1] == ("12", child[1000], f"{child[123]}-docstrings", False) and len(pairs) == 14
 
 
 @pytest.mark.usefixtures("quick_training")
@@ -45,25 +37,19 @@ def test_every_method_answers_for_every_pair(tmp_path, monkeypatch):
     small = {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
     for preset in ("tiny_llama", "tiny_qwen"):
         monkeypatch.setitem(model.PRESETS, preset, replace(model.PRESETS[preset], **small))
-    small_task(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    small_task(tmp_path, monkeypatch)
     settings = siblings.Settings(scale="smoke", out="out", **CPU)
-    result = family.lineage(settings)
-    rows = result["rows"]
-    kin = {}
-    for row in rows:
-        kin.setdefault(row["table"], []).append(row["kin"])
-    strangers, parents = [False, False], [True, True]
-    first, last = {"4a": strangers, "4b, 8": parents, "4c": strangers}, {"5": [True, False]}
-    assert kin == first | last | {"9": strangers, "10": parents, "11": strangers, "12": [True, False]}
+    rows = family.lineage(settings)["rows"]
+    tables = "4a, 4a, 4b, 8, 4b, 8, 4c, 4c, 5, 5, 9, 9, 10, 10, 11, 11, 12, 12"
+    assert ", ".join(row["table"] for row in rows) == tables
+    assert [row["kin"] for row in rows] == 2 * [False, False, True, True, False, False, True, False]
     for row in rows:
         assert (row["verdict"] == "same birth") == row["kin"], row
         assert (row["pcs"] > 0.95) == row["kin"]
     base, suspect = rows[2]["base"], rows[2]["suspect"]
-    expected = {}
     flags = {"models": (base, suspect), "out": "out", **CPU}
     asked = seedprint.CompareSettings(**flags, sequence_length=8, permutations=199, layers=2, units=64)
-    expected |= seedprint.compare(asked)["rows"][0]
+    expected = seedprint.compare(asked)["rows"][0]
     asked = seedprint.PaperSettings(**flags, paper_sequences=20, paper_length=8)
     expected |= seedprint.paper(asked)["rows"][0]
     text, _ = TokenData("data/backcopy-bytes").held_out(200, 8)

@@ -11,7 +11,7 @@ from conftest import KINDS
 from scipy.stats import kstest
 
 import init
-from model import PRESETS, ModelConfig, Transformer
+from model import PRESETS, ModelConfig
 
 WIDE = ModelConfig(512, 64, 4, 4, 128, 384, qkv_bias=True, qk_norm=True, attn_calibration="headnorm")
 
@@ -27,10 +27,7 @@ def digest(model) -> str:
 @pytest.mark.parametrize("scheme", ["gpt2", "normal"])
 @pytest.mark.parametrize("config", [WIDE, PRESETS["tiny_gpt2"]], ids=["wide", "gpt2"])
 def test_table(scheme, config):
-    model = Transformer(config)
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, math.nan)  # what init forgets stays NaN
-    init.initialize(model, seed=5, scheme=scheme)
+    model = init.newborn(config, 5, scheme=scheme)
     for name, parameter in model.named_parameters():
         values = parameter.detach().double()
         assert values.isfinite().all(), name

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from altered import Altered
 from conftest import KINDS
 
 from lib.checkpoint import Newborn, final_states
@@ -16,13 +15,10 @@ from lib.settings import UserError
 from measure import lineage
 from measure.lineage import Correlation, diagonal_test
 from model import ModelConfig
-from reproduce.thief import noised
+from reproduce.thief import noised, of_matrices
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 SMALLEST = ModelConfig(97, 64, 2, 2, 32, 32)  # where many pairs are compared
-BLOCKS = "the weights of the blocks"
-HIDDEN_UNITS = "the hidden units, in any basis of the residual stream"
-TABLES = ("model.embed_tokens", "lm_head")
 
 
 def assert_uniform(p_values: list[float]) -> None:
@@ -38,7 +34,7 @@ def four_errors(share: float, draws: int) -> float:
 # ---- the exact test of coordinates -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d, seed", [(2, 0), (3, 1), (6, 2), (7, 3)])
+@pytest.mark.parametrize("d, seed", [(2, 0), (6, 2), (7, 3)])
 def test_z_and_p_are_those_of_all_permutations(d, seed):
     C = np.random.default_rng(seed).standard_normal((d, d)) + 0.5 * np.eye(d)
     result = diagonal_test(torch.from_numpy(C), ("all", seed), 9999)
@@ -58,15 +54,7 @@ def test_z_and_p_are_those_of_all_permutations(d, seed):
     assert scipy.stats.norm.sf(smallest / sums.std()) == pytest.approx(1e-6, rel=1e-6)
 
 
-def test_identity_is_the_extreme():
-    result = diagonal_test(torch.eye(64).double(), ("a", 1), 999)
-    assert result["p"] == 1 / 1000 and result["same"] is True
-    # S is the number of fixed points / 64: mean 1 / 64, variance 1 / 64^2, by their law
-    assert result["z"] == pytest.approx(63, rel=1e-9)
-    assert not diagonal_test(-torch.eye(64).double(), ("a", 1), 999)["same"]
-
-
-@pytest.mark.parametrize("value", [0.0, 0.25, torch.nan])
+@pytest.mark.parametrize("value", [0.25, torch.nan])
 def test_nothing_to_compare_is_refused(value):
     with pytest.raises(UserError, match="nothing"):
         diagonal_test(torch.full((5, 5), value).double(), ("a", 1), 99)
@@ -117,37 +105,21 @@ def test_p_is_uniform_though_rows_depend_on_each_other():
 # ---- coordinates of states ---------------------------------------------------------------------------------
 
 
-def test_unit_ranks_against_scipy():
-    generator = np.random.default_rng(0)
-    a = generator.integers(6, size=(40, 5))  # many ties
-    b = generator.standard_normal((40, 5))  # none
-    b[:, 4] = a[:, 4] + 0.01 * b[:, 4]
-    A = lineage.unit_ranks(torch.from_numpy(a).float())
-    B = lineage.unit_ranks(torch.from_numpy(b).float())
-    expected = scipy.stats.spearmanr(a, b).statistic[:5, 5:]
-    np.testing.assert_allclose(A.T @ B, expected, atol=1e-6)  # float32
-    ranks = scipy.stats.rankdata(a, axis=0) - 20.5
-    np.testing.assert_allclose(A, ranks / np.sqrt((ranks**2).sum(axis=0)), atol=1e-7)  # float32
-    constant = torch.cat([torch.from_numpy(b).float(), torch.full((40, 2), 0.3)], dim=1)
-    assert torch.equal(lineage.unit_ranks(constant), torch.cat([B, torch.zeros(40, 2)], dim=1))
-
-
-@pytest.mark.parametrize("n, d", [(60, 20), (20, 60), (30, 30), (3, 8)])
-def test_decorrelated_by_its_singular_values(n, d):
+@pytest.mark.parametrize("n, d", [(60, 20), (20, 60), (3, 8)])
+def test_fingerprints_by_ranks_and_singular_values(n, d):
     generator = np.random.default_rng(n)
-    shared = generator.standard_normal((n, 3)) @ generator.standard_normal((3, d))  # a strong common part
-    ranks = lineage.unit_ranks(torch.from_numpy(shared + generator.standard_normal((n, d))))
-    U, values, V = np.linalg.svd(ranks.double().numpy(), full_matrices=False)
+    rows = generator.standard_normal((n, 3)) @ generator.standard_normal((3, d))  # a strong common part
+    rows += generator.standard_normal((n, d))
+    rows[:, ::2] = rows[:, ::2].round()  # ties
+    rows[:, 5] = 0.3  # a constant column
+    ranks = scipy.stats.rankdata(rows, axis=0) - (n + 1) / 2
+    ranks /= np.maximum(np.linalg.norm(ranks, axis=0), 1e-30)
+    U, values, V = np.linalg.svd(ranks, full_matrices=False)
     expected = U @ np.diag(values / np.sqrt(values**2 + 0.03)) @ V
-    expected /= np.linalg.norm(expected, axis=0)
-    white = lineage.decorrelated(ranks)
-    np.testing.assert_allclose(white, expected, atol=2e-5)  # float32 products, divided by as little as 0.17
-    order = torch.from_numpy(generator.permutation(d))
-    torch.testing.assert_close(lineage.decorrelated(ranks[:, order]), white[:, order], rtol=0, atol=2e-5)
-    if n > d:
-        eye = torch.eye(d)
-        before = (ranks.T @ ranks - eye).abs().max()
-        assert (white.T @ white - eye).abs().max() < 0.5 * before
+    expected /= np.maximum(np.linalg.norm(expected, axis=0), 1e-30)
+    expected[:, 5] = 0
+    # float32 products, divided by as little as 0.17
+    np.testing.assert_allclose(lineage.fingerprint(torch.from_numpy(rows)), expected, atol=2e-5)
 
 
 def test_relabelling_test_of_plain_arrays():
@@ -167,21 +139,12 @@ ROWS = np.random.default_rng(1).standard_normal((10, 4))
 
 
 @pytest.mark.parametrize("test", [lineage.relabelling_test, lineage.paper_test])
-@pytest.mark.parametrize(
-    "a, b",
-    [
-        (ROWS, ROWS[:9]),
-        (ROWS, ROWS[:, :3]),
-        (ROWS[:2], ROWS[:2]),
-        (ROWS[:, :1], ROWS[:, :1]),
-        (ROWS[0], ROWS[0]),
-        (ROWS, np.full_like(ROWS, np.nan)),
-    ],
-    ids=["rows", "columns", "two rows", "one column", "a vector", "NaN"],
-)
-def test_unlike_rows_are_refused(test, a, b):
-    with pytest.raises(UserError, match="expected two|not finite"):
-        test(a, b)
+def test_unlike_rows_are_refused(test):
+    pairs = [(ROWS, ROWS[:9]), (ROWS, ROWS[:, :3]), (ROWS[:2], ROWS[:2]), (ROWS[:, :1], ROWS[:, :1])]
+    pairs += [(ROWS[0], ROWS[0]), (ROWS, np.full_like(ROWS, np.nan))]
+    for a, b in pairs:
+        with pytest.raises(UserError, match="expected two|not finite"):
+            test(a, b)
 
 
 # ---- coordinates of weights --------------------------------------------------------------------------------
@@ -189,36 +152,29 @@ def test_unlike_rows_are_refused(test, a, b):
 
 def test_streaming_correlation_against_numpy():
     generator = np.random.default_rng(0)
-    A = generator.standard_normal((9000, 6)) * [1, 1, 5, 0.01, 1, 1] + [0, 1, 0, 0.02, 0, 0]
-    B = 0.5 * A[:, ::-1] + generator.standard_normal((9000, 6))
+    A = generator.standard_normal((9000, 7)) * [1, 1, 5, 0.01, 1, 1, 0.01] + [0, 1, 0, 0.02, 0, 0, 10]
+    B = 0.5 * A[:, ::-1] + generator.standard_normal((9000, 7))
     A[:, 5] = 0.0  # constant columns, of numbers that float32 and its sums hold exactly
     B[:, 2] = 0.5
     A = torch.from_numpy(A).float()
     B = torch.from_numpy(B).float()
-    assert Correlation(6).value() is None
-    correlation = Correlation(6)
+    correlation = Correlation(7)
+    assert correlation.value() is None
     correlation.update(A, B)  # longer than a batch
+    values = correlation.value()
     with np.errstate(invalid="ignore"):
-        expected = np.nan_to_num(np.corrcoef(A.double().T, B.double().T)[:6, 6:])
-    np.testing.assert_allclose(correlation.value(), expected, atol=2e-6)  # float32 sums of 2,048 products
-    assert (correlation.value()[5] == 0).all() and (correlation.value()[:, 2] == 0).all()
+        expected = np.nan_to_num(np.corrcoef(A.double().T, B.double().T)[:7, 7:])
+    np.testing.assert_allclose(values[:6], expected[:6], atol=2e-6)  # float32 sums of 2,048 products
+    np.testing.assert_allclose(values[6], expected[6], atol=0.01)  # float32 leaves 4 digits of 0.01 beside 10
+    assert (values[5] == 0).all() and (values[:, 2] == 0).all()
 
 
-def test_correlation_with_a_large_mean():
-    A = 10 + 0.01 * torch.randn(3000, 4, generator=torch.Generator().manual_seed(0))
-    B = A + 0.01 * torch.randn(3000, 4, generator=torch.Generator().manual_seed(1))
-    correlation = Correlation(4)
-    correlation.update(A, B)
-    expected = np.corrcoef(A.double().T, B.double().T)[:4, 4:]
-    np.testing.assert_allclose(correlation.value(), expected, atol=0.01)  # float32 leaves 4 digits of 0.01
-
-
-def stacked_correlation(sources, kind: str, left_out: list[str]) -> np.ndarray:
+def stacked_correlation(sources, kind: str, left_out: str) -> np.ndarray:
     """Correlations of the residual coordinates, from all rows of both models at once."""
     stacks = ([], [])
     for name, shape in sources[0].shapes.items():
         in_blocks = name.startswith("model.layers.")
-        if len(shape) != 2 or in_blocks != (kind == "body") or name in left_out:
+        if len(shape) != 2 or in_blocks != (kind == "body") or left_out in name:
             continue
         weights = [source.read(name).double().numpy() for source in sources]
         if "o_proj" in name or "down_proj" in name:
@@ -232,27 +188,16 @@ def stacked_correlation(sources, kind: str, left_out: list[str]) -> np.ndarray:
     return np.corrcoef(a.T, b.T)[:d, d:]
 
 
-ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-
-
-def matrices(layers, kinds: list[str]) -> list[str]:
-    """The names of some layers' matrices."""
-    return [f"model.layers.{layer}.{kind}.weight" for layer in layers for kind in kinds]
-
-
 @pytest.mark.parametrize(
     "changes, left_out",
     [
-        ({}, []),
-        (dict(d_ff=40), matrices(range(3), MLP)),
-        (dict(num_layers=2), matrices([2], ATTENTION + MLP)),
-        (dict(tie_embeddings=True), ["lm_head.weight"]),
-        (dict(vocab_size=70), []),
-        (dict(num_kv_heads=1), matrices(range(3), ATTENTION[1:3])),
-        (dict(mlp="gelu", num_layers=2), matrices([2], ATTENTION + MLP) + matrices([0, 1], MLP[:1])),
+        ({}, "none"),
+        (dict(d_ff=40), ".mlp."),
+        (dict(num_layers=2), "layers.2."),
+        (dict(tie_embeddings=True), "lm_head"),
+        (dict(vocab_size=70), "none"),
     ],
-    ids=["alike", "d_ff", "layers", "tied", "vocabulary", "heads", "several"],
+    ids=["alike", "d_ff", "layers", "tied", "vocabulary"],
 )
 def test_weight_correlations_against_a_stack(changes, left_out):
     a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
@@ -270,17 +215,13 @@ def test_no_matrix_in_common():
     assert set(lineage.weight_correlations(a, b)) == {"embedding"}
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_broken_weights_are_refused(value):
-    newborn = Newborn(KINDS["llama"], 1)
-
+def test_broken_weights_are_refused():
     def change(name, weight):
-        if name != "model.layers.1.mlp.up_proj.weight":
-            return weight
-        return weight.index_fill(0, torch.tensor([3]), value)
+        broken = name == "model.layers.1.mlp.up_proj.weight"
+        return weight.index_fill(0, torch.tensor([3]), torch.nan) if broken else weight
 
-    broken = Altered(newborn, change)
-    for pair in ((broken, newborn), (newborn, broken)):
+    newborn = Newborn(KINDS["llama"], 1)
+    for pair in ((of_matrices(newborn, change), newborn), (newborn, of_matrices(newborn, change))):
         with pytest.raises(UserError, match="not finite"):
             lineage.weight_correlations(*pair)
 
@@ -321,15 +262,7 @@ def test_kendall_with_ties():
     taus = lineage.kendall(a, b, np.array([0, 3, 5, 7]))
     expected = [1, 0, tau_b(a[:, 5], b[:, 5]), tau_b(a[:, 7], b[:, 7])]
     np.testing.assert_allclose(taus, expected, atol=1e-12)  # float64
-    plain = [scipy.stats.kendalltau(a[:, j], b[:, j]).statistic for j in (0, 5, 7)]
-    np.testing.assert_allclose(taus[[0, 2, 3]], plain, atol=1e-12)
     assert lineage.kendall(a, b, np.array([], dtype=int)).shape == (0,)
-
-
-def softened(rows: np.ndarray, temperature: float) -> np.ndarray:
-    """Softmax over the columns."""
-    exponentials = np.exp(rows / temperature)
-    return exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
 @pytest.mark.parametrize(
@@ -348,8 +281,8 @@ def test_paper_test_by_hand(side, top_k, temperature):
     a = a[:, chosen]
     b = b[:, chosen]
     if temperature:
-        a = softened(a, temperature)
-        b = softened(b, temperature)
+        a, b = (np.exp(rows / temperature) for rows in (a, b))
+        a, b = (rows / rows.sum(axis=1, keepdims=True) for rows in (a, b))
     taus = [scipy.stats.kendalltau(x, y).statistic for x, y in zip(a.T, b.T)]
     # Ranks of float32 and of float64 numbers are the same: what follows is float64.
     assert result["paper_k"] == len(chosen)
@@ -384,21 +317,14 @@ def test_too_few_dimensions_say_nothing(taus):
     assert (result["paper_t_p"], result["paper_u_p"], result["paper_k"]) == (1.0, 1.0, len(taus))
 
 
-@pytest.mark.parametrize("top_k", [0, 5, -1])
+@pytest.mark.parametrize("top_k", [0, 5])
 def test_top_k_outside_the_width_is_refused(top_k):
     with pytest.raises(UserError, match="top-k"):
         lineage.paper_test(ROWS, ROWS, top_k=top_k)
 
 
-def test_paper_test_of_identical_models_and_of_strangers():
-    tokens = random_tokens(0, range(150), 12, 300)
-    outputs = [final_states(Newborn(CONFIG, seed), tokens, last_only=True) for seed in range(8)]
-    same = lineage.paper_test(outputs[0], outputs[0].clone())
+def test_paper_test_of_identical_models():
+    outputs = final_states(Newborn(CONFIG, 1), random_tokens(0, range(150), 12, 300), last_only=True)
+    same = lineage.paper_test(outputs, outputs.clone())
     assert same["paper_k"] == 32 and same["paper_mean_tau"] == pytest.approx(1, abs=1e-12)  # float64
     assert same["paper_t_p"] < 1e-50 and same["paper_u_p"] < 1e-5 and same["closed_form_z"] > 50
-    strangers = [lineage.paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
-    for name in ("paper_t_p", "paper_u_p"):
-        p = np.array([test[name] for test in strangers])
-        assert p.min() > 1e-4 and p.max() > 0.5, p  # 28 values, which depend on each other
-    z = np.array([test["closed_form_z"] for test in strangers])
-    assert abs(z).max() < 4.5 and abs(z.mean()) < 1

@@ -16,21 +16,10 @@ SMALL = ModelConfig(97, 64, 6, 2, 32, 48)
 CPU = {"device": "cpu", "dtype": "float32"}
 
 
-@pytest.fixture(autouse=True)
-def small_preset(monkeypatch):
-    """A preset of tiny_llama's name whose newborns take milliseconds."""
-    monkeypatch.setitem(PRESETS, "tiny_llama", SMALL)
-
-
-def save_run(folder) -> None:
-    """A run folder of a birth and two steps, each further from it."""
-    birth = Newborn(SMALL, 1)
-    for step, size in ((0, 0), (1, 0.1), (8, 0.3)):
-        thief.save(folder / f"step_{step:07}", thief.noised(birth, size))
-
-
-def test_power(tmp_path):
-    save_run(tmp_path / "run")
+def test_power(tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny_llama", SMALL)  # whose newborns take milliseconds
+    for step, size in ((0, 0), (1, 0.1), (8, 0.3)):  # each further from its birth
+        thief.save(tmp_path / f"run/step_{step:07}", thief.noised(Newborn(SMALL, 1), size))
     small = ["--num-sequences", 4, "--sequence-length", 16, "--permutations", 199, "--layers", 1]
     small += ["--paper-sequences", 20, "--paper-length", 8, "--dtype", "float32"]
     done = run_here("reproduce.power", "tiny_llama@1", tmp_path / "run", *small, "--out", tmp_path)
@@ -60,16 +49,10 @@ def test_power(tmp_path):
     outputs = [seedprint.last_outputs(source, 97, settings) for source in sources]
     assert row["closed_form_z"] == pytest.approx(lineage.paper_test(*outputs)["closed_form_z"])
 
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
+    for words, expected in (
         (["tiny_llama@1"], "two models"),
         (["tiny_llama@1", "tiny_gpt2@1"], "width"),
         (["tiny_llama@1", "tiny_llama@2", "--paper-length", 65], "--paper-length 65"),
-    ],
-    ids=str,
-)
-def test_mistakes(words, expected, tmp_path):
-    assert_refused(run_here("reproduce.power", *words, "--out", tmp_path / "new"), expected)
+    ):
+        assert_refused(run_here("reproduce.power", *words, "--out", tmp_path / "new"), expected)
     assert not list((tmp_path / "new").glob("*.json"))
