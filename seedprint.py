@@ -252,7 +252,7 @@ def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
     `answer` is the seed, if its log10 p, corrected for the number of candidates, is -6 or less, and null
-    otherwise: then only the closest candidate is printed. It knows only births of init.py.
+    otherwise: then only the closest candidate is printed. It knows births of init.py, in their basis.
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
@@ -268,7 +268,8 @@ def identify(settings: IdentifySettings):
     shown = rows if is_certain else rows[:1]
     result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
     if rank() == 0:
-        said = f"seed {answer}" if is_certain else f"none of the seeds {settings.seeds} of init.py"
+        none = f"none of init.py's seeds {settings.seeds}, unless its basis was changed"
+        said = f"seed {answer}" if is_certain else none
         print(f"{settings.models[0]}: {said}")
     return result
 

@@ -104,7 +104,10 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 def train(settings: Settings):
-    """What becomes of a newborn? A line every few steps tells the time left. Returns the run folder."""
+    """What becomes of a newborn? A line every --log-every steps tells the time left.
+
+    Returns the run folder.
+    """
     settings, device, dtype = runtime.start(settings)
     settings = runs.merged_settings(settings, MAY_CHANGE)
     compiler = os.environ.get("CXX", "g++")
@@ -112,8 +115,9 @@ def train(settings: Settings):
         raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    if settings.init_from and not settings.resume:  # a mistake is told before any text is prepared
-        config = checkpoint.parse_spec(settings.init_from).config
+    if not settings.resume:  # a mistake is told before any text is prepared
+        begin = settings.init_from
+        config = checkpoint.parse_spec(begin).config if begin else PRESETS[settings.model]
         checkpoint.check_lengths((settings.sequence_length,), config.context_length)
     run = Path(settings.out)
     with runs.sole_owner(run):

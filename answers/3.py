@@ -4,6 +4,6 @@
 def relu_cosine(c):
     """The cosine of relu(W x) and relu(W y) for a random matrix W of very many rows: a number.
 
-    `c`, from -1 to 1, is the cosine of the vectors x and y.
+    `c`, a Python float from -1 to 1, is the cosine of the vectors x and y.
     """
     raise NotImplementedError

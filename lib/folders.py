@@ -102,7 +102,7 @@ def safetensors_of(path):
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     if header > LARGEST_HEADER:
-        raise UserError(f"cannot read {path}: its header has {header:,} bytes")
+        raise UserError(f"cannot read {path}: expected a .safetensors file with a header of sane size")
     file = safetensors.safe_open(path, "pt")
     tensors = {}
     for name in file.keys():

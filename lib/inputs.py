@@ -90,7 +90,7 @@ def read_tokens(settings: TextSettings, spec, T):
     else:
         tokens = random_windows(encode(text, str(tokenizer)), count, T, settings.input_seed)
     if len(tokens) < count:
-        raise UserError(f"{text} has {len(tokens)} sequences of {T} tokens: lower --num-sequences {count}")
+        raise UserError(f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}")
     if settings.first_token is not None:
         tokens = tokens.clone()
         tokens[:, 0] = first_token(settings.first_token, tokenizer, spec)

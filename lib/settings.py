@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import os
+import re
 import runpy
 import sys
 import types
@@ -87,6 +88,8 @@ def read_command(commands, words, document):
             if name:
                 print(f"  {name:12} {inspect.getdoc(command.function).splitlines()[0]}")
         sys.exit(0)
+    elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
+        closest(words[0], list(filter(None, commands)), "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(commands)}")
     function, defaults = commands[name]

@@ -134,7 +134,7 @@ def read_result(path):
 
 
 FINDINGS = """
-Six findings of what is committed here, each with its figure, beside whose JSON it stands:
+Six findings of what is committed here, each with its figure; its JSON stands beside it:
 
 1. A newborn GPT-2 prefers tokens: of 1,000 random sequences 22 end in one token with seed 42, and 18 in
    another with seed 43, where the most frequent of uniform draws comes up 2.1 times ([figure](probe.png)).
@@ -148,8 +148,9 @@ Six findings of what is committed here, each with its figure, beside whose JSON 
    pruned ([figure](power.png)). Of a stranger's it is 1 of 704.
 5. Of the heads of a real model, SmolLM2-135M, 73 % are sinks, and two of its 46,080 hidden units hold that
    up: with both silenced 28 % are left, with either alone 70 % or more ([figure](smollm2/silence.png)).
-6. The paper's test with Gaussian inputs calls every unrelated pair kin, 132 of 132, where newborns are drawn
-   as the paper draws them; drawn as Hugging Face does, at most 5 of 66 ([figure](errors.png)).
+6. The paper's t-test with Gaussian inputs calls all 132 unrelated pairs of two architectures kin, where
+   newborns are drawn as the paper draws them; drawn as Hugging Face does, at most 5 of 66 of one
+   ([figure](errors.png)).
 """
 REPORT = """
 Every table, figure, finding and proposition of *Transformers Are Born Biased* (BB), and what *The Structural
@@ -165,6 +166,7 @@ was not run needs GPUs: docs/gpu.md.
 NOTE = """
 *SO: variance* is read by octaves of positions. One that the sequence does not fill is left out: at T = 64 the
 last was one position, whose rise alone made the verdict *open*. The rule was changed after that was seen.
+Tables 4a and 9 have the same numbers, since a newborn Qwen's biases are zero: it is the newborn LLaMA.
 """
 
 

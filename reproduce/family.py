@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from lib.checkpoint import Newborn, parse_spec
 from lib.data import TokenData, default_folder
-from lib.figures import new_figure, save_figure
 from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
@@ -122,12 +121,6 @@ def real(settings: RealSettings):
         row, detail = compare_pair(base, read_model(name, source))
         origins = [match["base_number"] for match in detail["layers"]]
         rows.append({"base": base.name, "suspect": name, "kin": kin} | row | {"base_layers": origins})
-    figure, grid = new_figure("Whose hidden units are found again?", width=7, height=4.5)
-    names = [f"{row['suspect']}: {row['verdict']}" for row in rows]
-    grid[0, 0].barh(names, [100 * row["units_share"] for row in rows])
-    grid[0, 0].invert_yaxis()
-    grid[0, 0].set(xlabel="% of a layer's units: the least of kin, the most of others")
-    save_figure(figure, experiment.folder / "real.png")
     return experiment.save(rows, ("suspect", "kin", "verdict", "units_found", "units", "distance", "body_z"))
 
 

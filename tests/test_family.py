@@ -66,7 +66,7 @@ def test_children_of_a_real_model(tmp_path, monkeypatch):
     monkeypatch.setitem(model.PRESETS, "tiny_llama", replace(config, context_length=256))
     settings = family.RealSettings(base="tiny_llama@1", text=None, steps=2, out=str(tmp_path), **CPU)
     rows = family.real(settings)["rows"]
-    assert len(rows) == 12 and (tmp_path / "real.png").exists()
+    assert len(rows) == 12
     for row in rows:
         assert row["verdict"] == ("same birth" if row["kin"] else "no evidence"), row["sentence"]
         if "width" not in row["suspect"]:

@@ -191,7 +191,7 @@ def test_identify_names_the_seed(more, numbers, tmp_path):
 def test_identify_knows_none(tmp_path):
     save_child(tmp_path / "a", 0, seed=5000)
     result, text = run("identify", tmp_path / "a", "--seeds", "0-1500", out=tmp_path)
-    assert result["answer"] is None and "none of the seeds 0-1500" in text
+    assert result["answer"] is None and "none of init.py's seeds 0-1500" in text
     best, *others = result["rows"]
     assert best["family_log10_p"] > -6 and len(others) == 9
     shown = [line.split()[0] for line in text.splitlines() if line.split()[0].isdigit()]

@@ -6,7 +6,7 @@ import math
 def relu_cosine(c):
     """The cosine of relu(W x) and relu(W y) for a random matrix W of very many rows: a number.
 
-    `c`, from -1 to 1, is the cosine of the vectors x and y.
+    `c`, a Python float from -1 to 1, is the cosine of the vectors x and y.
     """
     # E relu(a) relu(b) over normal a and b of correlation c = cos(angle), divided by E relu(a)^2 = 1/2
     angle = math.acos(c)
