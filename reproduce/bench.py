@@ -1,6 +1,6 @@
 """How fast is it, and in how much memory, beside transformers?
 
-    python -m reproduce.bench                             # all of it, ten minutes on 2 cores
+    python -m reproduce.bench                             # all of it, a quarter of an hour on 2 cores
     python -m reproduce.bench --work forward --rounds 9
 
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
