@@ -1,4 +1,4 @@
-"""How dense is the code? Syntax-tree nodes a code line, and how much cleverness a reader meets per 100 lines.
+"""How dense is the code? Syntax-tree nodes a code line.
 
     python tests/density.py [FILE.py ... | FOLDER ...]       # without words: all Python but tests and configs
 
@@ -13,12 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 COUNTED = (ast.Name, ast.Attribute, ast.Call, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Subscript, ast.Compare)
 LEFT_OUT = ("tests", "configs", "answers", "docs")  # docs has the lesson's solutions
-CLEVER = {
-    "conditional": ast.IfExp,
-    "comprehension": ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp,
-    "lambda": ast.Lambda,
-    "walrus": ast.NamedExpr,
-}
 
 
 def python_files(folder: Path = ROOT) -> list[Path]:
@@ -32,7 +26,7 @@ def python_files(folder: Path = ROOT) -> list[Path]:
 
 
 def measure(path: Path) -> dict[str, int]:
-    """Counts of one file: lines, code lines, nodes, and each kind of cleverness."""
+    """Counts of one file: lines, code lines and nodes."""
     text = path.read_text()
     nodes = list(ast.walk(ast.parse(text)))
     docstring_lines = set()
@@ -47,8 +41,6 @@ def measure(path: Path) -> dict[str, int]:
             code += 1
     counts = {"lines": len(text.splitlines()), "code": code}
     counts["nodes"] = sum(isinstance(node, COUNTED) for node in nodes)
-    for name, kinds in CLEVER.items():
-        counts[name] = sum(isinstance(node, kinds) for node in nodes)
     return counts
 
 
@@ -60,10 +52,8 @@ def total(files: list[Path]) -> dict[str, int]:
 
 def show(name: str, counts: dict[str, int]) -> None:
     """Print one line of the table."""
-    code = max(1, counts["code"])
-    numbers = "".join(f"{counts[key]:8}" for key in ("lines", "code", "nodes"))
-    clever = "".join(f"{100 * counts[key] / code:14.1f}" for key in CLEVER)
-    print(f"{name:32}{numbers}{counts['nodes'] / code:8.2f}{clever}")
+    numbers = "".join(f"{count:8}" for count in counts.values())
+    print(f"{name:32}{numbers}{counts['nodes'] / max(1, counts['code']):8.2f}")
 
 
 def main() -> None:
@@ -72,8 +62,7 @@ def main() -> None:
     for word in sys.argv[1:] or ["."]:
         path = Path(word)
         files += python_files(path) if path.is_dir() else [path]
-    print("file".ljust(32) + "".join(f"{key:>8}" for key in ("lines", "code", "nodes", "a line")), end="")
-    print("".join(f"{key:>14}" for key in CLEVER))
+    print("file".ljust(32) + "".join(f"{key:>8}" for key in ("lines", "code", "nodes", "a line")))
     for path in files:
         show(str(path), measure(path))
     show("all", total(files))

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from lib.inputs import random_tokens
 from lib.settings import UserError
 from measure import census
 from measure.census import Match, Units
-from measure.verdict import NO_EVIDENCE, judge_units
 from model import PRESETS, ModelConfig
 from reproduce import thief
 from reproduce.thief import cut, hidden, narrowed, noised, of_matrices, pruned, rounded
@@ -54,9 +53,7 @@ def found(a, b, limit=1024, layers=8) -> list[Match]:
     """The matches of a census of two sources."""
     units = [[Units(source, reading) for reading in census.readings(source)] for source in (a, b)]
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
-    result = census.best_census(*units, vocabularies, limit, layers, 0)
-    json.dumps([asdict(match) for match in result.matches] + [result.layer_map], allow_nan=False)
-    return result.matches
+    return census.best_census(*units, vocabularies, limit, layers, 0).matches
 
 
 def least_share(a, b) -> float:
@@ -149,29 +146,11 @@ def test_dead_units_are_in_no_count():
         assert (row.found, row.units) == (48, 48)
 
 
-def test_units_that_are_all_alike_are_no_birth():
-    """Every correlation is a tie, which every view breaks alike; the pair's own null sees that."""
-
+def test_nan_in_a_token_table_is_refused():
     def change(name, weight):
-        return torch.ones_like(weight) if "mlp" in name else weight
+        return weight.index_fill(0, torch.tensor([3]), torch.nan) if "embed" in name else weight
 
-    rows = found(Newborn(GATED, 1), of_matrices(Newborn(GATED, 2), change))
-    assert judge_units(rows) == NO_EVIDENCE
-
-
-@pytest.mark.parametrize(
-    "broken, rows, value, said",
-    [
-        ("model.embed_tokens.weight", range(300), 0.0, "nothing varies"),
-        ("model.embed_tokens.weight", [3], torch.nan, "not finite"),
-        ("model.layers.1.mlp.up_proj.weight", [3], torch.nan, "not finite"),
-    ],
-)
-def test_broken_weights_are_refused(broken, rows, value, said):
-    def change(name, weight):
-        return weight.index_fill(0, torch.tensor(rows), value) if name == broken else weight
-
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match="not finite"):
         found(Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
 
 
@@ -183,14 +162,7 @@ def test_hidden_children_are_found_unit_by_unit(name, tmp_path):
     base = save_perturbed(tmp_path / "a", replace(PRESETS[name], num_layers=2))
     child = hidden(base)
     assert least_share(base, child) == 1
-    weights = {name: child.read(name).bfloat16() for name in child.shapes}
-    children = [
-        noised(child, 1),
-        pruned(child, 0.9),
-        rounded(child, 4),
-        thief.as_source(weights, child.config),
-    ]
-    for changed in children:
+    for changed in (noised(child, 1), pruned(child, 0.9), rounded(child, 4)):
         assert least_share(base, changed) >= 0.99
 
 
@@ -212,68 +184,56 @@ def test_hidden_models_keep_the_logits(config, way, tmp_path):
 
 
 def test_thief_as_a_script(tmp_path):
-    child = hidden(save_perturbed(tmp_path / "a", GATED), ("neurons", "signs"))
+    base = save_perturbed(tmp_path / "a", GATED)
     words = [tmp_path / "a", "--ways", "neurons", "signs", "--out", tmp_path / "b"]
     done = run_here("reproduce.thief", *words)
     assert done.returncode == 0, done.stderr
-    written = open_folder(tmp_path / "b")
-    assert written.shapes == child.shapes
-    assert all(torch.equal(written.read(name), child.read(name)) for name in child.shapes)
+    assert least_share(base, open_folder(tmp_path / "b")) == 1
     assert_refused(run_here("reproduce.thief", *words), "is there already")
-    assert_refused(run_here("reproduce.thief", "--out", tmp_path / "c"), "one model")
 
 
-@pytest.mark.parametrize("size, share, bits", [(0.5, 0.125, 2), (2.0, 0.5, 5)])
-def test_what_a_thief_adds_and_takes(size, share, bits):
+def test_what_a_thief_adds_and_takes():
     """Noise of the size asked for, the share of zeros, the number of levels: by their definitions."""
     base = Newborn(GATED, 1)
-    name, gains = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
-    weight = base.read(name)
-    changed = [noised(base, size), pruned(base, share), rounded(base, bits)]
-    noisy, sparse, coarse = (source.read(name) for source in changed)
+    changed = [noised(base, 2.0), pruned(base, 0.125), rounded(base, 5)]
+    weight, noisy, sparse, coarse = (
+        source.read("model.layers.1.mlp.up_proj.weight") for source in [base, *changed]
+    )
     # 6,144 numbers: their std is known to about 1 %
-    assert (noisy - weight).std().item() == pytest.approx(size * weight.std().item(), rel=0.05)
-    assert (sparse == 0).float().mean() == pytest.approx(share, abs=1 / weight.numel())
-    levels = coarse / weight.abs().max() * (2 ** (bits - 1) - 1)
-    assert torch.equal(levels.round().unique().abs().unique(), torch.arange(2.0 ** (bits - 1)))
+    assert (noisy - weight).std().item() == pytest.approx(2 * weight.std().item(), rel=0.05)
+    assert (sparse == 0).float().mean() == pytest.approx(0.125, abs=1 / weight.numel())
+    levels = coarse / weight.abs().max() * 15
+    assert torch.equal(levels.round().unique().abs().unique(), torch.arange(16.0))
     torch.testing.assert_close(levels, levels.round())  # the defaults: rounding of float32
-    for source in changed:
-        assert torch.equal(source.read(gains), base.read(gains))
 
 
-@pytest.mark.parametrize("share", [0.75, 0.25])
-def test_children_of_which_a_part_was_kept(share):
+def test_children_of_which_a_part_was_kept():
     """Residual coordinates and hidden units kept at random, as width pruning does; either way round."""
     base = Newborn(WIDE, 1)
-    child = narrowed(base, share)
-    assert child.width == 256 * share
+    child = narrowed(base, 0.25)
     init.newborn(child.config, 2).load_state_dict(thief.weights_of(child))  # every tensor has its shape
     for a, b in ((base, child), (child, base)):
         for row in found(a, b):
-            assert row.units == 704 * share and row.share >= 0.95
+            assert row.units == 176 and row.share >= 0.95
     for row in found(Newborn(WIDE, 2), child):
         assert row.found <= 8
 
 
-@pytest.mark.parametrize("order", [(0, 3), (0, 1, 1, 2, 2, 3)], ids=["removed", "repeated"])
-def test_layers_removed_and_repeated(order):
+def test_layers_removed_and_repeated():
     """Each layer of the suspect is found, wherever it stood in the base."""
     base = Newborn(replace(WIDE, num_layers=4), 1)
-    rows = found(base, cut(base, order))
-    assert [row.base_layer for row in rows] == [f"layer {1 + layer}" for layer in order]
+    rows = found(base, cut(base, (0, 2, 2, 3)))
+    assert [row.base_layer for row in rows] == ["layer 1", "layer 3", "layer 3", "layer 4"]
     assert all(row.share == 1 for row in rows)
 
 
-def test_added_tokens_and_a_broken_tokenizer(tmp_path):
+def test_added_tokens(tmp_path):
     base = save_perturbed(tmp_path / "a", GATED)
     child = init.newborn(replace(GATED, vocab_size=331), 9)
     for name, parameter in child.named_parameters():
         parameter.data[: len(base.read(name))] = base.read(name)
     checkpoint.save(tmp_path / "b", child)
     assert least_share(base, open_folder(tmp_path / "b")) > 0.9
-    (tmp_path / "b/tokenizer.json").write_text('{"model": {"vocab": 3}}')
-    with pytest.raises(UserError, match="cannot read .*tokenizer.json"):
-        found(base, open_folder(tmp_path / "b"))
 
 
 def test_fewer_units_and_layers_are_read_where_asked():
@@ -282,7 +242,6 @@ def test_fewer_units_and_layers_are_read_where_asked():
     assert [row.layer for row in rows] == ["layer 1", "layer 3"]
     for row in rows:
         assert (row.found, row.units, row.expected) == (20, 20, 20 / 96)
-    assert census.evenly_spaced(12, 4) == [0, 4, 7, 11]
 
 
 def test_distance_is_one_less_the_correlation():
@@ -315,14 +274,10 @@ def test_counts_of_newborn_strangers_are_poisson():
     assert max(counts) <= 8
 
 
-@pytest.mark.parametrize(
-    "a, b", [(GATED, GATED), (PLAIN, PLAIN), (GATED, PLAIN)], ids=["gated", "plain", "two views of three"]
-)
-def test_strangers_and_transplanted_tables(a, b):
-    for embedding_seed in (2, 1):  # its own table, and the base's
-        for row in found(Newborn(a, 1), Newborn(b, 2, embedding_seed)):
-            assert row.found <= 8 and row.by_chance <= 8
-            assert (row.units, row.expected) == (min(a.d_ff, b.d_ff), a.d_ff / b.d_ff)
+@pytest.mark.parametrize("base", [GATED, PLAIN], ids=["two views of three", "plain"])
+def test_strangers_with_the_bases_table(base):
+    for row in found(Newborn(base, 1), Newborn(PLAIN, 2, embedding_seed=1)):
+        assert row.found <= 8 and row.by_chance <= 8
 
 
 # ---- memory ------------------------------------------------------------------------------------------------
@@ -375,7 +330,7 @@ def test_one_block_at_a_time_is_in_memory(tmp_path):
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     size = 4 * sum(weight.numel() for weight in half.values())
-    assert result["verdict"] == "same birth" and size > 1.5e8
+    assert result["verdict"] == "same birth"
     # of two models, each as large: a block is 1/24, the sizes of 1,024 by 2,048 correlations in float64 1/11
     # 0.7 to 0.8 was seen, by the allocator's mood; both models at once would be 2
     assert result["growth"] < 0.95 * size, result["growth"] / size

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-import train
 from lib.files import read_json
-from lib.settings import read_config_file
-from model import PRESETS
 from reproduce import claims
 from reproduce.claims import CLAIMS
 
@@ -75,30 +72,21 @@ JUDGED = [
     (claims.preference, probed(-5.0, 100), (), HOLDS),
     (claims.preference, probed(0.0, 1000), (), OPEN),  # fewer sequences than the paper's
     (claims.preference, probed(0.0, 10_000), (), FAILS),
-    (claims.grows_with_length, by_length(5, 60), (), HOLDS),
     (claims.grows_with_length, by_length(60, 5), (), FAILS),
     (claims.own_favourites, dict(top1_token=[1, 2], log10_p=-5.0), (), HOLDS),
-    (claims.own_favourites, dict(top1_token=[1, 1], log10_p=-5.0), (), FAILS),
     (claims.own_favourites, dict(top1_token=[1, 1], log10_p=0.0), (), OPEN),
     (claims.own_favourites, dict(top1_token=[1], log10_p=-5.0), (), OPEN),
     (claims.same_token, dict(model="nano_gpt2", a=[1] * 8, b=[1] * 3 + [2] * 5), ("a", "b"), HOLDS),
     (claims.same_token, dict(model="tiny_gpt2", a=[1] * 90_000, b=2), ("a", "b"), FAILS),
     (claims.widening, by_variant(0.1, 0.2, 0.4), (), HOLDS),  # layer 1 does not count
-    (claims.widening, by_variant(0.1, 0.2, 0.2), (), FAILS),
     (claims.widening, by_variant(0.0, 0.1, 0.4), (), FAILS),
-    (claims.ordered, by_size(0.1, 0.5), BY_SIZE, HOLDS),
     (claims.ordered, by_size(-0.1, -0.5), BY_SIZE, HOLDS),
     (claims.ordered, by_size(0.1, 0.02), BY_SIZE, FAILS),
-    (claims.ordered, by_size(0.1, 0.5), ("value", "seed", "variant", "attention", "mlp"), NONE),
-    (claims.within, by_seeds(0.31, 10), ("theory",), HOLDS),
     (claims.within, by_seeds(0.4, 10), ("theory",), FAILS),
     (claims.within, by_seeds(0.4, 2), ("theory",), HOLDS),  # Student's interval of two is wide
     (claims.within, by_seeds(0.31, 1), ("theory",), OPEN),
-    (claims.decay, by_octave(1, 0.7, 0.75, 0.5, 0.4, 0.4, 0.4), (), HOLDS),
     (claims.decay, by_octave(1, 1, 1, 1, 1, 1, 1.1), (), FAILS),
     (claims.decay, by_octave(1, 0.7, 0.75, 0.8), (), HOLDS),  # the octave of position 4 is not full
-    (claims.decay, by_octave(1, 0.7), (), NONE),
-    (claims.lower, calibrated(1.0, 1.1, 1.0), LOWER, HOLDS),
     (claims.lower, calibrated(3.0, 3.1, 3.0), LOWER, FAILS),
     (claims.lower, calibrated(None, None, None), LOWER, OPEN),
     (claims.lower, calibrated(1.0), LOWER, OPEN),
@@ -106,17 +94,11 @@ JUDGED = [
     (claims.right_answers, dict(kin=[False, True], paper_t_p=[0.5, 1e-9], paper_u_p=0.005), (), FAILS),
     (claims.right_answers, dict(kin=[False, True], paper_t_p=[0.5, 1e-9], paper_u_p=[0.2, 0]), (), HOLDS),
     (claims.right_answers, dict(paper_t_p=[1e-9], paper_u_p=[1e-3]), (), HOLDS),  # checkpoints: all kin
-    (claims.right_answers, dict(paper_t_p=[1e-9], paper_u_p=[0.3]), (), FAILS),
-    (claims.missed_kin, dict(pcs=[0.5], ics=[0.2]), ("pcs", "ics"), HOLDS),
     (claims.missed_kin, dict(pcs=[0.9], ics=[0.2]), ("pcs", "ics"), FAILS),
-    (claims.shifted_upward, dict(mean_tau=[0.02, 0.03], stranger_mean_tau=0.01), (), HOLDS),
     (claims.shifted_upward, dict(mean_tau=[0.02, 0.0], stranger_mean_tau=0.01), (), FAILS),
-    (claims.false_alarms, dict(rate=[0.005], low=[0.0], high=[0.009]), (), HOLDS),
     (claims.false_alarms, dict(rate=[0.005], low=[0.02], high=[0.05]), (), FAILS),
     (claims.sink_heads, dict(checkpoint=["runs/a"], sink_rate=0.2, low=-0.1, high=0.3), (), OPEN),
-    (claims.no_sinks, dict(sink_rate=[0.0, 0.0]), (), HOLDS),
     (claims.no_sinks, dict(sink_rate=[0.5, 0.0]), (), FAILS),
-    (claims.first_stands_out, by_position(9.0, 3.0), ("ratio",), HOLDS),
     (claims.first_stands_out, by_position(3.0, 4.0), ("ratio",), FAILS),
 ]
 
@@ -143,27 +125,6 @@ def test_rows_are_chosen_and_judged_apart():
     by_settings = dict(rows=rows_of(by_seeds(0.4, 2)), settings=dict(seed=[1, 2]))
     del by_settings["rows"][0]["num_seeds"]  # known by the settings
     assert claims.read_rows(claims.within, ("theory",), by_settings)[1] == HOLDS
-
-
-def test_every_item_is_named_once():
-    items = [claim.item for claim in CLAIMS]
-    assert len(set(items)) == len(items)
-    tables = ["1a", "1b", "1c", 2, 3, "4a", "4b", "4c", *range(5, 13)]
-    names = [f"Table {n}" for n in tables] + [f"Figure {n}" for n in ("1a", "1b", *range(2, 15))]
-    for name in (*names, "7-14", "Equation 2", "Proposition 2"):
-        assert name in " ".join(items)
-
-
-def test_the_papers_own_model():
-    """BB Tables 13 and 14: what `nano_llama` and its config file say."""
-    preset = dict(d_model=768, d_ff=2048, num_layers=12, num_heads=12, head_dim=None, vocab_size=32_000)
-    preset |= dict(context_length=2048, norm="rmsnorm", mlp="swiglu")
-    assert vars(PRESETS["nano_llama"]).items() >= preset.items()
-    run = dict(warmup_iters=2000, max_iters=200_000, global_batch_size=128, micro_batch_size=32)
-    run |= dict(weight_decay=0.1, grad_clip=1.0)
-    assert (
-        vars(read_config_file(str(ROOT / "configs/nano_llama.py"), train.Settings())).items() >= run.items()
-    )
 
 
 def test_committed_results():

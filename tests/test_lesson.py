@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_refused, run_here
+from conftest import ROOT, run_here
 
 import model
 from lib.settings import UserError
@@ -59,7 +59,6 @@ def test_without_its_package_exercise_7_says_what_to_install(monkeypatch):
 FILES = {
     "def relu_cosine(c):\n    return (c\n": "SyntaxError '(' was never closed (3.py, line 2)",
     "import math\ndef relu_cosine(c):\n    return math.sqrt(c)\n": "line 3: ValueError math domain error",
-    "def relu_cosine(c):\n    return None\n": "answers/3.py: TypeError",
     "def relu_cosine(c):\n    raise SystemExit(0)\n": "line 2: SystemExit 0",
     "def cosine(c):\n    return c\n": "answers/3.py has no function relu_cosine",
 }
@@ -86,22 +85,17 @@ def without_noise(model):
 
 WRONG = [
     (1, F.relu, "a cosine of 0.318"),
-    (1, F.elu, "a cosine of 0.006"),
     (1, lambda z: 1e-3 * F.gelu(z), "a cosine of 0.05"),
     (1, torch.zeros_like, "close to a straight line"),
-    (1, torch.tanh, "there already"),
-    (2, lambda model: torch.zeros(6, 256), "is 0.00"),
     (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
     (3, lambda c: (1 + c) / 2, "random weights have"),
     (3, lambda c: 1 / math.pi + c / 2 + c**2 / (2 * math.pi), "near, but not exact"),
     (4, lambda folder: -1, "not of -1"),
-    (5, lambda weights: {}, "embed_tokens.weight is missing"),
     (5, lambda weights: weights, "256 of 256 coordinates are where they were"),
     (5, lambda weights: {name: w.roll(1) for name, w in weights.items()}, "logits differ"),
     (6, lambda model: None, "0.07 of its attention"),
     (6, lambda model: model.model.embed_tokens.weight[0].mul_(100), "weight has changed"),
-    (8, lambda n, T, d: torch.zeros(n, T, d, dtype=torch.int64), "has to be a float tensor"),
     (8, lambda n, T, d: torch.randn(1, T, d).expand(n, T, d), "not independent"),
     (8, lambda n, T, d: 0.001 * torch.randn(n, T, d), "the test is not deceived"),
     (8, lambda n, T, d: torch.randn(n, T, d) / 0, "not all of the numbers are finite"),
@@ -113,10 +107,6 @@ WRONG = [
 def test_wrong_answers(exercise, function, words, untrained):
     with pytest.raises(UserError, match=words):
         lesson.CHECKS[exercise][1](function)
-
-
-def test_other_exercises_are_refused():
-    assert_refused(run_here("reproduce.lesson", 9), "1 to 8")
 
 
 @torch.no_grad()

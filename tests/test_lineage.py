@@ -9,15 +9,13 @@ import scipy.stats
 import torch
 from conftest import KINDS
 
-from lib.checkpoint import Newborn, final_states
-from lib.inputs import random_tokens
+from lib.checkpoint import Newborn
 from lib.settings import UserError
 from measure import lineage
 from measure.lineage import Correlation, diagonal_test
 from model import ModelConfig
-from reproduce.thief import noised, of_matrices
+from reproduce.thief import noised
 
-CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 SMALLEST = ModelConfig(97, 64, 2, 2, 32, 32)  # where many pairs are compared
 
 
@@ -34,7 +32,7 @@ def four_errors(share: float, draws: int) -> float:
 # ---- the exact test of coordinates -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("d, seed", [(2, 0), (6, 2), (7, 3)])
+@pytest.mark.parametrize("d, seed", [(2, 0), (7, 3)])
 def test_z_and_p_are_those_of_all_permutations(d, seed):
     C = np.random.default_rng(seed).standard_normal((d, d)) + 0.5 * np.eye(d)
     result = diagonal_test(torch.from_numpy(C), ("all", seed), 9999)
@@ -140,9 +138,7 @@ ROWS = np.random.default_rng(1).standard_normal((10, 4))
 
 @pytest.mark.parametrize("test", [lineage.relabelling_test, lineage.paper_test])
 def test_unlike_rows_are_refused(test):
-    pairs = [(ROWS, ROWS[:9]), (ROWS, ROWS[:, :3]), (ROWS[:2], ROWS[:2]), (ROWS[:, :1], ROWS[:, :1])]
-    pairs += [(ROWS[0], ROWS[0]), (ROWS, np.full_like(ROWS, np.nan))]
-    for a, b in pairs:
+    for a, b in ((ROWS, ROWS[:9]), (ROWS, ROWS[:, :3]), (ROWS, np.full_like(ROWS, np.nan))):
         with pytest.raises(UserError, match="expected two|not finite"):
             test(a, b)
 
@@ -191,13 +187,12 @@ def stacked_correlation(sources, kind: str, left_out: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "changes, left_out",
     [
-        ({}, "none"),
         (dict(d_ff=40), ".mlp."),
         (dict(num_layers=2), "layers.2."),
         (dict(tie_embeddings=True), "lm_head"),
         (dict(vocab_size=70), "none"),
     ],
-    ids=["alike", "d_ff", "layers", "tied", "vocabulary"],
+    ids=["d_ff", "layers", "tied", "vocabulary"],
 )
 def test_weight_correlations_against_a_stack(changes, left_out):
     a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
@@ -209,31 +204,12 @@ def test_weight_correlations_against_a_stack(changes, left_out):
             np.testing.assert_allclose(correlations[kind], expected, atol=2e-6)  # float32 products
 
 
-def test_no_matrix_in_common():
-    a = Newborn(KINDS["llama"], 1)
-    b = Newborn(replace(KINDS["llama"], head_dim=4, d_ff=40), 1)
-    assert set(lineage.weight_correlations(a, b)) == {"embedding"}
-
-
-def test_broken_weights_are_refused():
-    def change(name, weight):
-        broken = name == "model.layers.1.mlp.up_proj.weight"
-        return weight.index_fill(0, torch.tensor([3]), torch.nan) if broken else weight
-
-    newborn = Newborn(KINDS["llama"], 1)
-    for pair in ((of_matrices(newborn, change), newborn), (newborn, of_matrices(newborn, change))):
-        with pytest.raises(UserError, match="not finite"):
-            lineage.weight_correlations(*pair)
-
-
 def test_p_of_newborn_strangers_is_uniform():
     tests = []
     for i in range(120):
         correlations = lineage.weight_correlations(Newborn(SMALLEST, 2 * i), Newborn(SMALLEST, 2 * i + 1))
         tests.append(diagonal_test(correlations["body"], ("body", i), 199))
     assert_uniform([test["p"] for test in tests])
-    z = np.array([test["z"] for test in tests])
-    assert abs(z.mean()) < 4 / 120**0.5 and 0.74 < z.std() < 1.26  # four errors of 120 values
     assert not any(test["same"] for test in tests)
 
 
@@ -262,7 +238,6 @@ def test_kendall_with_ties():
     taus = lineage.kendall(a, b, np.array([0, 3, 5, 7]))
     expected = [1, 0, tau_b(a[:, 5], b[:, 5]), tau_b(a[:, 7], b[:, 7])]
     np.testing.assert_allclose(taus, expected, atol=1e-12)  # float64
-    assert lineage.kendall(a, b, np.array([], dtype=int)).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +296,3 @@ def test_too_few_dimensions_say_nothing(taus):
 def test_top_k_outside_the_width_is_refused(top_k):
     with pytest.raises(UserError, match="top-k"):
         lineage.paper_test(ROWS, ROWS, top_k=top_k)
-
-
-def test_paper_test_of_identical_models():
-    outputs = final_states(Newborn(CONFIG, 1), random_tokens(0, range(150), 12, 300), last_only=True)
-    same = lineage.paper_test(outputs, outputs.clone())
-    assert same["paper_k"] == 32 and same["paper_mean_tau"] == pytest.approx(1, abs=1e-12)  # float64
-    assert same["paper_t_p"] < 1e-50 and same["paper_u_p"] < 1e-5 and same["closed_form_z"] > 50

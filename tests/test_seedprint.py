@@ -2,14 +2,13 @@
 
 import itertools
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import ROOT, assert_refused, random_model, run_here, run_script
+from conftest import assert_refused, random_model, run_here, run_script
 
 import init
 import seedprint
@@ -28,17 +27,11 @@ OUTPUTS = ["--paper-sequences", 40, "--paper-length", 9]
 
 
 def run(*words, out: Path) -> tuple[dict, str]:
-    """What a command line writes, and what it prints; rows have the columns of what is committed."""
+    """What a command line writes, and what it prints."""
     done = run_here("seedprint", *words, "--out", out)
     assert done.returncode == 0, done.stderr
     name = {"paper": "paper_test"}.get(words[0], words[0])
-    result = read_json(out / f"{name}.json")
-    assert {"paper", "settings", "environment"} <= result.keys() and result["experiment"] == name
-    if name != "paper_test":
-        assert result["rows"][0].keys() == read_json(ROOT / f"results/{name}.json")["rows"][0].keys()
-    if name in ("compare", "matrix", "persistence"):
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return result, done.stdout
+    return read_json(out / f"{name}.json"), done.stdout
 
 
 def save_child(folder: Path, size: float, seed: int = 1) -> None:
@@ -74,19 +67,14 @@ def test_compare_knows_kin_from_strangers(family, tmp_path):
     assert verdicts == dict.fromkeys(names[:4], "same birth") | dict.fromkeys(names[4:], "no evidence")
     for name in names[:4]:
         assert (rows[name]["units_found"], rows[name]["units"]) == (96, 96)
-        assert rows[name]["sentence"].startswith("96 of 96 hidden units of every layer found again; ")
-        assert ("basis was changed" in rows[name]["sentence"]) == (name == "rotate")
-    for name in ("base", "child"):
-        assert rows[name]["body_z"] > 30
+    assert rows["child"]["body_z"] > 30
     assert rows["base"]["relabel_z"] > 30
     assert rows["base"]["body_matched"] == pytest.approx(1, abs=1e-5)  # float32 products
     for name in ("rotate", *names[4:]):
         assert abs(rows[name]["body_z"]) < 4.5  # 6e-6 of normal ones are beyond
     assert rows["transplanted"]["embedding_z"] > 30
-    assert rows["transplanted"]["relabel_z"] > 10
     assert "its token table is the base's" in rows["transplanted"]["sentence"]
     for row in result["rows"]:
-        assert row["base"] == str(family / "base") and row["num_rows"] == 48
         assert f"{row['suspect']}: {row['verdict']}: {row['sentence']}" in text
     maps = [np.array(layers["share"]) for layers in result["layer_map"]]
     np.testing.assert_array_equal(maps[1] > 0.5, np.eye(3) > 0)
@@ -113,12 +101,6 @@ def test_matrix(family, tmp_path):
         assert pairs[row.pop("base"), row.pop("suspect")] == row
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to set identical")  # a tree without height
-def test_matrix_of_a_model_and_itself(family, tmp_path):
-    result, _ = run("matrix", family / "base", family / "base", *ROWS, out=tmp_path)
-    assert [row["verdict"] for row in result["rows"]] == ["same birth"]
-
-
 # ---- the paper's test --------------------------------------------------------------------------------------
 
 
@@ -131,12 +113,11 @@ def last_states(folder: Path, inputs: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize(
     "more, seed, chosen",
     [
-        ([], 0, ("top", 32)),
         (["--inputs", "gaussian"], 0, ("top", 32)),
         (["--side", "bottom", "--top-k", 20, "--input-seed", 5], 5, ("bottom", 20)),
         (["--softmax-temperature", 10], 0, ("top", 32, 10.0)),
     ],
-    ids=["tokens", "gaussian", "bottom", "softmax"],
+    ids=["gaussian", "bottom", "softmax"],
 )
 def test_paper_test_by_whole_forward_passes(more, seed, chosen, family, tmp_path):
     pair = [family / "base", family / "child"]
@@ -146,9 +127,8 @@ def test_paper_test_by_whole_forward_passes(more, seed, chosen, family, tmp_path
         given = random_vectors(seed, range(40), 9, 64)
     expected = lineage.paper_test(*(last_states(folder, given) for folder in pair), *chosen)
     assert row["paper_k"] == expected["paper_k"]
-    assert row["paper_mean_tau"] == pytest.approx(
-        expected["paper_mean_tau"], abs=2e-3
-    )  # two ranks are swapped
+    # two ranks are swapped
+    assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
 
 
 def test_paper_test_of_kin_and_strangers(family, tmp_path):
@@ -166,19 +146,14 @@ def test_paper_test_of_kin_and_strangers(family, tmp_path):
 # ---- identify ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "more, numbers",
-    [([], 2048), (["--numbers", 300], 300), (["--parameter", "model.layers.1.mlp.down_proj.weight"], 6144)],
-)
+@pytest.mark.parametrize("more, numbers", [([], 2048), (["--parameter", "lm_head.weight"], 19_200)])
 def test_identify_names_the_seed(more, numbers, tmp_path):
     save_child(tmp_path / "a", 2.0, seed=1234)
     result, text = run("identify", tmp_path / "a", "--seeds", "1000-2000", *more, out=tmp_path)
     best, *others = rows = result["rows"]
-    assert (result["answer"], result["candidates"], len(rows)) == (1234, 1001, 10)
-    assert best["seed"] == 1234 and "seed 1234" in text
+    assert result["answer"] == best["seed"] == 1234 and "seed 1234" in text
     # 1 / sqrt(1 + 2^2), with an error of 1 / sqrt(numbers)
     assert best["cosine"] == pytest.approx(5**-0.5, abs=4 * numbers**-0.5)
-    assert rows == sorted(rows, key=itemgetter("cosine"), reverse=True)
     for row in rows:
         assert row["z"] == pytest.approx(row["cosine"] * numbers**0.5, rel=1e-9)
         t = row["cosine"] * ((numbers - 1) / (1 - row["cosine"] ** 2)) ** 0.5
@@ -192,15 +167,12 @@ def test_identify_knows_none(tmp_path):
     save_child(tmp_path / "a", 0, seed=5000)
     result, text = run("identify", tmp_path / "a", "--seeds", "0-1500", out=tmp_path)
     assert result["answer"] is None and "none of init.py's seeds 0-1500" in text
-    best, *others = result["rows"]
-    assert best["family_log10_p"] > -6 and len(others) == 9
-    shown = [line.split()[0] for line in text.splitlines() if line.split()[0].isdigit()]
-    assert shown == [str(best["seed"])]  # the others' numbers would mean nothing
+    assert result["rows"][0]["family_log10_p"] > -6
 
 
 def test_seeds():
     assert seedprint.parse_seeds("7") == range(7, 8)
-    for text in ("5-3", "x", "-3", "1.5", "0-10000000", f"{10**19}"):
+    for text in ("5-3", "x", "-3", "0-10000000"):
         with pytest.raises(UserError, match="--seeds"):
             seedprint.parse_seeds(text)
 
@@ -260,11 +232,8 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
         ("compare tiny_llama@1", "at least 2 models"),
         ("compare tiny_llama@1 tiny_llama@2 --sequence-length 257", "--sequence-length 257"),
         ("compare tiny_llama@1 tiny_llama@2 --num-sequences 1 --sequence-length 2", "--num-sequences"),
-        ("paper tiny_llama@1 tiny_llama@2 --paper-length 257", "--paper-length 257"),
-        ("paper tiny_llama@1 tiny_llama@2 --top-k 300", "--top-k 300"),
         ("identify tiny_llama@1 tiny_llama@2", "one model"),
         ("identify tiny_llama@1 --parameter model.norm.weight", "model.norm.weight"),
-        ("persistence", "one run folder"),
         ("persistence nothing/here", "its birth"),
     ],
 )
@@ -280,15 +249,12 @@ def test_models_that_do_not_fit(family, runs, tmp_path):
         (["paper", base, narrow], "width"),
         (["compare", base, short], "--sequence-length 64"),
         ([*persistence, narrow], "width"),
-        ([*persistence, tmp_path / "no"], "no model"),
-        ([*persistence, short, "--sequence-length", 41], "41"),
         (["persistence", runs / "one"], "its birth"),
     ):
         assert_refused(run_here("seedprint", *words, "--out", tmp_path / "out"), expected)
-    assert run("compare", base, short, *ROWS, out=tmp_path)[0]["rows"][0]["verdict"] == "same birth"
-    for subcommand in ("compare", "matrix"):  # units can be compared, coordinates cannot
-        (row,) = run(subcommand, base, narrow, *ROWS, out=tmp_path)[0]["rows"]
-        assert row["verdict"] == "no evidence" and row["body_z"] is None and row["num_rows"] is None
+    # units can be compared, coordinates cannot
+    (row,) = run("matrix", base, narrow, *ROWS, out=tmp_path)[0]["rows"]
+    assert row["verdict"] == "no evidence" and row["body_z"] is None
 
 
 def test_weights_of_nan_are_refused(family, tmp_path):
@@ -296,28 +262,7 @@ def test_weights_of_nan_are_refused(family, tmp_path):
     model = init.newborn(CONFIG, 1)
     model.get_parameter(name).data[0, 0] = torch.nan
     checkpoint.save(tmp_path / "nan", model)
-    for words in (
-        ["compare", family / "base", tmp_path / "nan", *ROWS],
-        ["identify", tmp_path / "nan", "--seeds", "0-20", "--parameter", name],
-    ):
+    compare = ["compare", family / "base", tmp_path / "nan", *ROWS]
+    identify = ["identify", tmp_path / "nan", "--parameter", name]
+    for words in (compare, identify):
         assert_refused(run_here("seedprint", *words, "--out", tmp_path), "not finite")
-
-
-# ---- a committed result ------------------------------------------------------------------------------------
-
-
-def test_committed_pair_of_newborns(tmp_path):
-    """The row of results/matrix.json that reads no trained model."""
-    committed = read_json(ROOT / "results" / "matrix.json")
-    theirs = committed["rows"][0]
-    given = committed["settings"]
-    words = ["compare", theirs["a"], theirs["b"], "--dtype", "float32"]
-    for name in ("num_sequences", "sequence_length", "input_seed", "permutations", "init"):
-        words += [f"--{name.replace('_', '-')}", given[name]]
-    (ours,) = run(*words, out=tmp_path)[0]["rows"]
-    assert (ours["verdict"], ours["num_rows"]) == (theirs["verdict"], theirs["num_rows"])
-    # float32 products of weights, summed in another order
-    for key in ("body_matched", "body_z", "embedding_matched", "embedding_z"):
-        assert ours[key] == pytest.approx(theirs[key], rel=1e-3)
-    # committed states may be of bfloat16: 2^-9 of each number, so that ranks are swapped; measured: 0.017
-    assert ours["relabel_z"] == pytest.approx(theirs["relabel_z"], abs=0.1)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -59,8 +58,7 @@ def test_every_combination_of_evidence():
         answers = {}
         for units, evidence in CENSUSES.items():
             power = () if evidence else ("no MLPs found in B", False)
-            answers[units], sentence = verdict(tests, evidence, *power)
-            assert sentence and "\n" not in sentence
+            answers[units] = verdict(tests, evidence, *power)[0]
         disagrees = body == "same" or (relabel == "same" and embedding != "same")
         expected = {"none": of_coordinates[body], "some": INCONCLUSIVE, "kin": SAME_BIRTH}
         expected |= dict.fromkeys(("nothing", "learnt"), INCONCLUSIVE if disagrees else NO_EVIDENCE)
@@ -75,13 +73,6 @@ def test_chance_is_poisson_over_all_counts():
     assert chance_log10_p(replace(match, by_chance=704), 4) == 0  # ties explain it
     # A small MLP's few units are no birth: 7 of 32 are 22 %, but chance has them once in 250 comparisons
     assert verdict({}, census(7, 1, 0, 2, units=32))[0] == NO_EVIDENCE
-
-
-def test_sentences():
-    """What they claim, where no folder below leads to it."""
-    assert "at least 698 of 704 hidden units of every layer" in verdict({}, census(704, 698))[1]
-    assert "its token table is the base's, which can be copied" in verdict({}, census(2, tables=1.0))[1]
-    assert "at most 25 of 704 hidden units of a layer found again, more than" in verdict({}, census(25, 1))[1]
 
 
 # ---- folders that were made to fool it ---------------------------------------------------------------------
@@ -119,18 +110,15 @@ def folder_with(place, weights: dict, raw=RAW, vocabulary=None):
 
 
 def judged(base, suspect) -> tuple[str, str]:
-    """The verdict of two sources, and its sentence; the row has the sentence's count."""
+    """The verdict of two sources, and its sentence."""
     models = [read_model(name, source) for name, source in (("A", base), ("B", suspect))]
     row, detail = compare_pair(*models, permutations=199)
     json.dumps([row, detail["layers"], detail["layer_map"]], allow_nan=False)
-    counted = re.search(r"([\d,]+) of ([\d,]+) hidden units", row["sentence"])
-    if counted:
-        assert [int(number) for number in counted.groups()] == [row["units_found"], row["units"]]
     return row["verdict"], row["sentence"]
 
 
-def random_rows(count: int, width: int = 64) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+def random_rows(count: int) -> torch.Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(0))
 
 
 def fused(weights: dict, interleaved=False, exchanged=False) -> dict:
@@ -170,12 +158,6 @@ def with_many_decoys(weights: dict) -> dict:
     return weights | {f"a{number}.embed_tokens.weight": random_rows(300) for number in range(30)}
 
 
-def with_a_narrow_table(weights: dict) -> dict:
-    """No head, a table of another name, and one of another width in its place."""
-    others = changed(weights, {"embed_tokens": "tokens_in", "lm_head": ""})
-    return others | {"model.embeddings.weight": random_rows(300, 16)}
-
-
 IN_TURN, UP_ABOVE_GATE = partial(fused, interleaved=True), partial(fused, exchanged=True)
 PQR = {"gate_proj": "p", "up_proj": "r", "down_proj": "q"}
 RPQ = {"gate_proj": "r", "up_proj": "p", "down_proj": "q"}
@@ -184,7 +166,6 @@ DBRX = {"mlp.gate_proj.weight": "ffn.experts.mlp.w1", "mlp.up_proj.weight": "ffn
 DBRX |= {"mlp.down_proj.weight": "ffn.experts.mlp.w2", "post_attention_layernorm": "norm_attn_norm.norm_2"}
 FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "p, q, r": (PQR, PQR),
-    "p, q, r and the usual": (PQR, {}),
     "gate after up": ({}, RPQ),
     "w1, w2, w3 and the usual": ({}, ONE_TWO_THREE),
     "DBRX": (DBRX, DBRX),
@@ -192,10 +173,7 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "names of tables": ({}, {"embed_tokens": "tokens_in", "lm_head": "tokens_out"}),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
     "names exchanged": ({}, {"gate_proj": "x", "up_proj": "gate_proj", "x": "up_proj"}),
-    "halves": (fused, fused),
     "halves and in turn": (fused, IN_TURN),
-    "in turn and halves": (IN_TURN, fused),
-    "in turn": (IN_TURN, IN_TURN),
     "up above gate": ({}, UP_ABOVE_GATE),
     "a table of zeros": ({}, with_a_table_of_zeros),
     "beside a stranger": ({}, beside_a_stranger),
@@ -206,8 +184,6 @@ UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "dead units": (dead, "no layer has 16 hidden units that live"),
     "many decoys": (with_many_decoys, "no one token table found in B"),
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
-    "a table of another width": (with_a_narrow_table, "MLPs found in A"),
-    "no numbers": ({"layers.0.": "a.", "layers.1.": "b.", "layers.2.": "c."}, "no MLPs found in A"),
 }
 
 
@@ -238,8 +214,8 @@ def test_what_was_not_looked_for_is_no_evidence_of_nothing(case, tmp_path):
         assert answer == INCONCLUSIVE and said in sentence, sentence
 
 
-@pytest.mark.parametrize("decoy", ["a.embed_tokens.weight", "a.lm_head.weight", "model.embeddings.weight"])
-@pytest.mark.parametrize("rows", [5, 300, 2000])
+@pytest.mark.parametrize("decoy", ["a.embed_tokens.weight", "a.lm_head.weight"])
+@pytest.mark.parametrize("rows", [300, 2000])
 def test_decoys_beside_the_table(decoy, rows, tmp_path):
     weights = weights_of(CHILD) | {decoy: random_rows(rows)}
     assert judged(BASE, folder_with(tmp_path / "a", weights))[0] == SAME_BIRTH
@@ -258,12 +234,6 @@ def test_experts_that_no_memory_holds(tmp_path):
     source = folder_with(tmp_path / "a", weights_of(CHILD) | {f"{experts}down_proj": torch.zeros(1, 64, 8)})
     source.shapes |= {f"{experts}down_proj": (2**40, 0, 32), f"{experts}gate_up_proj": (2**40, 32, 0)}
     assert judged(BASE, source)[0] == SAME_BIRTH
-
-
-def test_two_sizes_of_a_configuration_swapped(tmp_path):
-    raw = RAW | {"hidden_size": 96, "intermediate_size": 64}
-    base = folder_with(tmp_path / "a", weights_of(BASE))
-    assert judged(base, folder_with(tmp_path / "b", weights_of(CHILD), raw))[0] == SAME_BIRTH
 
 
 def test_layers_of_which_nothing_is_known(tmp_path):
@@ -295,7 +265,7 @@ def test_a_permuted_vocabulary(tmp_path):
         assert answer == expected and said in sentence, (name, sentence)
 
 
-@pytest.mark.parametrize("family", ["paligemma", "gemma", "llama", "nothing"])
+@pytest.mark.parametrize("family", ["paligemma", "llama"])
 @pytest.mark.parametrize("size", [0, 0.3])
 def test_gains_less_one(family, size, tmp_path):
     """Gains that are stored as Gemma's, all 1 or not, are found whatever config.json calls the family."""
@@ -313,8 +283,7 @@ def test_gains_less_one(family, size, tmp_path):
     for place, source, config in (("a", base, RAW | {"model_type": "gemma"}), ("b", child, raw)):
         stored = {name: w - 1 if w.ndim == 1 else w for name, w in weights_of(source).items()}
         sources.append(folder_with(tmp_path / place, stored, config))
-    a, b = sources
-    for pair in ((b, b), (a, b), (b, a)):
+    for pair in (sources, sources[::-1]):
         answer, sentence = judged(*pair)
         assert answer == SAME_BIRTH and "of every layer found again; " in sentence, sentence
 
@@ -323,7 +292,6 @@ def test_coordinates_where_there_are_no_units(tmp_path):
     config = replace(CONFIG, sublayers="attention")
     answer, sentence = judged(Newborn(config, 1), Newborn(config, 2))
     assert answer == NO_EVIDENCE and "basis was changed would not" in sentence
-    assert judged(Newborn(config, 1), Newborn(config, 1))[0] == SAME_BIRTH
     without_units = folder_with(tmp_path / "a", dead(weights_of(BASE)))
     assert judged(without_units, without_units)[0] == SAME_BIRTH
 
@@ -335,8 +303,6 @@ def test_what_was_done_is_told():
     assert "its weights are the base's, to" in same and same.endswith("its token table is the base's")
     assert "its hidden units stand in another order" in shuffled and "basis" not in same + shuffled
     assert "its residual basis was changed" in rotated and "order" not in same + rotated
-    cut = judged(BASE, thief.cut(BASE, (2, 0)))[1]
-    assert "in layers 3, 1 of the base" in cut and "basis" not in cut
     # two random tables of 130 tokens in 64 dimensions share half of each dimension by chance
     few = replace(CONFIG, vocab_size=130)
     assert judged(Newborn(few, 1), Newborn(few, 2))[1].endswith("its token table is another")
