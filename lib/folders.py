@@ -319,7 +319,7 @@ class Weights:
                 del self.tensors[name]
         differing = expected.keys() ^ self.tensors.keys()
         if differing and all("norm" in name or name.endswith("bias") for name in differing):
-            raise ForeignArchitecture(f"{self.place}: {min(differing)} is no {self.family}'s, or missing")
+            raise ForeignArchitecture(f"{self.place}: {min(differing)} is unknown, or missing")
         check_shapes(self.tensors, expected, self.place)
 
     def read(self, name):

@@ -12,6 +12,7 @@ import torch
 
 from lib import checkpoint
 from lib.checkpoint import Newborn
+from lib.settings import UserError
 from measure.census import Census, Match
 from measure.verdict import (
     INCONCLUSIVE,
@@ -286,6 +287,19 @@ def test_gains_less_one(family, size, tmp_path):
     for pair in (sources, sources[::-1]):
         answer, sentence = judged(*pair)
         assert answer == SAME_BIRTH and "of every layer found again; " in sentence, sentence
+
+
+@pytest.mark.parametrize("case", ["biases", "no gains"])
+def test_a_llama_that_is_none(case, tmp_path):
+    weights = weights_of(CHILD)
+    if case == "biases":
+        weights["model.layers.1.self_attn.o_proj.bias"] = torch.ones(64)
+    else:
+        weights = {name: weight for name, weight in weights.items() if weight.ndim > 1}
+    suspect = folder_with(tmp_path / "a", weights, checkpoint.config_json(CHILD.config))
+    assert suspect.config is None and judged(BASE, suspect)[0] == SAME_BIRTH
+    with pytest.raises(UserError, match="is unknown, or missing"):
+        checkpoint.load(tmp_path / "a")
 
 
 def test_coordinates_where_there_are_no_units(tmp_path):
