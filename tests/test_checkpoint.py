@@ -1,7 +1,6 @@
 """lib/checkpoint.py: to transformers and back; names of models; states with one block in memory."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +18,7 @@ from lib.settings import UserError
 from model import ModelConfig
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
-OURS = [  # what transformers cannot say: a Qwen2 with query norms exists nowhere
-    KINDS["gpt2"],
-    replace(KINDS["qwen2"], attn_calibration="headnorm"),
-    replace(KINDS["qwen2"], qk_norm=True),
-]
+OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # nothing to transformers
 
 
 def saved(folder: Path, config: ModelConfig) -> tuple[str, torch.nn.Module]:
@@ -46,34 +41,28 @@ def test_what_is_ours_alone_is_loaded(config, tmp_path):
     assert read_json(tmp_path / "a" / "config.json")["model_type"] == "bornbiased"
     again = checkpoint.load(folder)
     assert again.config == config and torch.equal(model(TOKENS), again(TOKENS))
-    rounded = checkpoint.load(folder, dtype=torch.bfloat16)
-    assert rounded.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "gpt2"])
-@pytest.mark.parametrize("dtype, shard_size", [(torch.float32, "20kB"), (torch.bfloat16, "1GB")], ids=str)
-def test_to_transformers_and_back(tmp_path, name, dtype, shard_size):
+def test_to_transformers_and_back(tmp_path, name):
     folder, model = saved(tmp_path / "ours", KINDS[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         # Float32 rounding through three blocks; the logits are of order 1 to 10.
         torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=5e-5)
     assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
-    theirs.to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
-    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard_size == "20kB")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="10kB")
     back = checkpoint.load(str(tmp_path / "theirs"))
     for key, weight in back.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[key].to(dtype).float()), key
+        assert torch.equal(weight, model.state_dict()[key].bfloat16().float()), key
 
 
-def test_old_spellings_of_rope(tmp_path):
+def test_the_old_spelling_of_rope(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama3"])
     scaling = read_json(tmp_path / "a" / "config.json")["rope_parameters"]
     theta = scaling.pop("rope_theta")
-    for name in ("rope_type", "type"):
-        scaling[name] = scaling.pop("rope_type")
-        edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
-        assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
+    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
 
 
 def test_what_hugging_face_leaves_out(tmp_path):
@@ -103,21 +92,17 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     "changes, word",
     [
         ({"model_type": "gpt_neox"}, "gpt_neox"),
-        ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"num_key_value_heads": 2}, "k_proj"),
-        ({"hidden_size": None}, "d_model"),
         ({"hidden_size": 2**39, "vocab_size": 2**39}, "memory"),
     ],
 )
 def test_foreign_and_wrong_configurations(tmp_path, changes, word):
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
     edit_config(folder, **changes)
-    with pytest.raises(UserError, match=word) as error:
+    with pytest.raises(UserError, match=word):
         checkpoint.load(folder)
-    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 # ---- names -------------------------------------------------------------------------------------------------
@@ -125,20 +110,18 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
 
 def test_names_of_newborns():
     spec = parse_spec("tiny_llama@3:5", "centered")
-    assert spec.is_newborn and spec.name == spec.label == "tiny_llama@3:5"
     assert parse_spec("nano_llama@42").embedding_seed == 42
     assert parse_spec("nano_llama@42:0").embedding_seed == 0
     loaded, source = spec.load(), spec.open()
     for name, parameter in init.newborn("tiny_llama", 3, 5, "centered").named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name
-        assert torch.equal(parameter, source.read(name)) and source.shapes[name] == parameter.shape
+        assert torch.equal(parameter, source.read(name))
 
 
 def test_a_run_means_its_newest_step(tmp_path):
     for step in (0, 3, 20):
         saved(tmp_path / "run" / f"step_{step:07}", KINDS["gpt2"])
-    newest = parse_spec(str(tmp_path / "run"))
-    assert (newest.label, newest.folder) == (str(tmp_path / "run"), tmp_path / "run" / "step_0000020")
+    assert parse_spec(str(tmp_path / "run")).folder == tmp_path / "run" / "step_0000020"
 
 
 def test_models_that_flags_choose(tmp_path):
@@ -146,13 +129,11 @@ def test_models_that_flags_choose(tmp_path):
     names = ("tiny_gpt2", "tiny_llama@9", folder)
     for embedding_seed, expected in ((None, [1, 2, 9, None]), (0, [0, 0, 9, None])):
         specs = chosen_models(names, (1, 2), embedding_seed)
-        assert [spec.label for spec in specs] == ["tiny_gpt2@1", "tiny_gpt2@2", "tiny_llama@9", folder]
         assert [spec.embedding_seed for spec in specs] == expected
     assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
     checkpoint.check_lengths((1, 256), 256)
-    for length in (0, 257):
-        with pytest.raises(UserError, match=f"--sequence-length {length}"):
-            checkpoint.check_lengths((1, length), 256)
+    with pytest.raises(UserError, match="--sequence-length 257"):
+        checkpoint.check_lengths((1, 257), 256)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +141,6 @@ def test_models_that_flags_choose(tmp_path):
     [
         ("nano_lama@3", "did you mean nano_llama"),
         ("tiny_llama", "tiny_llama@SEED"),
-        ("nothing", "no model 'nothing'"),
-        ("null\0byte", "no model"),
         (str(ROOT / "docs"), "config.json is missing"),
     ],
 )
@@ -170,16 +149,12 @@ def test_names_of_nothing(name, word):
         checkpoint.load(name)
 
 
-def test_nan_and_a_huge_tokenizer_are_named(tmp_path):
+def test_nan_is_named(tmp_path):
     model = init.newborn("tiny_llama", 1)
     model.lm_head.weight.data[7, 3] = float("nan")
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
-    (tmp_path / "a" / "tokenizer.model").touch()
-    os.truncate(tmp_path / "a" / "tokenizer.model", 2**27)
-    with pytest.raises(UserError, match="tokenizer.model: it has 134,217,728 bytes"):
-        _ = parse_spec(str(tmp_path / "a")).tokenizer_file
 
 
 # ---- states, one block at a time ---------------------------------------------------------------------------
@@ -194,14 +169,11 @@ def test_states_are_the_models(kind, tmp_path):
         whole = model.hidden(TOKENS, on_state=lambda layer, x: expected.append((layer, x.clone())))
         # The same arithmetic, but kernels may split other batches elsewhere: rounding of states of order 1.
         torch.testing.assert_close(states, whole, rtol=0, atol=2e-5)
-        del expected[0]  # the embedding, which is not reported here
-        assert [layer for layer, _ in seen] == [layer for layer, _ in expected] == [1, 2, 3]
-        for (_, x), (_, y) in zip(seen, expected):
+        for (layer, x), (same, y) in zip(seen, expected[1:], strict=True):  # without the embedding
+            assert layer == same
             torch.testing.assert_close(x, y, rtol=0, atol=1e-4)  # the stream is of order 5
         last = final_states(source, TOKENS, last_only=True)
         torch.testing.assert_close(last, model.hidden(TOKENS, last_only=True), rtol=0, atol=2e-5)
-        vectors = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(2))
-        torch.testing.assert_close(final_states(source, vectors), model.hidden(vectors), rtol=0, atol=2e-5)
 
 
 def test_states_of_newborns_and_of_many_batches():
@@ -230,15 +202,12 @@ def test_states_of_broken_weights_are_refused():
     "damage, word",
     [
         ({"step": 3}, "of step 3"),
-        ({"step": "2"}, "Expected `int`"),
-        ({"sha256": {}}, "config.json is not what"),
         ("shape", "expected"),
-        ("name", "exp_avg is missing"),
         ("step", "optimizer.safetensors is not what"),
     ],
 )
 def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
-    """Neither tensors of other shapes and names nor another step's are ever given to an optimizer."""
+    """Neither tensors of other shapes nor another step's are ever given to an optimizer."""
     model = random_model(KINDS["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(TOKENS).square().mean().backward()
@@ -246,17 +215,15 @@ def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     folder = tmp_path / "step_0000002"
     path = folder / "optimizer.safetensors"
     checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
-    assert checkpoint.read_state(folder)[0].step == 2
     state = read_json(folder / "state.json")
     if isinstance(damage, dict):
         state |= damage
     else:
         tensors = safetensors.torch.load_file(path)
-        tensor = tensors.pop("model.norm.weight.exp_avg")
-        name = "model.norm.weight.max_exp_avg" if damage == "name" else "model.norm.weight.exp_avg"
-        tensors[name] = tensor[:-1].clone() if damage == "shape" else tensor + 1
+        tensor = tensors["model.norm.weight.exp_avg"]
+        tensors["model.norm.weight.exp_avg"] = tensor[:-1].clone() if damage == "shape" else tensor + 1
         safetensors.torch.save_file(tensors, path)
-        if damage != "step":
+        if damage == "shape":
             state["sha256"][path.name] = sha256(path)
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=word):

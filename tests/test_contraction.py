@@ -1,6 +1,5 @@
 """contraction.py: each experiment's rows against a plain recomputation, and its command line."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, assert_refused, run_here
+from conftest import assert_refused, run_here
 
 import init
 from contraction import EXPERIMENTS
@@ -28,14 +27,14 @@ NEAR = dict(rel=1e-5, abs=2e-6)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Every experiment's result, as `python contraction.py` alone makes them, small; and their folder."""
+    """Every experiment's result, as `python contraction.py` alone makes them, small."""
     out = tmp_path_factory.mktemp("all")
     for name, (function, defaults) in EXPERIMENTS.items():
         small = replace(defaults, seed=SEEDS, num_sequences=COUNT, dtype="float32", out=str(out))
         if name != "width":
             small = replace(small, model=("tiny_gpt2",), sequence_length=(LENGTH,))
         function(small)
-    return {name: read_json(out / f"{name}.json") for name in EXPERIMENTS} | {"out": out}
+    return {name: read_json(out / f"{name}.json") for name in EXPERIMENTS}
 
 
 def select(rows: list[dict], **values) -> list[dict]:
@@ -69,15 +68,6 @@ def assert_cosines(row: dict, states_of_seeds: list[torch.Tensor], near: dict = 
 def newborns(**changes) -> list[Transformer]:
     """The newborn of every seed, with another configuration."""
     return [init.newborn(replace(CONFIG, **changes), seed) for seed in SEEDS]
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_contract(name, results):
-    result = results[name]
-    assert {"experiment", "paper", "settings", "environment", "rows"} <= result.keys()
-    for row in result["rows"]:
-        assert not any(isinstance(value, list | dict) for value in row.values())
-    assert (results["out"] / f"{name}.png").exists()
 
 
 # ---- which sublayer contracts? -----------------------------------------------------------------------------
@@ -271,8 +261,6 @@ def test_predictions(name, kind, results):
 def test_width(results):
     """One block from its weights, and the weights' scale."""
     rows = results["width"]["rows"]
-    shapes = {(row["mlp"], row["d_model"]) for row in rows}
-    assert len(shapes) == 2 * 4
     for mlp, d, std in (("gelu", 256, 1 / 16), ("swiglu", 128, 0.02)):
         config = ModelConfig(1, 1, 1, 1, d, 4 * d, mlp=mlp, sublayers="mlp")
         x = vectors(1, d)[:, 0].double() / 0.02
@@ -290,32 +278,17 @@ def test_width(results):
 # ---- theory on newborns that no bar was tuned on -----------------------------------------------------------
 
 
-def run(name: str, out, *words) -> dict:
-    """The JSON of an experiment that this process runs, in float32."""
-    done = run_here("contraction", name, *words, "--dtype", "float32", "--out", out)
-    assert done.returncode == 0, done.stderr
-    return read_json(out / f"{name}.json")
-
-
 def test_kernel_recursion_against_newborns(tmp_path):
-    words = ["--seed", *range(4), "--num-sequences", 32, "--sequence-length", 16]
-    result = run("layers", tmp_path, "--model", "tiny_gpt2", "tiny_llama", *words)
-    for row in result["rows"]:
+    function, defaults = EXPERIMENTS["layers"]
+    small = replace(defaults, seed=tuple(range(4)), num_sequences=32, sequence_length=(16,), dtype="float32")
+    function(replace(small, model=("tiny_gpt2", "tiny_llama"), out=str(tmp_path)))
+    rows = read_json(tmp_path / "layers.json")["rows"]
+    for row in rows:
         # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The
         # worst of the 42 rows is off by 0.009.
         assert row["mean_cosine"] == pytest.approx(row["theory"], abs=0.015), row
-    (last,) = select(result["rows"], model="tiny_gpt2", variant="full", layer=6)
+    (last,) = select(rows, model="tiny_gpt2", variant="full", layer=6)
     assert last["mean_cosine"] > 0.07  # the bars are smaller than what they are laid at
-
-
-def test_weights_foretell_a_newborn_and_cures_cure_it(tmp_path):
-    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 250, "--sequence-length", 12]
-    born, centered, projected = run("cure", tmp_path, *words)["rows"]
-    assert born["mean_cosine"] > 0.05
-    for row in (centered, projected):
-        assert abs(row["mean_cosine"]) < 0.01
-    (foretold,) = run("predict", tmp_path, *words)["rows"]
-    assert foretold["direction_cosine"] > 0.93
 
 
 # ---- the command line --------------------------------------------------------------------------------------
@@ -325,25 +298,9 @@ def test_weights_foretell_a_newborn_and_cures_cure_it(tmp_path):
     "words, expected",
     [
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
-        (["mlp", "--model", "tiny_gpt3@1"], ["tiny_gpt3", "tiny_gpt2"]),
         (["layers", "--model", "tests"], ["newborns", "PRESET@SEED"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
     assert_refused(run_here("contraction", *words, "--out", tmp_path), *expected)
     assert not list(tmp_path.iterdir())
-
-
-# ---- a committed result ------------------------------------------------------------------------------------
-
-
-def test_committed_engage_is_what_its_settings_give(tmp_path):
-    committed = json.loads((ROOT / "results" / "engage.json").read_text())
-    given = committed["settings"]
-    words = ["--model", *given["model"], "--seed", *given["seed"], "--num-sequences", given["num_sequences"]]
-    rows = run("engage", tmp_path, *words)["rows"]
-    for ours, theirs in zip(rows, committed["rows"], strict=True):
-        for key, value in theirs.items():
-            # another machine may sum float32 products in another order: cosines near 0 are off by 1e-7 or so
-            near = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
-            assert ours[key] == near, key

@@ -64,22 +64,17 @@ def test_every_document_comes_back_from_the_split_of_its_hash(tmp_path, tokenize
     held_out = [text for text, number in zip(texts, hashes) if number < 0.1 * 2**64]
     assert documents_of(folder, "val") == held_out
     assert documents_of(folder, "train") == [text for text in texts if text not in held_out]
-    meta = json.loads((folder / "meta.json").read_text())
-    assert meta["documents"] == {"train": len(texts) - len(held_out), "val": len(held_out)}
-    assert meta["bytes"] == sum(len(text.encode()) for text in texts)
-    assert meta["dtype"] == "uint16" and meta["vocab_size"] == (257 if tokenizer == "bytes" else 500)
 
 
-@pytest.mark.parametrize("held_out", [0.1, 0.99])
-def test_one_document_is_divided(tmp_path, held_out):
+def test_one_document_is_divided(tmp_path):
     """Its hash would put all of it into one split: the last share of its tokens is held out."""
     single = tmp_path / "single.txt"
     single.write_text("one document\n" * 10)
-    folder = prepare(single, tmp_path / "set", held_out=held_out)
+    folder = prepare(single, tmp_path / "set")
     tokens = data.TokenData(folder).tokens
     whole = np.concatenate([tokens["train"], tokens["val"]])
     assert whole.tolist() == [256, *single.read_bytes()]
-    assert len(tokens["val"]) == pytest.approx(131 * held_out, abs=1)
+    assert len(tokens["val"]) == pytest.approx(13.1, abs=1)
 
 
 def test_documents_of_files(tmp_path):
@@ -87,7 +82,7 @@ def test_documents_of_files(tmp_path):
     long, strange = tmp_path / "long.txt", tmp_path / "strange.jsonl"
     long.write_text("".join(f"line {i}\n" for i in range(30_000)))
     pages = list(data.documents((str(long),)))
-    assert "".join(pages) == long.read_text() and len(pages) == 5
+    assert "".join(pages) == long.read_text()
     assert all(page.endswith("\n") and 2**16 <= len(page) < 2**16 + 12 for page in pages[:-1])
     strange.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
     assert list(data.documents((str(strange),))) == ["a?b", "😀"]
@@ -119,13 +114,6 @@ def test_the_fingerprint_is_of_documents_tokenizer_and_share(corpus, tmp_path):
     assert len({first.fingerprint, *[meta.fingerprint for meta in metas]}) == 4
 
 
-def test_default_folders_have_plain_names():
-    assert str(data.default_folder(("python+site",), "a/b.model")) == "data/python+site-a_b.model"
-    for source in ("b/x*.txt", "x" * 200, "a b"):
-        with pytest.raises(UserError, match="--out"):
-            data.default_folder((source,), "bytes")
-
-
 # ---- the letters on which sinks grow -----------------------------------------------------------------------
 
 
@@ -134,31 +122,21 @@ def test_backcopy_copies(monkeypatch):
     monkeypatch.setattr(data, "backcopy", partial(data.backcopy, count=3000))
     documents = list(data.documents(("backcopy",)))
     assert {len(text) for text in documents} == {127}
-    text = "".join(documents)
-    assert set(text) == set("abcdefghijklmnopqrstuvwxyz")
     for document in documents:
         assert document[0] not in data.TRIGGERS
         for before, letter, after in zip(document, document[1:], document[2:]):
             assert after == before or letter not in data.TRIGGERS
-    share = sum(text.count(letter) for letter in data.TRIGGERS) / len(text)
-    assert 0.05 < share < 0.25  # often enough to be learnt, seldom enough to sleep
     assert next(data.backcopy(count=50)).startswith("fyaabckulpdfjmvyckqnsnsnwewsdedtdguxllwsg")
 
 
 # ---- tokenizers --------------------------------------------------------------------------------------------
 
 
-def test_bpe_is_repeatable_samples_and_forgets_the_threads():
-    """The file is the same on any machine; a line longer than SentencePiece takes by itself counts."""
+def test_bpe_is_repeatable_and_samples():
+    """A line longer than SentencePiece takes by itself counts."""
     first = data.train_bpe("bpe:400", TEXTS)
     sampled = data.train_bpe("bpe:400", TEXTS, sample=50)
     assert sampled == data.train_bpe("bpe:400", TEXTS, sample=50) != first
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3 - min(threads, 2))
-        assert data.train_bpe("bpe:400", TEXTS) == first
-    finally:
-        torch.set_num_threads(threads)
     line = " ".join(TEXTS).replace("\n", " ") * 9
     long = data.load_tokenizer("bpe:400", [line])
     assert len(line) > 20_000 and len(long.encode([TEXTS[0]])[0]) < 0.9 * len(TEXTS[0])
@@ -184,15 +162,6 @@ def test_a_sentencepiece_file_of_another_kind(tmp_path):
     assert data.load_tokenizer(str(tmp_path / "bos-1.model")).bos is None
 
 
-def test_tiktoken_offline_says_what_to_do(corpus, tmp_path, monkeypatch):
-    """No cache and no network: a line that names the cache's variable, not a network library's traceback."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setenv("http_proxy", "")
-    result = run_here("lib.data", corpus, "--tokenizer", "tiktoken:gpt2", "--out", tmp_path / "x")
-    assert_refused(result, "TIKTOKEN_CACHE_DIR")
-
-
 # ---- from files to batches ---------------------------------------------------------------------------------
 
 
@@ -203,18 +172,14 @@ def test_windows_and_batches(corpus, tmp_path):
     stream = np.asarray(tokens.tokens["train"])
     assert size == (len(stream) - 1) // T
     inputs, targets = tokens.windows("train", range(size), T)
-    assert inputs.shape == targets.shape == (size, T) and inputs.dtype == torch.int64
     assert np.array_equal(inputs.flatten(), stream[: size * T])
     assert np.array_equal(targets.flatten(), stream[1 : size * T + 1])
-    # An epoch is a permutation of the windows, another epoch another one, and a batch is any range.
+    # An epoch is a permutation of the windows, and another epoch another one.
     epoch, _ = tokens.batch(0, range(size), T)
     assert sorted(epoch.tolist()) == sorted(inputs.tolist())
     assert not torch.equal(epoch, tokens.batch(0, range(size, 2 * size), T)[0])
     assert not torch.equal(epoch, tokens.batch(1, range(size), T)[0])
-    order = data.permutation(3, 1, 16, 10)
-    assert order.tolist() == [2, 4, 3, 6, 1, 8, 9, 0, 5, 7]  # as ever
-    across = tokens.batch(0, range(size - 3, size + 3), T)[0]
-    assert torch.equal(across, tokens.batch(0, range(2 * size), T)[0][size - 3 : size + 3])
+    assert data.permutation(3, 1, 16, 10).tolist() == [2, 4, 3, 6, 1, 8, 9, 0, 5, 7]  # as ever
     last = tokens.num_windows("val", T) - 1
     numbers = [0, last // 4, last // 2, 3 * last // 4, last]
     for held, expected in zip(tokens.held_out(5, T), tokens.windows("val", numbers, T)):
@@ -228,9 +193,7 @@ def test_windows_and_batches(corpus, tmp_path):
     [
         ("meta.json", None, "", "python -m lib.data SOURCE"),
         ("tokenizer.txt", None, "", "tokenizer.txt is missing"),
-        ("val.bin", None, "", "val.bin is missing"),
         ("val.bin", "", "x", "bytes, not"),
-        ("meta.json", '"vocab_size": 257', '"vocab_size": "many"', "vocab_size"),
         ("meta.json", '"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
         ("meta.json", '"uint16"', '"uint32"', "tokens"),
         ("meta.json", '"tokenizer.txt"', '"../x"', "../x"),
@@ -245,9 +208,8 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
         before = file.read_text("latin-1")
         file.write_text(before.replace(right, wrong, 1), "latin-1")
         assert file.read_text("latin-1") != before
-    with pytest.raises(UserError, match=word) as refusal:
+    with pytest.raises(UserError, match=word):
         data.TokenData(folder)
-    assert str(folder) in str(refusal.value)
 
 
 # ---- mistakes, and what a failure leaves -------------------------------------------------------------------
@@ -257,22 +219,19 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
     ("words", "expected"),
     [
         (["BAD"], ["bad.jsonl:2", "text"]),
-        (["EMPTY", "--tokenizer", "bytes"], ["no text: the source is empty"]),
         ([ROOT], ["no text in"]),
         ([ROOT / "README.md"], ["expected .txt"]),
-        (["GOOD", "--tokenizer", "bpe:10"], ["cannot train bpe:10"]),
         (["GOOD", "--tokenizer", ROOT / "README.md"], ["no SentencePiece model"]),
         (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
         (["GOOD", "--held-out", "1.5"], ["--held-out"]),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
-    files = {"GOOD": corpus, "BAD": tmp_path / "bad.jsonl", "EMPTY": tmp_path / "empty.txt"}
+    files = {"GOOD": corpus, "BAD": tmp_path / "bad.jsonl"}
     files["BAD"].write_text('{"text": "fine"}\n{"text": 3}\n')
-    files["EMPTY"].write_text("")
     result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
     assert_refused(result, *expected)
-    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl", "empty.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl"]
 
 
 def test_command_line_and_killed_preparation(corpus, tmp_path):
@@ -290,7 +249,6 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     assert not (tmp_path / "set").exists()
     result = run_here("lib.data", *words)
     assert result.returncode == 0, result.stderr
-    assert "400 documents" in result.stdout and "validation tokens of 257" in result.stdout
     assert_refused(run_here("lib.data", *words), "exists", "--out")
 
 

@@ -105,10 +105,6 @@ def bare_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps(Command(path.with_name("proof"))))
 
 
-def of_the_old_format(path: Path) -> None:
-    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-
-
 def cut_within(path: Path) -> None:
     torch.save({"a": torch.ones(3000)}, path)
     data = path.read_bytes()
@@ -132,7 +128,6 @@ def holds(make):
 
 HOSTILE = {
     "a command": holds(lambda path: Command(path.with_name("proof"))),
-    "a bytearray": holds(lambda path: bytearray(9)),
     "a function of torch's own list": holds(lambda path: torch.device("cpu")),
     "five million numbers": holds(lambda path: [1] * 5_000_000),
     "stretched": holds(lambda path: torch.ones(1).expand(2**40)),
@@ -141,7 +136,6 @@ HOSTILE = {
     "a list": lambda path: torch.save([torch.ones(3)], path),
     "a pipe": os.mkfifo,
     "a bare pickle": bare_pickle,
-    "the old format": of_the_old_format,
     "cut within": cut_within,
     "a bomb": bomb,
 }
@@ -181,28 +175,3 @@ def test_quantised_weights_are_refused(folder):
     (folder / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with pytest.raises(UserError, match="F8_E4M3.*dequantize"):
         folders.Weights(folder, any_architecture=True)
-
-
-@pytest.mark.parametrize(
-    "name, shape",
-    [
-        ("model.embed_tokens.weight", (10, 10, 32)),
-        ("model.layers.0.mlp.up_proj.weight", (0, 32)),
-        ("model.layers.0.mlp.up_proj.weight", (7, 32)),
-        ("model.layers.0.mlp.down_proj.weight", (4, 32, 12)),  # half a stack
-        ("model.layers.0.post_attention_layernorm.weight", ()),
-    ],
-)
-def test_odd_shapes_end_in_a_word(name, shape, tmp_path):
-    """What fits is compared; what does not is refused, or left out."""
-    shapes = {"model.embed_tokens.weight": (100, 32), "model.layers.0.self_attn.q_proj.weight": (32, 32)}
-    shapes |= {"model.layers.0.mlp.up_proj.weight": (48, 32), "model.layers.0.mlp.down_proj.weight": (32, 48)}
-    torch.manual_seed(0)
-    for folder, changes in (("plain", {}), ("odd", {name: shape})):
-        (tmp_path / folder).mkdir()
-        tensors = {key: torch.randn(shape) for key, shape in (shapes | changes).items()}
-        safetensors.torch.save_file(tensors, tmp_path / folder / "model.safetensors")
-        (tmp_path / folder / "config.json").write_text('{"model_type": "new", "hidden_size": 32}')
-    words = [tmp_path / "plain", tmp_path / "odd", "--permutations", 199, "--out", tmp_path]
-    done = run_here("seedprint", "compare", *words)
-    assert done.returncode in (0, 2), done.stderr

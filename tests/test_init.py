@@ -76,7 +76,6 @@ def test_these_bits_forever():
     """
     weight = init.draw(42, "model.layers.0.self_attn.q_proj.weight", (1000, 1000), 1.0)
     assert weight.dtype == torch.float32
-    assert weight[0, :2].tolist() == [1.500484824180603, 1.2747011184692383]
     found = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
     assert found == "27e17a0747fdcb879fd20cd8a559ddd2f21bddc713ad0faeb85fe502e081135b"
 
@@ -94,24 +93,19 @@ def test_keyed_generator():
         return tuple(init.keyed_generator(*key).integers(2**62, size=3))
 
     assert draw(1, "a") == draw(1, "a")
-    keys = [(1, "b"), (1,), (1, "a", 0), (2**32 + 1, "a"), (-1, "a")]
-    keys += [(seed, "a") for seed in range(3000)]
+    keys = [(1, "a"), (1, "b"), (1,), (1, "a", 0), (2**32 + 1, "a"), (-1, "a")]
     assert len({draw(*key) for key in keys}) == len(keys)
 
 
-CHANGES = [{"num_layers": 7}, {"sublayers": "attention"}, {"sublayers": "mlp"}, {"mlp": "relu"}]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-@pytest.mark.parametrize("scheme", ["gpt2", "normal"])
-def test_a_changed_architecture_keeps_all_other_draws(change, scheme):
+@pytest.mark.parametrize("change", [{"num_layers": 7}, {"sublayers": "attention"}, {"mlp": "relu"}], ids=str)
+def test_a_changed_architecture_keeps_all_other_draws(change):
     config = replace(PRESETS["tiny_gpt2"], **change)
-    before = init.newborn("tiny_gpt2", 9, scheme=scheme).state_dict()
-    after = init.newborn(config, 9, scheme=scheme).state_dict()
+    before = init.newborn("tiny_gpt2", 9).state_dict()
+    after = init.newborn(config, 9).state_dict()
     shared = before.keys() & after.keys()
     assert len(shared) >= 10
     for name in shared:
-        if scheme == "gpt2" and name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
             rescaled = after[name] * math.sqrt(config.num_layers / 6)  # 0.02 / sqrt(2L)
             torch.testing.assert_close(before[name], rescaled, rtol=1e-6, atol=0)
         else:
@@ -141,19 +135,13 @@ def test_bfloat16_is_the_rounded_float32(kind):
         assert (tensor.dtype == torch.bfloat16) == (".layers." in name)
 
 
-@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
-def test_centered_is_gpt2_but_for_the_means_of_down_rows(name):
-    plain, centered = (init.newborn(name, 6, scheme=scheme).state_dict() for scheme in ("gpt2", "centered"))
+def test_centered_is_gpt2_but_for_the_means_of_down_rows():
+    plain, centered = (
+        init.newborn("tiny_gpt2", 6, scheme=scheme).state_dict() for scheme in ("gpt2", "centered")
+    )
     for key, weight in plain.items():
         if key.endswith("down_proj.weight"):
             expected = weight.double() - weight.double().mean(dim=1, keepdim=True)
             torch.testing.assert_close(centered[key].double(), expected, rtol=0, atol=1e-9)
         else:
             assert torch.equal(weight, centered[key])
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="gpt2, normal"):
-        init.newborn("tiny_gpt2", 0, scheme="xavier")
-    with pytest.raises(ValueError, match="down_proj"):  # weights that are not there
-        init.variant(init.variant(init.newborn("tiny_gpt2", 0), sublayers="attention"), sublayers="full")

@@ -1,4 +1,4 @@
-"""lib/results.py: the JSON is exact and survives failures; the table shows what it should."""
+"""lib/results.py: the JSON is exact and survives failures."""
 
 import json
 import math
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 
 from lib import files, results
@@ -22,26 +21,17 @@ def begun(folder: Path) -> results.Experiment:
     return results.Experiment("x", "BB Table 1", RunSettings(device="cpu", out=str(folder)))
 
 
-def test_the_json_is_exact_and_a_line_an_item(tmp_path, capsys):
+def test_the_json_is_exact(tmp_path):
     rows = [
         {"name": "[1,  2]", "value": 0.1 + 0.2, "none": None, "seed": 123456},
         {"name": "}, {", "value": 1e-300, "none": None, "seed": None},
     ]
-    returned = begun(tmp_path).save(rows, columns=("name", "value", "absent", "seed"), details=[[1, 2], [3]])
-    text = (tmp_path / "x.json").read_text()
-    saved = json.loads(text)
+    returned = begun(tmp_path).save(rows, columns=("name", "absent"), details=[[1, 2], [3]])
+    saved = json.loads((tmp_path / "x.json").read_text())
     assert saved == files.read_json(tmp_path / "x.json") == returned
-    assert list(saved) == ["experiment", "paper", "settings", "environment", "rows", "details"]
-    assert (saved["experiment"], saved["paper"]) == ("x", "BB Table 1")
     assert saved["rows"] == rows and saved["details"] == [[1, 2], [3]]
-    dtype = saved["environment"]["dtype"]
-    assert saved["settings"] == {"device": "cpu", "dtype": dtype, "out": str(tmp_path)}
-    assert saved["environment"]["torch"] == torch.__version__ and saved["environment"]["processes"] == 1
+    assert saved["settings"].items() >= {"device": "cpu", "out": str(tmp_path)}.items()
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|None", str(saved["environment"]["commit"]))
-    assert f"  {json.dumps(rows[0])}," in text.splitlines()
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert printed[0] == ["name", "value", "seed"]
-    assert printed[1:] == [["[1,", "2]", "0.3", "123456"], ["},", "{", "1e-300", "None"]]
 
 
 def test_nan_is_no_json(tmp_path):
@@ -50,7 +40,6 @@ def test_nan_is_no_json(tmp_path):
     with pytest.raises(UserError, match="not finite"):
         begun(tmp_path).save([{"value": math.nan}])
     assert (tmp_path / "x.json").read_text() == text
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 BIG = """
@@ -82,7 +71,6 @@ def test_full_disk(tmp_path):
     assert result.returncode == 2, result.stderr
     assert result.stderr.count("\n") == 1 and f"cannot write {tmp_path}/big.json" in result.stderr
     assert (tmp_path / "big.json").read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_killed_while_writing(tmp_path):
@@ -90,21 +78,6 @@ def test_killed_while_writing(tmp_path):
     kill = f"os.replace = lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)})"
     assert write_big(tmp_path, kill).returncode == -signal.SIGKILL
     assert not (tmp_path / "big.json").exists()
-
-
-def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path, monkeypatch):
-    (tmp_path / "lib").mkdir()
-    monkeypatch.setattr(results, "__file__", str(tmp_path / "lib" / "results.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert results.commit() is None
-    monkeypatch.setenv("PATH", str(tmp_path))  # and where there is no git
-    assert results.commit() is None
-
-
-def test_long_series_are_printed_at_powers_of_two_and_the_end(capsys):
-    results.print_rows([{"layer": layer, "c": layer / 8} for layer in range(13)], ("layer", "c"))
-    shown = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert shown == [0, 1, 2, 4, 8, 12]
 
 
 def test_means_over_seeds():
@@ -115,7 +88,6 @@ def test_means_over_seeds():
         for layer, (c, std) in zip((4, 2), of_layers):
             samples.append({"layer": layer, "c": c, "std": std})
     rows = results.mean_over_seeds(samples, ("c", "std"))
-    json.dumps(rows)  # plain numbers, none of numpy's
     for row, layer, group in zip(rows, (4, 2), values.swapaxes(0, 1), strict=True):
         c, std = group.mean(0)
         # sums of three numbers in another order

@@ -91,20 +91,12 @@ def refusal(monkeypatch, capsys, *words, commands=COMMANDS) -> str:
         (["--step", 3], ["--step", "Perhaps you meant", "--steps INT"]),
         (["--steps", 3, "late.py"], ["late.py"]),  # a config file comes before the flags
         (["--steps", 0], ["Expected `int` >= 1 - at `$.steps`"]),
-        (["--length", 5, 1], ["Expected `int` >= 2 - at `$.length"]),
         (["--rate", "nan"], ["Expected `float` >= 0.0 - at `$.rate`"]),
-        (["--rate", "1e400"], ["Expected `float` <= 1"]),
-        (["--steps", 10**30], ["`int` <= 1"]),
-        (["--seed"], ["seed: expected one value or more"]),
         (["missing.py"], ["cannot run config file 'missing.py': FileNotFoundError"]),
         ("stepz = 3", ["stepz", "did you mean steps"]),
-        ("from math import pi", ["pi", "setting"]),
         ("steps = '3'", ["steps", "int", "str"]),
-        ("steps = True", ["steps", "int", "bool"]),
-        ("seed = 1, 2.5", ["seed", "int", "float"]),
         ("kind = 'larg'", ["kind", "larg"]),
         ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
-        ("steps = ", ["SyntaxError", "invalid syntax"]),
     ],
 )
 def test_refusals(words, message, tmp_path, monkeypatch, capsys):
@@ -116,25 +108,6 @@ def test_refusals(words, message, tmp_path, monkeypatch, capsys):
     printed = plain(refusal(monkeypatch, capsys, *words))
     for word in message:
         assert word in printed
-
-
-HELP = ["--steps INT", "{small,large}", "many (default: 100)", "(default: 1 2)", "CONFIG.py"]
-
-
-@pytest.mark.parametrize(
-    "words, parts",
-    [
-        ([], ["Which of two?", "rate Measure the rate.", "compare Compare two models."]),
-        (["rate"], HELP),
-    ],
-)
-def test_help_names_subcommands_and_flags(words, parts, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command(*words, "--help")
-    assert stopped.value.code == 0
-    text = plain(capsys.readouterr().out)
-    for part in parts:
-        assert part in text
 
 
 def test_mistakes_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):
