@@ -164,7 +164,7 @@ def test_headers_of_gigabytes_and_of_numbers_without_end(tmp_path):
     header = json.dumps({f"t{number}": entry for number in range(300_000)}).encode()
     for data in ((2**33).to_bytes(8, "little") + b"{}", len(header).to_bytes(8, "little") + header):
         path.write_bytes(data)
-        with pytest.raises(UserError, match="its header has"):
+        with pytest.raises(UserError, match="a header of sane size"):
             folders.open_tensors([path])
 
 
