@@ -42,13 +42,3 @@ def test_a_line_for_each_series_and_each_theory(drawn):
     assert lines(axes) == [*first, *second]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["costs $1 and $2", "b c", "the theory"]
-
-
-def test_a_panel_for_each_value(drawn):
-    figure = drawn(panel="n")
-    assert lines(figure.axes[1]) == [[(1, 0.5)], [(1, 0.25)]]
-
-
-def test_a_band_is_as_wide_as_its_key_says(drawn):
-    heights = drawn(band="std").axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert (heights.min(), heights.max()) == pytest.approx((0.4, 0.6))

@@ -3,15 +3,10 @@
 import json
 import math
 import re
-import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from lib import files, results
 from lib.settings import RunSettings, UserError
@@ -40,44 +35,6 @@ def test_nan_is_no_json(tmp_path):
     with pytest.raises(UserError, match="not finite"):
         begun(tmp_path).save([{"value": math.nan}])
     assert (tmp_path / "x.json").read_text() == text
-
-
-BIG = """
-import os, resource, signal, sys
-from lib.results import Experiment
-from lib.settings import Command, RunSettings, run_script
-
-def work(settings):
-    "Save a result of about a megabyte."
-    experiment = Experiment("big", "none", settings)
-    SETUP
-    experiment.save([{"x": list(range(200_000))}])
-
-run_script({"": Command(work, RunSettings(out=sys.argv.pop(), device="cpu"))}, "What?")
-"""
-
-
-def write_big(out: Path, setup: str = "pass") -> subprocess.CompletedProcess:
-    """Save a large result in a process of its own, after `setup`."""
-    command = [sys.executable, "-c", BIG.replace("SETUP", setup), str(out)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_full_disk(tmp_path):
-    """A file size limit stands in for a disk that fills while the result is written."""
-    (tmp_path / "big.json").write_text("old")
-    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2**16}, {resource.RLIM_INFINITY}))"
-    result = write_big(tmp_path, f"signal.signal(signal.SIGXFSZ, signal.SIG_IGN); {limit}")
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.count("\n") == 1 and f"cannot write {tmp_path}/big.json" in result.stderr
-    assert (tmp_path / "big.json").read_text() == "old"
-
-
-def test_killed_while_writing(tmp_path):
-    """No half file is left under the result's name."""
-    kill = f"os.replace = lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert write_big(tmp_path, kill).returncode == -signal.SIGKILL
-    assert not (tmp_path / "big.json").exists()
 
 
 def test_means_over_seeds():

@@ -312,7 +312,7 @@ def test_commands(name, text, tmp_path):
     "words, expected",
     [
         (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
-        (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["num-sequences"]),
+        (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["silence", "--unit", "1/704"], ["--unit 1/704", "LAYER/UNIT"]),
