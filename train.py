@@ -116,8 +116,9 @@ def train(settings: Settings):
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     if not settings.resume:  # a mistake is told before any text is prepared
-        begin = settings.init_from
-        config = checkpoint.parse_spec(begin).config if begin else PRESETS[settings.model]
+        config = PRESETS[settings.model]
+        if settings.init_from:
+            config = checkpoint.parse_spec(settings.init_from).config
         checkpoint.check_lengths((settings.sequence_length,), config.context_length)
     run = Path(settings.out)
     with runs.sole_owner(run):

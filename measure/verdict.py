@@ -249,7 +249,7 @@ def found_again(census):
         else:
             runs.append([number])
     spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    plural = "" if spans[0].isdigit() and len(spans) == 1 else "s"
+    plural = "s" if len(origins) > 1 else ""
     return f"{sentence}, in layer{plural} {', '.join(spans)} of the base"
 
 

@@ -36,12 +36,13 @@ def test_what_is_no_json_object(tmp_path, text):
 # ---- written whole, or not at all --------------------------------------------------------------------------
 
 
-def test_a_failure_leaves_the_old_file(tmp_path):
+@pytest.mark.parametrize("error, told", [(RuntimeError(), RuntimeError), (OSError(28, "full"), UserError)])
+def test_a_failure_leaves_the_old_file(error, told, tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
-    with pytest.raises(RuntimeError), files.atomic_file(path) as temporary:
+    with pytest.raises(told), files.atomic_file(path) as temporary:
         temporary.write_text("half")
-        raise RuntimeError
+        raise error
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

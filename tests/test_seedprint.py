@@ -231,7 +231,7 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
     [
         ("compare tiny_llama@1", "at least 2 models"),
         ("compare tiny_llama@1 tiny_llama@2 --sequence-length 257", "--sequence-length 257"),
-        ("compare tiny_llama@1 tiny_llama@2 --num-sequences 1 --sequence-length 2", "--num-sequences"),
+        ("compare tiny_llama@1 tiny_llama@2 --num-sequences 1 --sequence-length 2", "sequence_length"),
         ("identify tiny_llama@1 tiny_llama@2", "one model"),
         ("identify tiny_llama@1 --parameter model.norm.weight", "model.norm.weight"),
         ("persistence nothing/here", "its birth"),
