@@ -367,7 +367,7 @@ def predict(settings: Settings):
         model = spec.load(experiment.device, experiment.dtype)
         T = row["sequence_length"]
         begun = time.perf_counter()
-        predicted, _ = theory.mean_field(model, T)
+        predicted = theory.mean_field(model, T)
         seconds = time.perf_counter() - begun
         law, _ = theory.kernel_recursion(model.config, T)
         foretold = {
@@ -454,8 +454,7 @@ EXPERIMENTS = {
     "cure": Command(cure, Settings(num_sequences=120)),
     "width": Command(width, WidthSettings(num_sequences=600, dtype="float32")),
 }
-COMMANDS = {**EXPERIMENTS, "all": Command(run_all, RunSettings())}
-COMMANDS[""] = COMMANDS["all"]
+COMMANDS = {**EXPERIMENTS, "": Command(run_all, RunSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

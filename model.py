@@ -298,7 +298,7 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # the plain way would fill it
+        table = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # by itself it draws
         self.model = nn.ModuleDict({"embed_tokens": table, "layers": layers, "norm": norm})
         # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)

@@ -165,12 +165,13 @@ def draw_probe(rows, totals, path) -> None:
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     for row, counts, (ranks, tokens, dimensions) in zip(rows, totals, grid.T):
+        num_ranks = min(RANKS, len(counts["token_counts"]))
         n = row["num_sequences"]
         by_token = 100 / n * counts["token_counts"].numpy()  # % of sequences
         by_dimension = 100 / n * counts["dimension_counts"].numpy()
-        uniform = 100 / n * uniform_counts(n, len(by_token), RANKS)
-        places = range(1, RANKS + 1)
-        ranks.bar(places, np.sort(by_token)[::-1][:RANKS], color=BLUE)
+        uniform = 100 / n * uniform_counts(n, len(by_token), num_ranks)
+        places = range(1, num_ranks + 1)
+        ranks.bar(places, np.sort(by_token)[::-1][:num_ranks], color=BLUE)
         ranks.plot(places, uniform, "--", color=VERMILION)
         p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
         text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"

@@ -175,7 +175,7 @@ def by_first_token(settings: Settings, spec, model):
 
     `sink_share` is the share of these tokens whose alpha_1 is above 0.3.
     """
-    tokens = read_tokens(settings, spec, settings.sequence_length).clone()
+    tokens = read_tokens(settings, spec, settings.sequence_length)
     there = tokens[:, 1:].unique().cpu()
     candidates = there[np.linspace(0, len(there) - 1, min(FIRST_TOKENS, len(there))).astype(int)]
     alphas = []
@@ -341,7 +341,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     with attention.unit_activity(model, len(tokens)) as activity:
         model.hidden(tokens)
     (neuron,) = attention.super_neurons(model, *activity, count=1)
-    seen_from = neuron["layer"] if neuron["layer"] < L else 1
+    seen_from = neuron["layer"] if neuron["layer"] < L else min(1, L - 1)
     places = {"all": range(1, L + 1), 1: (1,)}
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(places.items(), kinds))
@@ -381,8 +381,8 @@ def silence(settings: SilenceSettings):
     """Which hidden units hold the sink up? Those that write most are set to zero (ours; three minutes)"""
     for spec in chosen_models(settings.model or (default_model(),), settings.seed):
         named_units(settings, spec)
-        if settings.units > spec.config.d_ff:
-            raise UserError(f"--units {settings.units}: {spec.label} has {spec.config.d_ff} in a layer")
+        if 2 * settings.units > spec.config.d_ff:
+            raise UserError(f"--units {settings.units}: a layer of {spec.label} has {spec.config.d_ff}")
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     (label, rows), *_ = by_checkpoint(lists["rows"]).items()  # the first model is drawn
     question = f"Which hidden units hold the sink up? ({label}; dashed: none silenced)"
@@ -390,7 +390,8 @@ def silence(settings: SilenceSettings):
     names = [f"{row['kind']} {row['units']}"[:44] for row in rows]
     labels = {"sink_rate": "share of heads that sink on position 1", "loss": "loss, nats a token"}
     for axes, (key, label) in zip(grid, labels.items()):
-        axes.barh(names, [row[key] for row in rows], color=BLUE)
+        axes.barh(range(len(rows)), [row[key] for row in rows], color=BLUE)
+        axes.set_yticks(range(len(rows)), names)
         axes.axvline(rows[0][key], color="black", ls="--", lw=1.1)
         axes.set_xlabel(label)
     grid[0].invert_yaxis()

@@ -59,7 +59,7 @@ class Settings(RunSettings):
     """tokenizer of the default data set, as in python -m lib.data"""
     data_seed: int = 0
     """seed of the order of the training sequences"""
-    sequence_length: at_least(1) = 256
+    sequence_length: at_least(2) = 256
     """tokens in a sequence"""
     global_batch_size: at_least(1) = 32
     """sequences in a step, over all ranks"""
@@ -159,9 +159,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             row |= attention.summary(attention.sink_signs(raw_model, evaluation_windows[0].to(device)))
         if is_master:
             sample = generate(raw_model, tokenizer, 48, step)
-            perplexity = math.exp(min(loss, 700))
-            text = f"held-out loss {loss:.4f}, perplexity {perplexity:.1f}"
-            print(f"step {step}: {text}, {sample!r}", flush=True)
+            print(f"step {step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
         return row
 
     def save(step) -> None:
@@ -336,17 +334,12 @@ def load_model(settings: Settings, tokens):
         if settings.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {spec.label} has the calibration {model.config.attn_calibration}")
     else:
-        config = PRESETS[settings.model]
-        if config.vocab_size != tokens.vocab_size and runtime.rank() == 0:
-            sizes = f"{tokens.vocab_size} tokens, the tokenizer's, in place of {config.vocab_size}"
-            print(f"vocabulary of {sizes}")
         shape = {"attn_calibration": settings.attn_calibration, "vocab_size": tokens.vocab_size}
-        model = newborn(replace(config, **shape), settings.seed, settings.embedding_seed, settings.init)
-    config = model.config
-    if tokens.vocab_size > config.vocab_size:
-        sizes = f"{tokens.vocab_size} tokens, the model {config.vocab_size}"
+        config = replace(PRESETS[settings.model], **shape)
+        model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
+    if tokens.vocab_size > model.config.vocab_size:
+        sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
-    checkpoint.check_lengths((settings.sequence_length,), config.context_length)
     return model, state, moments
 
 

@@ -92,7 +92,6 @@ def read_tokens(settings: TextSettings, spec, T):
     if len(tokens) < count:
         raise UserError(f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}")
     if settings.first_token is not None:
-        tokens = tokens.clone()
         tokens[:, 0] = first_token(settings.first_token, tokenizer, spec)
     largest = int(tokens.max())
     if largest >= spec.config.vocab_size:
@@ -117,7 +116,7 @@ open_data = functools.lru_cache(TokenData)
 
 @functools.lru_cache
 def encode(text, tokenizer):
-    """The tokens of a text file, or of the first million characters of a source of lib.data: (n,) int64."""
+    """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
     if os.path.isfile(text):
         content = read_bytes(Path(text), LARGEST_TEXT).decode(errors="replace")
         content = content.replace("\r\n", "\n").replace("\r", "\n")

@@ -94,7 +94,7 @@ def read_command(commands, words, document):
         raise UserError(f"name a subcommand: {', '.join(commands)}")
     function, defaults = commands[name]
     if callable(defaults):
-        defaults = defaults(words)
+        return function, defaults(words)
     return function, read_settings(defaults, words, document, name)
 
 

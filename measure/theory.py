@@ -156,14 +156,13 @@ def attention_concentration(T, s) -> Tensor:
     return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
 
 
-def aggregated_std(config: ModelConfig, T, tokens=False) -> Tensor:
+def aggregated_std(config: ModelConfig, T) -> Tensor:
     """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
 
     With sigma^2 = 0.02^2 d that of a value and s^2 that of a logit, Var o_i is sigma^2 times
     E sum_j a_j^2 + (1 - 1/i) r_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i: keys
     and values come from one input, so that attention, however slight, selects values along W_V W_K^T q; RoPE
-    turns that by a different angle for each key, which leaves the share r_i. Random `tokens` instead of
-    vectors add (1 - 1/i) / V: so often two positions have one token. Calibrations (BB 6.2) are included.
+    turns that by a different angle for each key, which leaves the share r_i. Calibrations are not in it.
     """
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
@@ -171,18 +170,8 @@ def aggregated_std(config: ModelConfig, T, tokens=False) -> Tensor:
     s = 1.0 if config.qk_norm else variance
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
-    shared = s**2 * kept / d
-    if tokens:
-        shared = shared + 1 / config.vocab_size
-    concentration = attention_concentration(T, s) + (1 - 1 / i) * shared
-    std = (variance * concentration).sqrt()
-    scale = {
-        "none": 1,
-        "amplify": i.sqrt(),
-        "attenuate": (i / config.context_length).sqrt(),
-        "headnorm": 1 / std,
-    }
-    return std * scale[config.attn_calibration]
+    concentration = attention_concentration(T, s) + (1 - 1 / i) * (s**2 * kept / d)
+    return (variance * concentration).sqrt()
 
 
 # ---- the whole newborn network -----------------------------------------------------------------------------
@@ -273,7 +262,7 @@ def normed(norm: nn.Module, mean: Tensor, K: Tensor):
 
 @torch.inference_mode()
 def mean_field(model: Transformer, T):
-    """From the weights: contraction direction, (d,) of unit length, and mean cosine, for T random tokens.
+    """The contraction direction from the weights, (d,) of unit length, for T random tokens.
 
     Carries through the layers what all sequences share, a mean vector, and the covariance K (T, T) over
     positions of what they do not. Attention adds W_O W_V of the normed mean, and averages K; the MLP adds
@@ -300,10 +289,8 @@ def mean_field(model: Transformer, T):
             mean = mean + down @ expected
             K = K + (power @ slope) * k / scales(k)
             K.diagonal().add_(power @ (variance - slope))
-    m, gains, k = normed(model.model.norm, mean, K)
-    shared = m.square().sum()
-    cosine = shared / (shared + gains.sum() * k[-1, -1])
-    return (m / m.norm()).cpu(), cosine.item()
+    m, _, _ = normed(model.model.norm, mean, K)
+    return (m / m.norm()).cpu()
 
 
 @torch.inference_mode()

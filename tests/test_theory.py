@@ -239,13 +239,12 @@ def test_mean_field_against_the_model(name):
     for parameter_name, parameter in model.named_parameters():
         if "proj" in parameter_name:
             parameter.data *= 0.35  # attention closer to uniform than random_model has it
-    direction, cosine = theory.mean_field(model, 24)
+    direction = theory.mean_field(model, 24)
     with torch.inference_mode():
         tokens = torch.randint(97, (3000, 24), generator=torch.Generator().manual_seed(0))
         mean = F.normalize(model.hidden(tokens, last_only=True).double()).mean(0)
-    # what the theory neglects is not small here; chance would give 0 +- 0.18 and 0.0003
+    # what the theory neglects is not small here; chance would give 0 +- 0.18
     assert torch.dot(direction, mean / mean.norm()) > 0.9
-    assert cosine == pytest.approx(mean.square().sum().item(), abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
