@@ -74,7 +74,9 @@ def curves(
             draw_theories(axes, line, x, theories or {})
         if panel:
             axes.set_title(f"{plain(panel)}: {value}", fontsize=10)
-        axes.xaxis.set_major_locator(MaxNLocator(7, integer=isinstance(points[0][x], int)))
+        place = points[0][x]
+        if not isinstance(place, str):
+            axes.xaxis.set_major_locator(MaxNLocator(7, integer=isinstance(place, int)))
         for name in log:
             axis = axes.xaxis if name == "x" else axes.yaxis
             axes.set(**{f"{name}scale": "log"})
