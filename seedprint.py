@@ -1,18 +1,22 @@
-"""Are two models of one birth, one initialisation, and of which seed? (BB 5 and 6.1; the exact test is ours)
+"""Are two models of one birth, one initialisation, and of which seed? (BB 5 and 6.1; matching units is ours)
 
-    python seedprint.py compare BASE SUSPECT               # checkpoint folders, or newborns: nano_gpt2@42
+    python seedprint.py compare BASE SUSPECT               # checkpoint folders, .gguf files, or nano_gpt2@42
     python seedprint.py paper BASE SUSPECT STRANGER        # the paper's own test, SeedPrint
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
-    python seedprint.py identify SUSPECT --seeds 0-99999   # which seed of init.py?
+    python seedprint.py identify SUSPECT --seeds 0 99999   # which seed of init.py?
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-A base's hidden units are looked for in a suspect (`measure/census.py`), whatever the architecture, width and
-basis, and coordinates are compared by an exact test (`measure/lineage.py`). Models are read one matrix at a
-time: two of 7B parameters fit into a laptop's memory.
+`compare` and `matrix` read weights alone, one matrix at a time: two models of 7B parameters fit into a
+laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(base, suspect)`:
+
+    it takes    two Models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
+    it matches  hidden units by what they read of the embedding matrix and write to the head, layer by layer
+    it tests    whether the residual coordinates of equal numbers agree more than relabelled ones
+    it returns  a row: `verdict` (same birth, no evidence, inconclusive), `sentence`, and their numbers;
+                and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
 """
 
 import itertools
-import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,18 +25,21 @@ import torch
 import tyro
 from scipy.spatial.distance import squareform
 
-from init import SCHEMES
-from lib.checkpoint import Newborn, check_lengths, final_states, parse_spec, shortest_context, steps
-from lib.figures import curves, evidence, family_tree
+from init import SCHEMES, newborn
+from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
+from lib.figures import curves, family_tree, lineage_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
-from lib.runtime import progress, rank
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from measure import lineage
-from measure.verdict import compare_pair, read_model
+from lib.runtime import default_batch_size, progress, rank
+from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
+from lineage import coordinates
+from lineage.verdict import compare_pair, read_model
 
-VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "distance", "body_z", "embedding_z")
+VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
+IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
+NUMBERS = 65_536  # of its first numbers, that are drawn for each candidate
+MOST_SEEDS = 10**7
 
 Models = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
@@ -40,82 +47,88 @@ Models = Annotated[
 
 
 @dataclass
-class CompareSettings(RunSettings):
-    """What `compare` can be told, and `matrix`."""
+class CompareSettings(OutputSettings):
+    """Options of `compare` and `matrix`."""
 
-    models: Models = ()
-    """BASE and SUSPECTs: checkpoint folders, or PRESET@SEED"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how newborns are drawn"""
-    input_seed: int = 0
-    """seed of the random sequences and of the permutations"""
-    num_sequences: at_least(1) = 16
-    """random sequences; each of their positions is a row of states"""
-    sequence_length: at_least(3) = 64
-    """tokens in a sequence"""
-    permutations: at_least(199) = 9999
-    """relabellings; the smallest p is 1 / (1 + this)"""
-    layers: at_least(1) | None = None
-    """layers whose hidden units are looked for, evenly spaced; None: all, or 8 of large models"""
-    units: at_least(2) = 1024
-    """how many of them in each MLP of the base"""
+    models: Models = ()  # BASE and SUSPECTs: checkpoint folders, files, or PRESET@SEED
+    init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
+    permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
+    permutations: at_least(199) = 9999  # relabellings; the smallest p is 1 / (1 + this)
+    layers: at_least(1) | None = None  # layers that are read, evenly spaced; None: all, or 8 of large models
+    units: at_least(2) = 1024  # hidden units that are looked for in each of them
 
 
 @dataclass
 class PaperSettings(RunSettings):
-    """What the paper's test can be told."""
+    """Options of the paper's test."""
 
-    models: Models = ()
-    """BASE and SUSPECTs: checkpoint folders, or PRESET@SEED"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how newborns are drawn"""
-    input_seed: int = 0
-    """seed of the random sequences"""
-    inputs: Literal["tokens", "gaussian"] = "tokens"
-    """what the models read; gaussian makes strangers look like kin"""
-    paper_sequences: at_least(3) = 1000
-    """random sequences; in the paper 10000"""
-    paper_length: int = 64
-    """tokens in each of them; in the paper 1024"""
-    side: Literal["top", "bottom"] = "top"
-    """dimensions of the largest, or of the smallest mean output"""
-    top_k: at_least(1) | None = None
-    """how many of them, in each model; None: half of the width"""
-    softmax_temperature: at_least(1e-6, float) | None = None
-    """of a softmax over the chosen columns; in the authors' code 10"""
+    models: Models = ()  # BASE and SUSPECTs: checkpoint folders, or PRESET@SEED
+    init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
+    input_seed: int = 0  # seed of the random sequences
+    inputs: Literal["tokens", "gaussian"] = "tokens"  # what is read; gaussian makes strangers look like kin
+    paper_sequences: at_least(3) = 1000  # random sequences; in the paper 10000
+    paper_length: int = 64  # tokens in each of them; in the paper 1024
 
 
 @dataclass
 class PersistenceSettings(PaperSettings):
-    """What `persistence` can be told: what the paper's test can, and the exact test of states."""
+    """Options of `persistence`."""
 
-    models: Models = ()
-    """one run folder"""
-    stranger: str | None = None
-    """run of another birth; None: a newborn of another seed"""
-    num_sequences: at_least(1) = 16
-    """random sequences of the exact test; each of their positions is a row"""
-    sequence_length: at_least(3) = 64
-    """tokens in a sequence of the exact test"""
-    permutations: at_least(199) = 9999
-    """relabellings; the smallest p is 1 / (1 + this)"""
+    models: Models = ()  # one run folder
+    stranger: str | None = None  # run of another birth; None: a newborn of another seed
 
 
 @dataclass
-class IdentifySettings(RunSettings):
-    """What `identify` can be told."""
+class IdentifySettings(OutputSettings):
+    """Options of `identify`."""
 
-    models: Models = ()
-    """one model: a checkpoint folder, or PRESET@SEED"""
-    seeds: str = "0-99999"
-    """candidates, FIRST-LAST"""
-    parameter: str = "model.layers.0.self_attn.v_proj.weight"
-    """matrix to look for"""
-    numbers: at_least(4) = 65_536
-    """how many of its first numbers are drawn for each candidate"""
+    models: Models = ()  # one model: a checkpoint folder, or PRESET@SEED
+    seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 
-# ---- what is compared --------------------------------------------------------------------------------------
+# ---- the verdict -------------------------------------------------------------------------------------------
+
+
+def compare(settings: CompareSettings):
+    """Is each suspect of one birth with the base? Seconds for tiny models, half a minute for 135M parameters."""
+    specs = several_models(settings.models, settings.init)
+    experiment = Experiment("compare", "BB 6.1", settings)
+    base = read_model(specs[0].name, specs[0].open(any_architecture=True))
+    rows, details = [], []
+    for spec in progress(specs[1:], desc="suspects"):
+        suspect = read_model(spec.name, spec.open(any_architecture=True))
+        row, detail = compare_pair(base, suspect, *numbers_of(settings))
+        rows.append({"base": base.name, "suspect": suspect.name} | row)
+        details.append(detail)
+    lineage_figure(experiment.folder / "compare.png", base.name, rows, details)
+    more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
+    result = experiment.save(rows, VERDICT_COLUMNS, **more)
+    if rank() == 0:
+        for row in rows:
+            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
+    return result
+
+
+def numbers_of(settings: CompareSettings):
+    """What `compare_pair` is told besides two models."""
+    return settings.permutation_seed, settings.permutations, settings.units, settings.layers
+
+
+def matrix(settings: CompareSettings):
+    """Which of several models are of one birth? All pairs, a heat map and a family tree (BB Table 4)."""
+    specs = several_models(settings.models, settings.init)
+    experiment = Experiment("matrix", "BB Table 4", settings)
+    models = [read_model(spec.name, spec.open(any_architecture=True)) for spec in specs]
+    rows, closeness = [], []
+    for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
+        row, _ = compare_pair(a, b, *numbers_of(settings))
+        rows.append({"a": a.name, "b": b.name} | row)
+        by_share = row["units_share"] or row["body_r"] or 0
+        closeness.append(by_share if row["distance"] is None else 1 - row["distance"])
+    names = [model.name for model in models]
+    label = "closeness: 1 - distance of hidden units"
+    family_tree(experiment.folder / "matrix.png", names, squareform(closeness) + np.eye(len(names)), label)
+    return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
 
 
 def several_models(names, scheme):
@@ -125,12 +138,31 @@ def several_models(names, scheme):
     return [parse_spec(name, scheme) for name in names]
 
 
-def comparable_models(names, scheme):
-    """The same; UserError unless all are of our architecture and of one width."""
-    specs = several_models(names, scheme)
+# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
+
+
+def paper(settings: PaperSettings):
+    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
+    specs = comparable_models(settings.models, settings)
+    experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
+    vocab_size = common_vocabulary(specs)
+    where = (experiment.device, experiment.dtype)
+    base_outputs = last_outputs(specs[0].load(*where), vocab_size, settings)
+    rows = []
+    for spec in progress(specs[1:], desc="paper", unit=" suspects"):
+        outputs = last_outputs(spec.load(*where), vocab_size, settings)
+        test = coordinates.paper_test(base_outputs, outputs)
+        rows.append({"base": specs[0].name, "suspect": spec.name} | test)
+    return experiment.save(rows)
+
+
+def comparable_models(names, settings: PaperSettings):
+    """Several models; UserError unless all are of our architecture, of one width, and can read the inputs."""
+    specs = several_models(names, settings.init)
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
         raise UserError(f"only models of one width can be compared, not of {widths}")
+    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     return specs
 
 
@@ -139,110 +171,21 @@ def common_vocabulary(specs):
     return min(spec.config.vocab_size for spec in specs)
 
 
-def last_outputs(source, vocab_size, settings: PaperSettings):
-    """What the paper's test reads: final last-position states of random sequences, (n, d) on the CPU."""
-    d = source.config.d_model
+@torch.inference_mode()
+def last_outputs(model, vocab_size, settings: PaperSettings):
+    """What the paper's test reads: a model's final last-position states of random sequences, (n, d) on the CPU."""
+    device = next(model.parameters()).device
     T = settings.paper_length
-    batch_size = max(1, 2**27 // (T * d))  # half a gigabyte of states
-    parts = []
+    batch_size = default_batch_size(device, T)
+    outputs = []
     for start in range(0, settings.paper_sequences, batch_size):
         indices = range(start, min(start + batch_size, settings.paper_sequences))
         if settings.inputs == "gaussian":
-            inputs = random_vectors(settings.input_seed, indices, T, d)
+            inputs = random_vectors(settings.input_seed, indices, T, model.config.d_model)
         else:
             inputs = random_tokens(settings.input_seed, indices, T, vocab_size)
-        states = final_states(source, inputs, settings.device, settings.torch_dtype, last_only=True)
-        parts.append(states.cpu())
-    return torch.cat(parts)
-
-
-# ---- the verdict -------------------------------------------------------------------------------------------
-
-
-def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Seconds for tiny models, a minute for 135M parameters."""
-    experiment, (base, *suspects), numbers = begin("compare", "BB 6.1", settings)
-    rows, details = [], []
-    for suspect in progress(suspects, desc="suspects"):
-        row, detail = compare_pair(base, suspect, *numbers)
-        rows.append({"base": base.name, "suspect": suspect.name} | row)
-        details.append(detail)
-    panels = []
-    for row, detail in zip(rows, details):
-        found = f" ({row['units_found']:,} of {row['units']:,} units)" if row["units"] else ""
-        name = f"{row['suspect']}: {row['verdict']}{found}"
-        panels.append((name, detail["layers"], detail["points"], detail["layer_map"]))
-    question = "Which of the base's hidden units and coordinates has each suspect?"
-    evidence(experiment.folder / "compare.png", panels, question)
-    more = {key: [detail[key] for detail in details] for key in details[0]}
-    result = experiment.save(rows, VERDICT_COLUMNS, **more)
-    if rank() == 0:
-        for row in rows:
-            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
-    return result
-
-
-def begin(name, paper, settings: CompareSettings):
-    """Begin `compare` or `matrix`: the experiment, its models, and what `compare_pair` is told."""
-    specs = several_models(settings.models, settings.init)
-    sources = [spec.open(any_architecture=True) for spec in specs]
-    readable = [source for source in sources if source.config is not None]
-    tokens = None
-    if readable:
-        check_lengths((settings.sequence_length,), shortest_context(readable))
-        indices = range(settings.num_sequences)
-        vocab_size = common_vocabulary(readable)
-        tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
-    experiment = Experiment(name, paper, settings)
-    where = (experiment.device, experiment.dtype)
-    models = [read_model(spec.name, source, tokens, *where) for spec, source in zip(specs, sources)]
-    return experiment, models, (settings.input_seed, settings.permutations, settings.units, settings.layers)
-
-
-def matrix(settings: CompareSettings):
-    """Which of several models are kin? All pairs, a heat map and a family tree (BB Table 4)."""
-    experiment, models, numbers = begin("matrix", "BB Table 4", settings)
-    rows = []
-    for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        rows.append({"a": a.name, "b": b.name} | compare_pair(a, b, *numbers)[0])
-    found = []
-    for row in rows:
-        by_share = row["units_share"] or row["body_matched"] or 0
-        found.append(by_share if row["distance"] is None else 1 - row["distance"])
-    names = [model.name for model in models]
-    label = "closeness: 1 - distance of hidden units"
-    closeness = squareform(found) + np.eye(len(names))
-    family_tree(experiment.folder / "matrix.png", names, closeness, label, "Which models are kin?")
-    return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
-
-
-# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
-
-
-def paper(settings: PaperSettings):
-    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
-    specs = comparable_models(settings.models, settings.init)
-    check_paper_settings(settings, specs)
-    experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
-    vocab_size = common_vocabulary(specs)
-    base_outputs = last_outputs(specs[0].open(), vocab_size, experiment.settings)
-    rows = []
-    for spec in progress(specs[1:], desc="paper", unit=" suspects"):
-        outputs = last_outputs(spec.open(), vocab_size, experiment.settings)
-        test = paper_test(base_outputs, outputs, settings)
-        rows.append({"base": specs[0].name, "suspect": spec.name} | test)
-    return experiment.save(rows)
-
-
-def check_paper_settings(settings: PaperSettings, specs) -> None:
-    """UserError for a length or a number of dimensions that the models do not have."""
-    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
-    lineage.check_top_k(settings.top_k, specs[0].config.d_model)
-
-
-def paper_test(a, b, settings: PaperSettings):
-    """The paper's test of two models' `last_outputs`."""
-    return lineage.paper_test(a, b, settings.side, settings.top_k, settings.softmax_temperature)
+        outputs.append(model.hidden(inputs.to(device), last_only=True).cpu())
+    return torch.cat(outputs)
 
 
 # ---- which seed? -------------------------------------------------------------------------------------------
@@ -256,33 +199,23 @@ def identify(settings: IdentifySettings):
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
-    candidates = parse_seeds(settings.seeds)
+    first, last = settings.seeds
+    if not 0 <= first <= last < first + MOST_SEEDS:
+        raise UserError(f"--seeds {first} {last}: expected FIRST LAST, {MOST_SEEDS:,} candidates at most")
     source = parse_spec(settings.models[0]).open()
-    parameter = settings.parameter
-    if len(source.shapes.get(parameter, ())) != 2:
-        raise UserError(f"--parameter {parameter}: expected a matrix, like {IdentifySettings.parameter}")
+    if IDENTIFIED not in source.shapes:
+        raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
     experiment = Experiment("identify", "ours", settings)
-    rows = lineage.closest_births(source, parameter, settings.numbers, candidates)
-    is_certain = rows[0]["family_log10_p"] <= lineage.SAME_LOG10_P
+    candidates = range(first, last + 1)
+    rows = coordinates.closest_births(source, IDENTIFIED, NUMBERS, candidates)
+    is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
     answer = rows[0]["seed"] if is_certain else None
     shown = rows if is_certain else rows[:1]
     result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
     if rank() == 0:
-        none = f"none of init.py's seeds {settings.seeds}, unless its basis was changed"
-        said = f"seed {answer}" if is_certain else none
-        print(f"{settings.models[0]}: {said}")
+        none = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
+        print(f"{settings.models[0]}: {f'seed {answer}' if is_certain else none}")
     return result
-
-
-def parse_seeds(text):
-    """The candidates of FIRST-LAST, or of one number; UserError for anything else."""
-    match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
-    candidates = range(0)
-    if match:
-        candidates = range(int(match[1]), int(match[2] or match[1]) + 1)
-    if not 0 < len(candidates) <= 10**7:
-        raise UserError(f"--seeds {text}: expected FIRST-LAST, as in 0-99999, ten million at most")
-    return candidates
 
 
 # ---- a life ------------------------------------------------------------------------------------------------
@@ -298,57 +231,38 @@ def persistence(settings: PersistenceSettings):
     if len(folders) < 2 or folders[0].name != "step_0000000":
         raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
     specs = [parse_spec(str(folder)) for folder in folders]
-    compared = specs[:1]
-    stranger = Newborn(specs[0].config, STRANGER_SEED, scheme=settings.init)
-    strangers = {}  # their specs by step
+    compared = comparable_models([specs[0].name, settings.stranger or specs[0].name], settings)
+    strangers = {}  # their checkpoints by step
     if settings.stranger is not None:
-        compared = comparable_models((str(folders[0]), settings.stranger), settings.init)
-        stranger = compared[1].open()
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
-    check_lengths((settings.sequence_length,), shortest_context(compared))
-    check_paper_settings(settings, compared)
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    settings = experiment.settings
+    where = (experiment.device, experiment.dtype)
     vocab_size = common_vocabulary(compared)
-
-    def outputs_of(source):
-        return last_outputs(source, vocab_size, settings).numpy()
-
-    birth = specs[0].open()
-    birth_outputs = outputs_of(birth)
-    indices = range(settings.num_sequences)
-    tokens = random_tokens(settings.input_seed, indices, settings.sequence_length, vocab_size)
-
-    def fingerprint_of(source):
-        states = final_states(source, tokens, settings.device, settings.torch_dtype)  # (n, T, d)
-        return lineage.fingerprint(states.flatten(0, 1))
-
-    birth_print = fingerprint_of(birth)
-    top_k = settings.top_k or birth.config.d_model // 2
-    chosen = lineage.top_dimensions(birth_outputs, settings.side, top_k)
+    birth_outputs = last_outputs(specs[0].load(*where), vocab_size, settings)
+    chosen = coordinates.top_dimensions(birth_outputs.numpy(), "top", birth_outputs.shape[1] // 2)
 
     def taus_with_birth(outputs):
-        return lineage.kendall(birth_outputs, outputs, chosen, settings.softmax_temperature)
+        return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
-    last_stranger_taus = taus_with_birth(outputs_of(stranger))
+    if settings.stranger is None:
+        stranger = newborn(specs[0].config, STRANGER_SEED, scheme=settings.init).to(experiment.device)
+    else:
+        stranger = compared[1].load(*where)
+    stranger_taus = taus_with_birth(last_outputs(stranger, vocab_size, settings))
     rows = []
     for spec in progress(specs, desc="checkpoints"):
         step = spec.folder.name
-        child = spec.open()
-        outputs = outputs_of(child)
+        outputs = last_outputs(spec.load(*where), vocab_size, settings)
         taus = taus_with_birth(outputs)
-        stranger_taus = last_stranger_taus
+        beside = stranger_taus
         if step in strangers:
-            stranger_taus = taus_with_birth(outputs_of(strangers[step].open()))
-        C = lineage.relation(birth_print, fingerprint_of(child))
-        test = lineage.diagonal_test(C, ("relabel", settings.input_seed), settings.permutations)
+            beside = taus_with_birth(last_outputs(strangers[step].load(*where), vocab_size, settings))
         row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
-        row |= {"stranger_mean_tau": stranger_taus.mean(), "stranger_std_tau": stranger_taus.std()}
-        row |= {"relabel_z": test["z"], "relabel_log10_p": test["log10_p"], "permutation_p": test["p"]}
-        rows.append(row | paper_test(birth_outputs, outputs, settings))
+        row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
+        test = coordinates.paper_test(birth_outputs, outputs)
+        rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
     draw_persistence(rows, experiment.folder / "persistence.png")
-    columns = ("step", "mean_tau", "std_tau", "stranger_mean_tau", "stranger_std_tau", "relabel_z")
-    return experiment.save(rows, (*columns, "paper_t_p", "paper_u_p"))
+    return experiment.save(rows)
 
 
 def draw_persistence(rows, path) -> None:

@@ -19,15 +19,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib import folders, runtime
+from lib import formats
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
-from lib.folders import TOKEN_TABLE, Weights, parameter_shapes, read_config
+from lib.formats import TOKEN_TABLE, Weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
-from model import NORMS, PRESETS, Block, Transformer, rope_table
+from model import PRESETS, Transformer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
 
@@ -65,7 +64,7 @@ class Spec:
         if self.is_newborn:
             return None
         if self.folder.suffix == ".gguf":
-            return self.folder if folders.open_gguf(self.folder).has_known_tokenizer else None
+            return self.folder if formats.open_gguf(self.folder).has_known_tokenizer else None
         for name in ("tokenizer.model", "tokenizer.json"):
             path = self.folder / name
             if os.path.isfile(path):
@@ -172,7 +171,7 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
             raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context")
 
 
-# ---- one block at a time -----------------------------------------------------------------------------------
+# ---- newborns ----------------------------------------------------------------------------------------------
 
 
 class Newborn:
@@ -189,42 +188,6 @@ class Newborn:
     def read(self, name):
         """One tensor, float32."""
         return birth_value(self.config, name, self.shapes[name], *self.birth)
-
-
-@torch.inference_mode()
-def final_states(source, inputs, device="cpu", dtype=torch.float32, last_only=False, on_state=None):
-    """`Transformer.hidden` with one block in memory: final-norm states, (n, T, d) float32, or (n, d).
-
-    `inputs` are tokens (n, T) or vectors (n, T, d); `on_state(layer, x)` sees the stream after each block,
-    1..L. UserError for states that are not finite.
-    """
-    config = source.config
-    if not inputs.is_floating_point():
-        inputs = F.embedding(inputs, source.read(TOKEN_TABLE)).float()
-    x = inputs.to(device, dtype)  # (n, T, d)
-    rope = rope_table(config, x)
-    batch_size = max(1, runtime.BATCH_TOKENS[torch.device(device).type] // x.shape[1])
-    with torch.device("meta"):
-        block = Block(config)
-        final_norm = NORMS[config.norm](config.d_model, eps=config.norm_epsilon)
-    for layer in range(1, config.num_layers + 1):
-        read_module(source, block, f"model.layers.{layer - 1}", device, dtype)
-        is_last = last_only and layer == config.num_layers
-        x = torch.cat([block(part, rope, is_last, None) for part in x.split(batch_size)])
-        if on_state is not None:
-            on_state(layer, x)
-    read_module(source, final_norm, "model.norm", device, torch.float32)
-    x = final_norm(x.float())
-    if not x.isfinite().all():
-        raise UserError("a model's states are not finite: check its weights for NaN")
-    return x[:, -1] if last_only else x
-
-
-def read_module(source, module, prefix, device, dtype) -> None:
-    """Fill a module with the source's tensors whose names begin with `prefix`."""
-    for name in [name for name, _ in module.named_parameters()]:
-        weight = source.read(f"{prefix}.{name}").to(device, dtype)
-        module.load_state_dict({name: weight}, strict=False, assign=True)
 
 
 # ---- folders of our own ------------------------------------------------------------------------------------
@@ -270,8 +233,8 @@ def read_state(folder):
     if state.step > 0:
         for name, shape in Weights(folder).shapes.items():
             expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
-    tensors = folders.open_tensors([folder / "optimizer.safetensors"])
-    folders.check_shapes(tensors, expected, folder)
+    tensors = formats.open_tensors([folder / "optimizer.safetensors"])
+    formats.check_shapes(tensors, expected, folder)
     return state, tensors
 
 
@@ -295,14 +258,14 @@ def config_json(config):
         family = "qwen3"
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in folders.SCALING_KEYS.items()}
+        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in formats.SCALING_KEYS.items()}
         rope |= {"rope_type": "llama3"} | scaling
     raw = {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **{theirs: values[ours] for ours, theirs in folders.KEYS.items()},
+        **{theirs: values[ours] for ours, theirs in formats.KEYS.items()},
         "rope_parameters": rope,
     }
-    if folders.described(raw, family) == spelled_out:
+    if formats.described(raw, family) == spelled_out:
         return raw
     return {"model_type": "bornbiased", **asdict(config)}

@@ -45,7 +45,7 @@ from tyro.conf import Positional
 
 from init import keyed_generator
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, smollm2
-from lib.folders import open_gguf
+from lib.formats import open_gguf
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 

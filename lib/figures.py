@@ -114,64 +114,66 @@ def draw_theories(axes, line, x, theories) -> None:
 # ---- lineage -----------------------------------------------------------------------------------------------
 
 
-def evidence(path, panels, title) -> None:
-    """Draw what tells kin from strangers, a row for each (name, layers, points, layer_map) of `panels`.
+def lineage_figure(path, base, rows, details) -> None:
+    """Draw how much of each suspect's layers is the base's, and the map of layers: a line of panels for each.
 
-    `layers` are the rows of a census, `layer_map` is its map, and `points` have the `share` of `coordinates`
-    at each `correlation`.
+    `rows` and `details` are what `lineage.verdict.compare_pair` returns of the suspects.
     """
-    figure, grid = new_figure(title, len(panels), 3, height=2.9)
-    for row, (name, layers, points, layer_map) in zip(grid, panels):
-        row[0].set_title(name[-60:], loc="left", fontsize=10, fontweight="bold")
-        drawings = (draw_units, draw_layer_map, draw_coordinates)
-        for axes, draw, measured in zip(row, drawings, (layers, layer_map, points)):
-            if measured:
-                draw(axes, measured)
-            else:
-                axes.text(0.5, 0.5, "nothing to compare", transform=axes.transAxes, ha="center")
+    title = f"Which hidden units of each suspect's layers are those of {base}?"
+    figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.9)
+    for (units, layer_map), row, detail in zip(grid, rows, details):
+        units.set_title(
+            f"{row['suspect'][-48:]}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold"
+        )
+        if detail["layers"]:
+            draw_shares(units, detail["layers"])
+            draw_layer_map(layer_map, detail["layer_map"])
+        else:
+            for axes in (units, layer_map):
+                axes.text(0.5, 0.5, "no hidden units to compare", transform=axes.transAxes, ha="center")
     save_figure(figure, path)
 
 
-def draw_units(axes, layers) -> None:
-    """What share of each MLP's units was found, beside what chance gives."""
-    numbers = range(1, len(layers) + 1)
-    styles = {"found": "found again", "by_chance": "tokens permuted", "expected": "unrelated, expected"}
-    for (key, label), style, colour in zip(styles.items(), ("o", "x", "--"), (BLUE, VERMILION, "black")):
-        shares = [100 * layer[key] / max(1, layer["units"]) for layer in layers]
-        axes.plot(numbers, shares, style, color=colour, label=label)
-    axes.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units found again")
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+def draw_shares(axes, layers) -> None:
+    """What share of each MLP's units was matched, shaded by strength, beside what chance gives."""
+    places = range(1, len(layers) + 1)
+    shares = [100 * layer["share"] for layer in layers]
+    chance = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
+    axes.plot(places, shares, color="black", lw=0.8, zorder=1)
+    strengths = [layer["r"] for layer in layers]
+    points = axes.scatter(places, shares, c=strengths, cmap="cividis_r", vmin=0, vmax=1, edgecolors="black")
+    axes.plot(places, chance, "x--", color=VERMILION, label="by chance: tokens permuted")
+    axes.set(ylim=(-5, 105), ylabel="% of units matched")
+    label_layers(axes.xaxis, [layer["layer"] for layer in layers], 1)
+    axes.set_xlabel("layer of the suspect")
+    axes.figure.colorbar(points, ax=axes, label="strength r")
     axes.legend(frameon=False, fontsize=9)
 
 
 def draw_layer_map(axes, layer_map) -> None:
-    """What share of units is found, for each MLP of the base and of the suspect."""
+    """What share of units is matched, for each MLP of the base and of the suspect."""
     shares = 100 * np.array(layer_map["share"])
     image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")
-    for axis, names in ((axes.xaxis, layer_map["suspect"]), (axes.yaxis, layer_map["base"])):
-        names = [name.replace("layer ", "").replace(", expert ", ".") for name in names]
-        every = math.ceil(len(names) / 12)  # more do not fit
-        axis.set_ticks(range(0, len(names), every), names[::every])
+    label_layers(axes.xaxis, layer_map["suspect"], 0)
+    label_layers(axes.yaxis, layer_map["base"], 0)
     axes.set(xlabel="layer of the suspect", ylabel="layer of the base")
-    axes.figure.colorbar(image, ax=axes, label="% found again")
+    axes.figure.colorbar(image, ax=axes, label="% matched")
 
 
-def draw_coordinates(axes, points) -> None:
-    """How alike coordinates of one number are, beside those of two."""
-    for kind, colour in (("matched", BLUE), ("mismatched", VERMILION)):
-        line = [point for point in points if point["coordinates"] == kind and point["share"] > 0]
-        correlations = [point["correlation"] for point in line]
-        axes.plot(correlations, [point["share"] for point in line], ".-", color=colour, label=kind)
-    axes.set(xlim=(-1, 1), xlabel="correlation of two coordinates", ylabel="% of coordinates")
-    axes.legend(frameon=False, fontsize=9)
+def label_layers(axis, labels, first) -> None:
+    """Name the layers along an axis, the first of which stands at `first`; of many, every so many."""
+    names = [label.replace("layer ", "").replace(", expert ", ".") for label in labels]
+    every = math.ceil(len(names) / 12)  # more do not fit
+    axis.set_ticks(range(first, first + len(names), every), names[::every])
 
 
-def family_tree(path, names, closeness, label, title) -> None:
-    """Draw items as a tree and a heat map, by `closeness` (n, n), 0 to 1."""
+def family_tree(path, names, closeness, label) -> None:
+    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1."""
     from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
     from scipy.spatial.distance import squareform
 
     count = len(names)
+    title = "Which models are of one birth?"
     figure, grid = new_figure(title, 1, 2, 2.5 + 0.45 * count, 2 + 0.55 * count, width_ratios=(1, 2))
     tree, heat = grid[0]
     distances = squareform(1 - np.clip(closeness, 0, 1), checks=False)

@@ -31,7 +31,9 @@ def start(settings: RunSettings):
     Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
     a device that is not there, or a folder that cannot be written.
     """
-    device = choose_device(settings.device)
+    device = torch.device("cpu")
+    if isinstance(settings, RunSettings):
+        device = choose_device(settings.device)
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=1))
@@ -40,6 +42,8 @@ def start(settings: RunSettings):
         tempfile.TemporaryFile(dir=settings.out).close()
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
+    if not isinstance(settings, RunSettings):  # no model is run
+        return settings, device, torch.float32
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" or bfloat16_is_fast() else "float32"

@@ -46,15 +46,20 @@ class Command(NamedTuple):
 
 
 @dataclasses.dataclass
-class RunSettings:
-    """What every experiment can be told: where to compute, how precisely, and where to write."""
+class OutputSettings:
+    """Options of every experiment."""
+
+    out: str = "results"  # folder that receives the JSON and PNG files
+
+
+@dataclasses.dataclass
+class RunSettings(OutputSettings):
+    """Options of every experiment that runs a model: where to compute, and how precisely."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto: cuda, then cpu"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """number format of the blocks; auto: bfloat16 where it is fast"""
-    out: str = "results"
-    """folder that receives the JSON and PNG files"""
 
     @property
     def torch_dtype(self):
@@ -118,7 +123,6 @@ def read_settings(defaults, words, document, subcommand=""):
         prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
         description=f"{inspect.cleandoc(document)}\n\nA CONFIG.py before the flags has lines NAME = VALUE.",
         console_outputs=is_first_process(),
-        config=(tyro.conf.HelptextFromCommentsOff,),
     )
     for field in dataclasses.fields(settings):
         if getattr(settings, field.name) == () and field.default != ():

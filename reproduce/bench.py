@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from init import newborn
 from lib.checkpoint import config_json
-from lib.folders import KEYS
+from lib.formats import KEYS
 from lib.results import Experiment
 from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, UserError, at_least, run_script

@@ -1,11 +1,11 @@
-"""How often does each test call strangers kin? (BB B.3.1, Figure 13; mostly ours)
+"""How often does each test call unrelated models related? (BB B.3.1, Figure 13; mostly ours)
 
     python -m reproduce.errors                      # all pairs of 45 newborns: 50 minutes
     python -m reproduce.errors --num-births 5       # all pairs of 5
 
-Newborns of different seeds are strangers by construction, so every rejection is an error. A test is sound if
-its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the models read (tokens through a
-token table of their own, through one that all share, or Gaussian vectors), and on how they are drawn.
+Newborns of different seeds are unrelated by construction, so every rejection is an error. A test is sound if
+its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the models read (tokens through an
+embedding matrix of their own, through one that all share, or Gaussian vectors), and on how they are drawn.
 """
 
 import functools
@@ -16,159 +16,121 @@ from typing import Literal
 import numpy as np
 from scipy.stats import norm
 
-from init import SCHEMES, keyed_generator
-from lib.checkpoint import Newborn, final_states
+from init import SCHEMES, newborn
+from lib.checkpoint import Newborn
 from lib.figures import COLOURS, legend_below, new_figure, save_figure
-from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
-from measure import lineage
-from measure.census import Units, equal_ids, unit_census
+from lineage import coordinates
+from lineage.match import Units, equal_ids, match_models
+from lineage.verdict import NO_EVIDENCE, Facts, row_of
 from measure.cosines import wilson
-from measure.verdict import NO_EVIDENCE, judge_units
 from model import PRESETS
-from seedprint import PaperSettings, last_outputs, paper_test
+from seedprint import PaperSettings, last_outputs
 
-LEVEL = 0.01  # from here on down, a test calls two models kin
-PAPER_TESTS = ("t-test", "U-test", "closed form")
+LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
-PARTS = ("body", "embedding")  # of a model's weights
-SEQUENCES, LENGTH = 16, 64  # of random tokens that the exact test reads; each position is a row
+PARTS = {"body": "weights", "embedding": "embedding matrices"}  # whose coordinates are tested
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
-FEW = 12  # births where strangers share what they read, and few show what happens
-LAYERS, UNITS = 2, 256  # whose hidden units are looked for, and how many in each
+FEW = 12  # births where unrelated models share what they read, and few show what happens
+LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
 
 
 @dataclass
 class Settings(RunSettings):
-    """What it can be told."""
+    """Options of `errors`."""
 
-    model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")
-    """presets to be born"""
-    schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")
-    """how they are drawn"""
-    num_births: at_least(3) = 45
-    """newborns with token tables of their own; all pairs are compared"""
-    paper_sequences: at_least(3) = 1000
-    """random sequences of 64 tokens of the paper's test; in the paper 10000 of 1024"""
+    model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")  # presets to be born
+    schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")  # how they are drawn
+    num_births: at_least(3) = 45  # newborns with embedding matrices of their own; all pairs are compared
+    paper_sequences: at_least(3) = (
+        1000  # random sequences of the paper's test, of 64 tokens; BB: 10000 of 1024
+    )
 
 
 def errors(settings: Settings):
-    """How often does each test call newborn strangers kin? Writes errors.json and errors.png."""
+    """How often does each test call unrelated newborns related? Writes errors.json and errors.png."""
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
     settings = experiment.settings
-    choices = list(itertools.product(settings.model, settings.schemes, INPUTS))
-    for model in settings.model:  # once scaled, weights know no scheme
-        choices.append((model, settings.schemes[0], "weights"))
     rows = []
-    for model, scheme, inputs in progress(choices, desc="errors", unit=" settings"):
-        key = {"inputs": inputs, "scheme": scheme, "model": model}
-        newborns = strangers(model, scheme, inputs, settings.num_births)
-        if inputs == "weights":
-            rejected, largest_share = units_found(newborns)
-            rate = error_rate("units", rejected, len(newborns))
-            rows.append({"test": "units"} | key | rate | {"largest_share": largest_share})
-            p_values = p_of_weights(newborns)
-        else:
-            p_values = p_of_states(newborns, inputs, settings)
-        for test, p in p_values.items():
-            rows.append({"test": test} | key | error_rate(test, p <= LEVEL, len(newborns)))
+    for model, scheme, inputs in progress(
+        list(itertools.product(settings.model, settings.schemes, INPUTS)), desc="errors"
+    ):
+        p_values = p_of_states(model, scheme, inputs, settings, experiment)
+        rows += error_rates(p_values, {"inputs": inputs, "scheme": scheme, "model": model})
+    for model in progress(settings.model, desc="errors of weights"):  # once scaled, weights know no scheme
+        key = {"inputs": "weights", "scheme": settings.schemes[0], "model": model}
+        newborns = [Newborn(PRESETS[model], seed) for seed in range(1, settings.num_births + 1)]
+        for each in newborns:
+            each.read = functools.cache(each.read)
+        units, largest_share = p_of_units(newborns)
+        (row,) = error_rates({"units": units}, key)
+        rows.append(row | {"largest_share": largest_share})
+        rows += error_rates(p_of_weights(newborns), key)
     draw_rates(rows, experiment.folder / "errors.png")
     return experiment.save(rows)
 
 
-def strangers(model, scheme, inputs, count):
-    """Newborns of seeds 1, 2, ..., with token tables of their own or one for all; drawn once and kept."""
-    if inputs in ("shared embedding", "gaussian"):
-        count = min(FEW, count)
+def p_of_states(model, scheme, inputs, settings: Settings, experiment):
+    """The p of each form of the paper's test, (pairs,): of all pairs of newborns."""
+    is_shared = inputs != "own embedding"
+    count = min(FEW, settings.num_births) if is_shared else settings.num_births
     embedding_seed = 0 if inputs == "shared embedding" else None
-    newborns = [Newborn(PRESETS[model], seed, embedding_seed, scheme) for seed in range(1, count + 1)]
-    for newborn in newborns:
-        newborn.read = functools.cache(newborn.read)
-    return newborns
-
-
-def p_of_states(newborns, inputs, settings: Settings):
-    """The p of each test that reads states, (pairs,): of all pairs of newborns."""
-    config = newborns[0].config
-    given = random_tokens(0, range(SEQUENCES), LENGTH, config.vocab_size)
-    if inputs == "gaussian":
-        given = random_vectors(0, range(SEQUENCES), LENGTH, config.d_model)
-    reading = PaperSettings(
-        settings.device, settings.dtype, inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences
-    )
-    prints, outputs = [], []
-    for newborn in newborns:
-        states = final_states(newborn, given, settings.device, settings.torch_dtype)
-        prints.append(lineage.fingerprint(states.flatten(0, 1)))
-        outputs.append(last_outputs(newborn, config.vocab_size, reading))
+    reading = PaperSettings(inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences)
+    outputs = []
+    for seed in range(1, count + 1):
+        born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)
+        outputs.append(last_outputs(born, born.config.vocab_size, reading))
     p = []
-    for i, j in itertools.combinations(range(len(newborns)), 2):
-        exact = lineage.diagonal_test(lineage.relation(prints[i], prints[j]), (0, i, j), PERMUTATIONS)
-        test = paper_test(outputs[i], outputs[j], reading)
-        p.append((exact["p"], test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
-    return dict(zip(("relabelling", *PAPER_TESTS), np.transpose(p)))
+    for a, b in itertools.combinations(outputs, 2):
+        test = coordinates.paper_test(a, b)
+        p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
+    return dict(zip(("t-test", "U-test", "closed form"), np.transpose(p)))
 
 
 def p_of_weights(newborns):
-    """The p of the exact tests of the blocks' weights and of token tables, (pairs,): of all pairs."""
+    """The p of the exact tests of the blocks' weights and of embedding matrices, (pairs,): of all pairs."""
     p = []
     for (i, a), (j, b) in itertools.combinations(enumerate(newborns), 2):
-        correlations = lineage.weight_correlations(a, b)
-        tests = [lineage.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS) for part in PARTS]
+        correlations = coordinates.weight_correlations(a, b)
+        tests = [coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS) for part in PARTS]
         p.append([test["p"] for test in tests])
-    return dict(zip(("weights", "token tables"), np.transpose(p)))
+    return dict(zip(PARTS.values(), np.transpose(p)))
 
 
-def units_found(newborns):
-    """For which pairs of newborns a census finds evidence, and the largest share of a layer's units found."""
-    models = [Units(newborn) for newborn in newborns]
+def p_of_units(newborns):
+    """0 for pairs of which matched units say more than "no evidence", else 1; and the largest share of a layer."""
+    models = [Units(born) for born in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
-    rejected, shares = [], []
+    p, shares = [], []
     for (i, a), (j, b) in itertools.combinations(enumerate(models), 2):
-        census = unit_census(a, b, equal_ids(a, b), UNITS, LAYERS, (i, j))
-        rejected.append(judge_units(census.matches) != NO_EVIDENCE)
-        shares += [match.share for match in census.matches]
-    return np.array(rejected), max(shares)
+        match = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
+        row = row_of(Facts(match, None, None, "", True, ""))
+        p.append(float(row["verdict"] == NO_EVIDENCE))
+        shares.append(row["units_share"])
+    return np.array(p), max(shares)
 
 
-def error_rate(test, rejected, births):
-    """How often a test rejects, of all pairs of births, and the rate's 99 % interval.
+def error_rates(p_values, key):
+    """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each.
 
-    Renumbered coordinates make the p of pairs that share a birth independent, so Wilson's interval holds for
-    the exact tests; for the paper's, births are resampled.
+    Relabelled coordinates make the p of pairs that share a birth independent, so the interval holds for exact
+    tests; the paper's are not independent, and their interval is too narrow.
     """
-    rejections, number = int(rejected.sum()), len(rejected)
-    low, high = wilson(rejections, number, 0.99)
-    if test in PAPER_TESTS:
-        low, high = interval_over_births(rejected, births)
-    count = {"num_pairs": number, "rejections": rejections, "rate": rejections / number}
-    return count | {"low": low, "high": high}
-
-
-def interval_over_births(rejected, births):
-    """99 % interval of the rate of `rejected`, (pairs,), over all pairs of births, which are resampled.
-
-    Pairs that share a birth are not independent, so they cannot be resampled. Where all pairs agree, the
-    births say nothing of the spread, and the interval is Wilson's for as many pairs as are disjoint.
-    """
-    if len(set(rejected)) == 1:
-        disjoint = births // 2
-        return wilson(int(rejected[0]) * disjoint, disjoint, 0.99)
-    generator = keyed_generator("births", births)
-    counts = generator.multinomial(births, np.full(births, 1 / births), 2000)  # (2000, births)
-    first, second = np.triu_indices(births, 1)
-    weights = counts[:, first] * counts[:, second]  # (2000, pairs)
-    weights = weights[weights.sum(axis=1) > 0]
-    low, high = np.quantile(weights @ rejected / weights.sum(axis=1), (0.005, 0.995))
-    return low, high
+    rows = []
+    for test, p in p_values.items():
+        rejections, number = int((p <= LEVEL).sum()), len(p)
+        low, high = wilson(rejections, number, 0.99)
+        count = {"num_pairs": number, "rejections": rejections, "rate": rejections / number}
+        rows.append({"test": test} | key | count | {"low": low, "high": high})
+    return rows
 
 
 def draw_rates(rows, path) -> None:
-    """How often strangers are called kin: a line for each test and what it reads, a colour for each birth."""
-    title = "How often does a test call unrelated newborns kin? (99 % intervals)"
+    """How often newborns are called related: a line for each test and what it reads, a colour for each birth."""
+    title = "How often does a test call unrelated newborns related? (99 % intervals)"
     figure, grid = new_figure(title, width=7, height=5.6)
     axes = grid[0, 0]
     lines, births = {}, {}  # their numbers
@@ -181,7 +143,7 @@ def draw_rates(rows, path) -> None:
         axes.plot(100 * row["rate"], height, "o", color=COLOURS[number], label=label)
     axes.set_yticks(range(len(lines)), lines)
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
-    axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called kin")
+    axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called related")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     legend_below(figure, axes)

@@ -1,19 +1,19 @@
-"""What do two models share, and could it be chance? Exact tests of states and weights, and the paper's test.
+"""Do the coordinates of two models agree, and could it be chance? An exact test, and the paper's (BB 6.1).
 
     >>> from lib import checkpoint
-    >>> from measure import lineage
+    >>> from lineage import coordinates
     >>> a = checkpoint.parse_spec("nano_llama@42").open()
     >>> b = checkpoint.parse_spec("nano_llama@43").open()
-    >>> correlations = lineage.weight_correlations(a, b)  # {"body": (d, d), "embedding": (d, d)}
-    >>> lineage.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: strangers
+    >>> correlations = coordinates.weight_correlations(a, b)  # {"body": (d, d), "embedding": (d, d)}
+    >>> coordinates.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: unrelated
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
 without a common birth, a trained model is as likely as itself with its coordinates relabelled. Relabelling
 one of two models therefore gives the exact distribution of whatever compares them, however trained and
-however dependent the rows (ours; BB compares with Gaussian matrices). Who rotates the basis escapes these
-tests, but not `measure/census.py`.
+however dependent the rows (ours; BB compares with Gaussian matrices). A rotated basis escapes this test, but
+not `lineage/match.py`.
 
-A model comes as a source, `Spec.open()`, whose parameters are read one at a time.
+A model comes as a checkpoint, `Spec.open()`, whose parameters are read one at a time.
 """
 
 import functools
@@ -28,70 +28,13 @@ from scipy.special import softmax
 from torch import Tensor
 
 from init import STD, draw, keyed_generator
-from lib import parts
 from lib.runtime import progress
 from lib.settings import UserError
+from lineage import parts
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
-
-# ---- coordinates of states ---------------------------------------------------------------------------------
-
-
-def relabelling_test(a, b, seed=0, permutations=9999):
-    """The `diagonal_test` of two models' states on the same inputs, arrays (n, d).
-
-    UserError unless the arrays are of one shape, n at least 3, d at least 2, and finite.
-    """
-    a, b = check_rows(a, b)
-    return diagonal_test(relation(fingerprint(a), fingerprint(b)), ("relabel", seed), permutations)
-
-
-def check_rows(a, b):
-    """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
-    a = torch.as_tensor(a).detach().float()
-    b = torch.as_tensor(b).detach().float()
-    if a.shape != b.shape or a.ndim != 2 or a.shape[0] < 3 or a.shape[1] < 2:
-        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {shapes}")
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise UserError("the states are not finite")
-    return a, b
-
-
-def fingerprint(rows) -> Tensor:
-    """What the relabelling test compares of final states (n, d): their decorrelated ranks, (n, d) float32."""
-    return decorrelated(unit_ranks(rows))
-
-
-def unit_ranks(rows) -> Tensor:
-    """Columns of (n, d) by their ranks, ties averaged, centred, of norm 1 (0 if constant); float32."""
-    centred = stats.rankdata(rows.cpu().numpy(), axis=0) - (len(rows) + 1) / 2
-    norms = np.maximum(np.linalg.norm(centred, axis=0), 1e-30)
-    return torch.from_numpy(centred / norms).float()
-
-
-def decorrelated(ranks: Tensor, ridge=0.03) -> Tensor:
-    """R (R'R + ridge)^(-1/2) of R (n, d), whose columns have norm 1, and again scaled to it.
-
-    What all columns share, and training makes large, no longer drowns what is theirs; relabelling the columns
-    before or after is the same. One square root of the smaller Gram matrix does it for n below d, too.
-    """
-    n, d = ranks.shape
-    varies = ranks.norm(dim=0) > 0
-    gram = ranks.T @ ranks if d <= n else ranks @ ranks.T
-    values, vectors = torch.linalg.eigh(gram.double())
-    root = (vectors * (values.clamp(min=0) + ridge).rsqrt()) @ vectors.T
-    root = root.float()
-    white = ranks @ root if d <= n else root @ ranks
-    return white * (varies / white.norm(dim=0).clamp(min=1e-30))
-
-
-def relation(a: Tensor, b: Tensor) -> Tensor:
-    """Correlation of every column of one fingerprint (n, d) with every one of the other, (d, d) float64."""
-    return (a.T @ b).double()
-
 
 # ---- coordinates of weights --------------------------------------------------------------------------------
 
@@ -168,10 +111,9 @@ def diagonal_test(C: Tensor, key, permutations=9999):
     """Is the mean of C's diagonal, (d, d), above that of C with its columns relabelled?
 
     S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
-    doubly centred (Hoeffding 1951). Returns `matched` and `mismatched`, the means of the diagonal and of the
-    rest; `smallest_visible`, the least matched - mismatched whose normal tail would be 10^-6; `z` and its
-    tail `log10_p`, an approximation: a z of 250 is an effect, no probability; the exact `p`,
-    (1 + #{S(pi) >= S}) / (1 + permutations), which `key` draws; and whether the two say `same` birth.
+    doubly centred (Hoeffding 1951). Returns `matched`, the mean of the diagonal; `z` and its tail `log10_p`,
+    an approximation: a z of 250 is an effect, no probability; the exact `p`, (1 + #{S(pi) >= S}) /
+    (1 + permutations), which `key` draws; and whether the two say `same` birth.
     """
     d = len(C)
     mean = C.mean().item()
@@ -193,24 +135,11 @@ def diagonal_test(C: Tensor, key, permutations=9999):
     log10_p = stats.norm.logsf(z) / math.log(10)
     return {
         "matched": matched,
-        "mismatched": (C.sum().item() - matched * d) / (d * (d - 1)),
-        "smallest_visible": stats.norm.isf(10**SAME_LOG10_P).item() * std * d / (d - 1),
         "z": z,
         "log10_p": log10_p,
         "p": (1 + exceeding) / (1 + permutations),
         "same": bool(log10_p <= SAME_LOG10_P and exceeding == 0),
     }
-
-
-def histogram(C):
-    """Shares in % of matched and of mismatched correlations C (d, d) by size: points of a figure."""
-    edges = np.linspace(-1, 1, 201)
-    points = []
-    for coordinates, values in (("mismatched", C[~torch.eye(len(C), dtype=bool)]), ("matched", C.diagonal())):
-        shares = 100 * np.histogram(values.numpy(), edges)[0] / len(values)
-        for correlation, share in zip((edges[:-1] + edges[1:]) / 2, shares):
-            points.append({"coordinates": coordinates, "correlation": correlation, "share": share})
-    return points
 
 
 # ---- the seed ----------------------------------------------------------------------------------------------
@@ -263,6 +192,18 @@ def paper_test(a, b, side="top", top_k=None, temperature=None):
     top_k = check_top_k(top_k, d)
     taus = identity_taus(a.cpu().numpy(), b.cpu().numpy(), side, top_k, temperature)
     return judge_taus(taus, n, d, side, top_k, temperature)
+
+
+def check_rows(a, b):
+    """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
+    a = torch.as_tensor(a).detach().float()
+    b = torch.as_tensor(b).detach().float()
+    if a.shape != b.shape or a.ndim != 2 or a.shape[0] < 3 or a.shape[1] < 2:
+        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {shapes}")
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise UserError("the states are not finite")
+    return a, b
 
 
 def check_top_k(top_k, d):

@@ -1,29 +1,29 @@
 """Which tensor of a checkpoint is what? Found by names and shapes, whatever the architecture.
 
-    >>> from lib import checkpoint, parts
-    >>> source = checkpoint.parse_spec("tiny_llama@42").open()
-    >>> found = parts.find(source)
+    >>> from lib import checkpoint
+    >>> from lineage import parts
+    >>> found = parts.find(checkpoint.parse_spec("tiny_llama@42").open())
     >>> found.tables, found.heads, len(found.mlps), found.mlps[0].norm
     (['model.embed_tokens.weight'], ['lm_head.weight'], 6, 'model.layers.0.post_attention_layernorm.weight')
 
 Projects name the same things differently, so each kind of thing has a pattern here; where names say nothing,
-shapes do. A source has `shapes` by name, `width` (d, of the residual stream), `family` (config.json's
+shapes do. A checkpoint has `shapes` by name, `width` (d, of the residual stream), `family` (config.json's
 model_type) and `read(name)`.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from lib.formats import TABLE
 
 # What comes first in a name; T5's has two
 LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)[._]?(\d{1,9})\.")
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
 PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
-TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
-TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.weight$")
 FINAL_NORM = re.compile(r"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layer_?norm)\.weight$")
 ROLES = {  # of an MLP's matrices
@@ -38,9 +38,6 @@ NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's
     "final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
 NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
-# Families that store gain - 1
-GAINS_FROM_ONE = "gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split()
-LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 WRITERS = (  # matrices that write to the residual stream: its coordinates are their rows
     "o_proj|out_proj|c_proj|down_proj|fc2|fc_out|dense_4h_to_h|wo|Wo|w2|lin2|out_lin|output\\.dense"
     "|(?:self_attention|attention)\\.dense|SelfAttention\\.o|EncDecAttention\\.o"
@@ -48,18 +45,20 @@ WRITERS = (  # matrices that write to the residual stream: its coordinates are t
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
 NO_WEIGHTS = re.compile(r"(?:\.bias|inv_freq|attn\.masked_bias|scales?)$")  # masks are called attn.bias
 MOST_EXPERTS = 256  # of a stack that are told apart
-MOST_TABLES = 4  # that may be a model's token table
+MOST_TABLES = 4  # that may be a model's embedding matrix
 MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
 
 
 @dataclass(frozen=True)
 class MLP:
-    """One MLP, or one expert: its layer's number, counted through the model, and the names of its tensors."""
+    """One MLP, or one expert, and the names of its tensors."""
 
-    layer: int
+    layer: int  # counted through the model, from 0
+    place: float  # in its own stack of layers, an encoder or a decoder: 0 for the first, below 1
+    is_first: bool  # of a stack of eight layers or more
     label: str  # for a reader: "layer 3", "layer 3, expert 5"
     matrices: dict  # names by role: gate, up, down, or gate_up
-    expert: int | None  # its place in a stack (experts, ...)
+    expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
 
@@ -68,14 +67,19 @@ class MLP:
         """What there is to see of a unit: its gate, where MLPs have them, its up and its down weights."""
         return ("gate", "up", "down") if self.matrices.keys() & {"gate", "gate_up"} else ("up", "down")
 
+    @property
+    def is_middle(self):
+        """Does it stand where unrelated models share nothing? Behind the first layer, before the last quarter."""
+        return not self.is_first and self.place < 0.75
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What may be a model's token tables and heads (tables, if tied), its final norm, its MLPs, and more."""
+    """What may be a model's embedding matrices and heads, its final norm, its MLPs, and more."""
 
     width: int
     tables: list
-    heads: list
+    heads: list  # the tables, if tied
     norm: str | None
     mlps: list
     unknown: list  # matrices outside of MLPs, where none was found, that are not plainly attention's
@@ -84,14 +88,15 @@ class Parts:
     def missing(self):
         """What was not found of all that units are looked for with; "" if nothing."""
         if len(self.tables) > MOST_TABLES:
-            return "one token table"
-        names = {"token table": self.tables, "MLPs": self.mlps}
+            return "one embedding matrix"
+        names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
 
 
 def find(source):
-    """The Parts of a source. Where config.json's width fits no token table, the table's is right."""
-    outside, layers = {}, defaultdict(dict)
+    """The Parts of a checkpoint. Where config.json's width fits no embedding matrix, the matrix is right."""
+    outside = {}
+    layers = defaultdict(dict)  # full names by the rest of a name, by stack and number
     for name in sorted(name for name, shape in source.shapes.items() if 0 not in shape):
         match = LAYER.search(name)
         if match is None:
@@ -110,35 +115,46 @@ def find(source):
         most = max([shape[0] for shape in matrices.values()], default=0)
         tables = [name for name, shape in matrices.items() if shape[0] == most and name not in heads]
     norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
-    mlps = []
     unknown = [name for name in outside if len(outside[name]) > 1 and name not in tables + heads]
-    for layer, key in enumerate(sorted(layers)):  # a decoder's come before its encoder's
-        found, others = mlps_of_layer(source, layer, layers[key], width)
-        mlps += found
+    mlps = []
+    depths = Counter(stack for stack, _ in layers)
+    places = Counter()
+    for layer, (stack, number) in enumerate(sorted(layers)):  # a decoder's come before its encoder's
+        depth = depths[stack]
+        place = places[stack] / depth
+        is_first = place == 0 and depth >= 8
+        found, others = mlps_of_layer(source, layers[stack, number], width)
+        mlps += [MLP(layer, place, is_first, f"layer {layer + 1}{label}", *rest) for label, *rest in found]
         unknown += others
+        places[stack] += 1
     return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, unknown)
 
 
-def mlps_of_layer(source, layer, names, width):
-    """The MLPs of a layer, and matrices of which nothing is known. `names` are full ones by their rest."""
+def mlps_of_layer(source, names, width):
+    """The MLPs of a layer, and matrices of which nothing is known. `names` are full ones by their rest.
+
+    A layer with {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} has one MLP, of
+    owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}. An MLP comes
+    as its label behind the layer's number, full names by role, its number in a stack of experts, and norms.
+    """
     shapes = {}
     for rest, name in names.items():
         if is_matrix(name, source.shapes[name], width) and not ATTENTION.search(rest):
             shapes[rest] = source.shapes[name]
     matrices = [name for name in names.values() if len(source.shapes[name]) > 1]
     unknown = [name for name in matrices if not ATTENTION.search(name)] or matrices[MOST_OF_ATTENTION:]
+    norms = norms_of_layer(source, names, width)
     mlps = []
     for owner, roles in (named_mlps(shapes, width) or mlps_by_shape(shapes, width)).items():
         of_roles = {role: names[rest] for role, rest in roles.items()}
         shape = shapes[roles["down"]]
         number = re.search(r"\.experts\.(\d+)$", f".{owner}")
-        experts = [None] if len(shape) == 2 else range(min(shape[0], MOST_EXPERTS))
-        for expert in experts:
-            label = f"layer {layer + 1}"
-            if number or expert is not None:
-                label += f", expert {(int(number[1]) if number else expert) + 1}"
-            norms = norms_of_layer(source, names, width)
-            mlps.append(MLP(layer, label, of_roles, expert, *norms))
+        if len(shape) == 3:
+            for expert in range(min(shape[0], MOST_EXPERTS)):
+                mlps.append((f", expert {expert + 1}", of_roles, expert, *norms))
+        else:
+            label = f", expert {int(number[1]) + 1}" if number else ""
+            mlps.append((label, of_roles, None, *norms))
     return mlps, unknown
 
 

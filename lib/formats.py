@@ -27,7 +27,6 @@ import torch
 
 from lib.files import LARGEST_TOKENIZER, check_regular, read_json
 from lib.gguf import GGUF, Stored
-from lib.parts import GAINS_FROM_ONE, TABLE
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 from model import ModelConfig, Transformer
 
@@ -69,6 +68,8 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
 }
 LARGEST_WIDTH = 2**20  # of a residual stream
+TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
+TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE = "model.embed_tokens.weight"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -107,8 +108,15 @@ def safetensors_of(path):
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        tensors[name] = Stored(tuple(tensor.get_shape()), tensor.get_dtype(), partial(file.get_tensor, name))
+        tensors[name] = Stored(
+            tuple(tensor.get_shape()), tensor.get_dtype(), partial(copy_of, file.get_tensor, name)
+        )
     return tensors
+
+
+def copy_of(read, *arguments):
+    """A tensor in memory of its own: the file's pages are let go."""
+    return read(*arguments).clone()
 
 
 def pickled_tensors(path):
@@ -123,7 +131,7 @@ def pickled_tensors(path):
         if isinstance(value, torch.Tensor):
             if value.numel() * value.element_size() > path.stat().st_size:
                 raise UserError(f"{path}: {name} has more numbers than the file")
-            tensors[str(name)] = Stored(tuple(value.shape), str(value.dtype), value.detach)
+            tensors[str(name)] = Stored(tuple(value.shape), str(value.dtype), partial(copy_of, value.detach))
     return tensors
 
 
@@ -302,8 +310,8 @@ class Weights:
                 raise
             self.config = None
             self.family = str(raw.get("model_type", ""))
-            if place.suffix == ".gguf" and self.family in GAINS_FROM_ONE:
-                self.family = ""  # such a file has gains as they are
+            if place.suffix == ".gguf":
+                self.family = ""  # its names say nothing of norms: gains stand there as they are
             self.width = residual_width(raw, self.tensors, place)
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
 
@@ -324,7 +332,7 @@ class Weights:
 
     def read(self, name):
         """One tensor, in memory of its own."""
-        return self.tensors[name].read().clone()
+        return self.tensors[name].read()
 
 
 def residual_width(raw, tensors, place):

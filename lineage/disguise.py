@@ -1,22 +1,23 @@
 """What can be done to a checkpoint, so that it still computes what it did, or nearly, and looks like another?
 
-    python -m reproduce.thief runs/default --ways rotate neurons signs --out stolen
-    python seedprint.py compare tiny_llama@42 stolen
+    python -m lineage.disguise runs/default --transforms rotate neurons signs --out disguised
+    python seedprint.py compare tiny_llama@42 disguised
 
 `rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices
 that read it; `neurons` shuffles each layer's hidden units and heads; `signs` flips the sign of half of the
 units of gated MLPs (others stay as they are) and rescales them a little. The logits stay as they were, to
-rounding. The other changes are felt: noise, pruning, rounding, less width.
+rounding. The other changes are felt: noise, pruning, rounding, less width, layers cut.
 """
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import tyro
 from scipy.linalg import null_space
 from scipy.stats import ortho_group
 
@@ -24,9 +25,8 @@ from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
 from lib.data import load_tokenizer
-from lib.settings import Command, RunSettings, UserError, run_script
+from lib.settings import Command, OutputSettings, UserError, run_script
 from model import Transformer
-from seedprint import Models
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
     "embed_tokens": ("tokens", "stream"),
@@ -46,15 +46,14 @@ HEAD = "lm_head.weight"
 
 
 @dataclass
-class Settings(RunSettings):
-    """What it can be told."""
+class Settings(OutputSettings):
+    """Options of `disguise`."""
 
-    models: Models = ()
-    """one model of this project's architecture: a checkpoint folder, or PRESET@SEED"""
-    ways: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")
-    """how it is hidden, one after another"""
-    out: str = "stolen"
-    """checkpoint folder to be written"""
+    model: Annotated[str, tyro.conf.Positional] = (
+        ""  # of this project's architecture: a folder, or PRESET@SEED
+    )
+    transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
+    out: str = "disguised"  # checkpoint folder to be written
 
 
 # ---- the same function -------------------------------------------------------------------------------------
@@ -150,28 +149,25 @@ def signs(weights, config, generator):
     return config
 
 
-WAYS = {"rotate": rotate, "neurons": neurons, "signs": signs}
+TRANSFORMS = {"rotate": rotate, "neurons": neurons, "signs": signs}
 
 
-def hidden(source, ways=tuple(WAYS)):
-    """A source that computes what a source of ours does, hidden in several ways, one after another.
-
-    In float64; its tensors are float32.
-    """
+def disguised(source, transforms=tuple(TRANSFORMS)):
+    """A checkpoint that computes what one of ours does, after several transforms, in float64."""
     weights = {name: weight.double() for name, weight in weights_of(source).items()}
     config = source.config
-    for way in ways:
-        config = WAYS[way](weights, config, keyed_generator("thief", way, 0))
+    for name in transforms:
+        config = TRANSFORMS[name](weights, config, keyed_generator("thief", name, 0))
     return as_source({name: weight.float() for name, weight in weights.items()}, config)
 
 
 def weights_of(source):
-    """All tensors of a source, by name."""
+    """All tensors of a checkpoint, by name."""
     return {name: source.read(name) for name in source.shapes}
 
 
 def as_source(weights, config):
-    """Weights by name as a source of ours."""
+    """Weights by name as a checkpoint of ours, in memory."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     source = {"config": config, "width": config.d_model, "family": "bornbiased", "place": None}
     return SimpleNamespace(shapes=shapes, read=weights.__getitem__, **source)
@@ -181,7 +177,7 @@ def as_source(weights, config):
 
 
 def of_matrices(source, change):
-    """A source whose matrices are changed by `change(name, weight)`."""
+    """A checkpoint whose matrices are changed by `change(name, weight)`."""
     weights = weights_of(source)
     for name, weight in weights.items():
         if weight.ndim == 2:
@@ -221,7 +217,7 @@ def rounded(source, bits):
 
 
 def narrowed(source, share):
-    """A share of a source's residual coordinates and of its hidden units, chosen at random; all heads."""
+    """A share of a checkpoint's residual coordinates and of its hidden units, chosen at random; all heads."""
     old = source.config
     width, units = round(share * old.d_model), round(share * old.d_ff)
     generator = keyed_generator("narrowed", 0)
@@ -233,7 +229,7 @@ def narrowed(source, share):
 
 
 def cut(source, layers):
-    """The layers of a source with these numbers, from 0, in this order; one may come twice."""
+    """The layers of a checkpoint with these numbers, from 0, in this order; one may come twice."""
     weights = {name: source.read(name) for name in source.shapes if "layers" not in name}
     for place, layer in enumerate(layers):
         for name in source.shapes:
@@ -243,26 +239,24 @@ def cut(source, layers):
 
 
 def save(folder, source, tokenizer=None) -> None:
-    """Write a source of ours as a checkpoint folder."""
+    """Write a checkpoint of ours as a folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
     checkpoint.save(Path(folder), model, tokenizer=tokenizer)
 
 
-def hide(settings: Settings) -> None:
+def disguise(settings: Settings) -> None:
     """A copy of a model that computes the same and looks like another, in a new folder (seconds)"""
-    if len(settings.models) != 1:
-        raise UserError("expected one model to hide: a checkpoint folder, or PRESET@SEED")
     if os.path.lexists(settings.out):
         raise UserError(f"'{settings.out}' is there already: give another --out")
-    spec = parse_spec(settings.models[0])
+    spec = parse_spec(settings.model)
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
-    save(settings.out, hidden(spec.open(), settings.ways), tokenizer)
-    print(f"{settings.out} computes what {spec.label} does, hidden; compare them:")
+    save(settings.out, disguised(spec.open(), settings.transforms), tokenizer)
+    print(f"{settings.out} computes what {spec.label} does, disguised; compare them:")
     print(f"python seedprint.py compare {spec.label} {settings.out}")
 
 
-COMMANDS = {"": Command(hide, Settings())}
+COMMANDS = {"": Command(disguise, Settings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -1,0 +1,514 @@
+"""Whose hidden units are these? Matches the units of two models, by weights alone (ours).
+
+    >>> from lib import checkpoint
+    >>> from lineage.match import Units, equal_ids, match_models
+    >>> base = Units(checkpoint.parse_spec("tiny_llama@1000").open())
+    >>> suspect = Units(checkpoint.parse_spec("runs/lineage/tiny_llama-1000").open())
+    >>> match = match_models(base, suspect, equal_ids(base, suspect)).matches[0]
+    >>> match.found, match.units
+    (704, 704)
+
+A model can be disguised: its residual basis rotated, the hidden units of every MLP reordered, rescaled, and
+their signs flipped, without any change in what it computes. What none of this alters is what a unit reads of
+the embedding matrix and writes to the head: its gate, its up and its down weights each give a number for
+every token. These are its three *views*; MLPs without a gate have two.
+
+In each view, unit i of one model and unit j of the other are partners if each is the other's nearest neighbour
+by |correlation|. A unit is *matched* if two views name the same partner. If the models are unrelated, what
+one view says of a unit's partner has nothing to do with what another says, and about a quarter of a unit a
+layer is matched by chance. If they are of one birth, nearly all are. (But models that learnt to predict the
+same words come to share units near the head: `lineage/verdict.py`.)
+
+The closest relative is phi_MATCH (Zhu et al. 2025, arXiv 2502.12292), which pairs gated units by activations
+on texts; MDIR (arXiv 2508.06309) and AWM (2510.06738) estimate the rotation first. Matching cannot see a unit
+that was split into several, nor new MLPs on copied attention.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from init import keyed_generator
+from lib.runtime import progress
+from lib.settings import UserError
+from lineage import parts
+
+ROW_BATCH = 4096  # tokens whose products are made at once
+MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
+MAP_UNITS = 256  # of each MLP of a base that the layer map counts
+MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
+TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
+CLEARLY_MORE = 2  # times as much must be found for a way that is not the likeliest
+AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
+FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
+NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
+SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
+RIDGE = 3.0  # of decorrelation: a third more units are found under noise of three std than with 0.03
+# Families that store gain - 1; in a .gguf file they do not
+GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
+LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
+
+
+# ---- what a unit reads and writes, by tokens ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayoutHypothesis:
+    """What a checkpoint's names leave open: where there is a choice, all are tried."""
+
+    table: str  # the embedding matrix
+    head: str
+    interleaved: bool  # gate and up in one matrix: row by row, or one above the other
+    from_one: bool  # gains are stored less one
+    centred: bool  # norms without biases take the mean out, as LayerNorms do
+
+
+def hidden_units(source):
+    """The Units of a checkpoint under every LayoutHypothesis; [] without an embedding matrix or MLPs."""
+    tables = Tables(source)
+    return [Units(source, layout, tables) for layout in layout_hypotheses(source)]
+
+
+def layout_hypotheses(source):
+    """Every LayoutHypothesis of a checkpoint, the likeliest first."""
+    found = parts.find(source)
+    if found.missing:
+        return []
+    from_one = [bool(GAINS_FROM_ONE & set(source.family.split()))]
+    norms = sorted({mlp.norm for mlp in found.mlps if mlp.norm})
+    gains = torch.cat([torch.ones(1), *(source.read(norm).float() for norm in norms)])
+    if (gains <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
+        from_one = [True, False]
+    interleaved = [False]
+    if any("gate_up" in mlp.matrices for mlp in found.mlps):
+        interleaved = [False, True]
+    centred = [source.family in LAYERNORMS_WITHOUT_BIAS]
+    if not source.family:  # a file of weights alone
+        centred = [False, True]
+    choices = itertools.product(found.tables, found.heads, interleaved, from_one, centred)
+    return [LayoutHypothesis(*choice) for choice in choices]
+
+
+class Tables:
+    """A checkpoint's embedding matrix and head (V, d), by name, and their roots (d, d): unpacked once."""
+
+    def __init__(self, source):
+        self.read = functools.cache(source.read)
+        self.root = functools.cache(lambda name: root_of(self.read(name)))
+
+
+class Units:
+    """The hidden units of a checkpoint's MLPs, as its tokens see them, under one LayoutHypothesis."""
+
+    def __init__(self, source, layout=None, tables=None):
+        self.source = source
+        self.tables = tables or Tables(source)
+        self.parts = parts.find(source)
+        self.width = self.parts.width
+        self.layout = layout or layout_hypotheses(source)[0]
+        self.inputs_first = parts.stores_inputs_first(source)
+        self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
+        self.views = functools.lru_cache(TRIAL_LAYERS)(self.compute_views)
+        self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
+
+    def table_of(self, view):
+        """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
+        return self.layout.head if view == "down" else self.layout.table
+
+    def numbers(self, limit=None):
+        """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
+        numbers = []
+        for place in evenly_spaced(len(self.layers), limit):
+            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer == self.layers[place]]
+            numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
+        return numbers
+
+    def compute_views(self, number):
+        """The views of an MLP's units by name, (d, m) float32 each: columns of norm 1, or 0 for dead units.
+
+        Q of the view's table (the Q of its QR decomposition, centred over tokens) times a column is what the
+        unit reads of, or writes to, each token, decorrelated from other units.
+        """
+        mlp = self.parts.mlps[number]
+        rows = {view: self.rows(number, view) for view in mlp.views}
+        living = torch.stack([weights.any(dim=1) for weights in rows.values()]).all(dim=0)
+        views = {}
+        for view, weights in rows.items():
+            columns = self.tables.root(self.table_of(view)) @ weights.T
+            if not columns.isfinite().all():
+                raise UserError(f"{mlp.label}: its weights are not finite, or huge: check them for NaN")
+            columns = columns / columns.norm(dim=0).clamp(min=1e-30) * living
+            views[view] = decorrelated(columns)
+        return views
+
+    def compute_sample(self, number, limit):
+        """Up to `limit` of an MLP's units, evenly spaced: their numbers, views, and how many units live."""
+        views = self.views(number)
+        chosen = evenly_spaced(views["up"].shape[1], limit)
+        return chosen, {view: columns[:, chosen] for view, columns in views.items()}, living_units(views)
+
+    def rows(self, number, view):
+        """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
+        mlp = self.parts.mlps[number]
+        name = mlp.matrices.get(view, mlp.matrices.get("gate_up"))
+        weight = self.source.read(name)
+        if mlp.expert is not None:
+            weight = weight[mlp.expert]
+        rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
+        if view not in mlp.matrices:
+            halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
+            rows = halves[view == "up"]
+        if view == "down":  # what is written meets the mean first, what reads meets the gain first
+            rows = self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind))
+            return rows * self.gain(self.parts.norm)
+        return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
+
+    def without_mean(self, norm, rows):
+        """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
+        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
+        if norm and (has_bias or self.layout.centred):
+            return rows - rows.mean(dim=1, keepdim=True)
+        return rows
+
+    def gain(self, norm):
+        """A norm's gain, (d,); 1 where there is no norm."""
+        return self.source.read(norm).float() + self.layout.from_one if norm else 1.0
+
+
+def evenly_spaced(count, limit=None):
+    """Up to `limit` numbers of 0..count - 1, evenly spaced; None: all."""
+    numbers = np.linspace(0, count - 1, min(count, limit or count)).round()
+    return np.unique(numbers.astype(int)).tolist()
+
+
+def living_units(views):
+    """How many of an MLP's units are not dead."""
+    return int(views["up"].any(dim=0).sum())
+
+
+def decorrelated(columns: Tensor) -> Tensor:
+    """(X X' + ridge)^(-1/2) X of X (d, m), whose columns have norm 1, scaled to it again.
+
+    What all units share no longer drowns what is theirs. The symmetric root commutes with rotations.
+    """
+    values, vectors = torch.linalg.eigh(columns @ columns.T)
+    root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
+    white = root @ columns
+    return white / white.norm(dim=0).clamp(min=1e-30)
+
+
+def root_of(table: Tensor) -> Tensor:
+    """R (d, d), upper triangular, of the QR decomposition of a table (V, d), centred over its tokens."""
+    ids = torch.tensor(evenly_spaced(len(table), MOST_TOKENS))
+    gram = cross_products(table, ids, table, ids)
+    mean = gram.diagonal().mean()
+    if not mean.isfinite():
+        raise UserError("an embedding matrix is not finite: check it for NaN")
+    if mean < 1e-30:
+        raise UserError("nothing varies in an embedding matrix: there is nothing to compare")
+    gram.diagonal().add_(SMALLEST_EIGENVALUE * mean)
+    return torch.linalg.cholesky(gram).T.float()
+
+
+def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
+    """A'B of some rows of two tables, by their ids (n,), centred over these: (d, e) float64."""
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
+    mean = torch.zeros(a.shape[1])
+    for batch in ids_a.split(ROW_BATCH):
+        mean += a[batch].float().sum(dim=0) / len(ids_a)
+    for batch_a, batch_b in zip(ids_a.split(ROW_BATCH), ids_b.split(ROW_BATCH)):
+        total += (a[batch_a].float() - mean).T @ b[batch_b].float()  # centring one of the two is enough
+    return total
+
+
+# ---- two MLPs ----------------------------------------------------------------------------------------------
+
+
+def matched_units(correlations):
+    """The units of an MLP that are matched in another: their places, their partners', and the strengths.
+
+    `correlations` (n, m) are of each unit of one with each of the other, by view, and 0 for dead units. Of
+    all pairs of views the one counts that matches most. A unit's strength is the smaller of its two.
+    """
+    neighbours = [mutual_neighbours(sizes.abs()) for sizes in correlations.values()]
+    best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
+    for (partners, sizes), (others, other_sizes) in itertools.combinations(neighbours, 2):
+        (places,) = torch.nonzero((partners == others) & (partners >= 0), as_tuple=True)
+        if len(places) > len(best[0]):
+            best = (places, partners[places], torch.minimum(sizes, other_sizes)[places])
+    return best
+
+
+def mutual_neighbours(sizes):
+    """The column of the largest size in each row of (n, m), -1 if its own largest is in another; and the sizes."""
+    largest, partners = sizes.max(dim=1)
+    back = sizes.argmax(dim=0)
+    is_mutual = (back[partners] == torch.arange(len(sizes))) & (largest > 0)
+    return partners.where(is_mutual, -1), largest
+
+
+def distance(rows_a, rows_b):
+    """How far apart are matched units' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
+
+    One minus the correlation of their numbers, in whatever basis: the cosines between units of one model are
+    compared with those of the other, and these agree as much as the correlation's square. None for few units.
+    """
+    if len(rows_a) < FEWEST_UNITS:
+        return None
+    cosines = []
+    for rows in (rows_a, rows_b):
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        cosines.append((rows @ rows.T).fill_diagonal_(0).flatten().double())
+    agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
+    return 1 - agreement**0.5
+
+
+# ---- two models --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Match:
+    """An MLP of a suspect, the closest of the base, and how many units of one are matched in the other."""
+
+    mlp: parts.MLP
+    base_mlp: parts.MLP
+    found: int
+    units: int  # that could be: of up to 1,024 those that live, in the MLP with fewer
+    r: float  # the median strength of those matched
+    by_chance: int  # matched where one model's tokens are permuted: this pair's own null
+    in_place: int  # of those matched: they stand where they stood
+    distance: float | None
+
+    @property
+    def share(self):
+        """The share of units that are matched."""
+        return self.found / max(1, self.units)
+
+
+@dataclass
+class ModelMatch:
+    """A Match for each MLP of the suspect that was read, and a map of all pairs of layers."""
+
+    matches: list
+    layer_map: dict  # `share` and `r`, by MLPs of the `base` (rows) and of the `suspect` (columns)
+    is_complete: bool  # were all layers read?
+    has_same_depth: bool
+    num_tokens: int  # that the models share
+    widths: tuple  # of base and suspect
+    table_likeness: float  # of the embedding matrices, in any basis: 1, or about 0 of unrelated ones
+
+
+def equal_ids(base: Units, suspect: Units):
+    """The ids (n,) of the tokens that two models share, in each of them, if one number is one token."""
+    ids = torch.arange(min(table_sizes(base) + table_sizes(suspect)))
+    return ids, ids
+
+
+def table_sizes(units: Units):
+    """The numbers of rows of a model's embedding matrix and head."""
+    return [units.source.shapes[units.table_of(view)][0] for view in ("up", "down")]
+
+
+def ids_by_string(base: Units, suspect: Units, vocabularies):
+    """The same if one string is one token, by each model's {string: id}; None where that tells no more."""
+    ours, theirs = vocabularies
+    limits = (min(table_sizes(base)), min(table_sizes(suspect)))
+    shared = [token for token in ours if token in theirs]
+    shared = [token for token in shared if ours[token] < limits[0] and theirs[token] < limits[1]]
+    ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
+    return None if not shared or torch.equal(*ids) else ids
+
+
+def best_match(bases, suspects, vocabularies, units, layers, key):
+    """The `match_models` of two models in the way to read them that finds most in a few layers.
+
+    `bases` and `suspects` are Units by every LayoutHypothesis. Tokens are equal by number, or by string, if
+    `vocabularies` tell; and a suspect's gate may be called up. UserError if no way can be compared.
+    """
+    ways = []
+    refusal = None
+    for base, suspect in itertools.product(bases, suspects):
+        pairings = [equal_ids(base, suspect), ids_by_string(base, suspect, vocabularies)]
+        for tokens in filter(None, pairings):
+            try:
+                basis = basis_correlations(base, suspect, tokens)
+                ways += score_ways(base, suspect, tokens, basis, units)
+            except UserError as error:  # a decoy's numbers, perhaps
+                refusal = error
+    if not ways:
+        raise refusal
+    score, *way = max(ways, key=lambda way: way[0])
+    if score < CLEARLY_MORE * ways[0][0]:
+        _, *way = ways[0]
+    return match_models(*way, units, layers, key)
+
+
+def score_ways(base, suspect, tokens, basis, units):
+    """(score, base, suspect, tokens, basis, exchanged): how much is found in a few layers, strengths counted."""
+    is_gated = all(len(mlp.views) == 3 for mlp in base.parts.mlps + suspect.parts.mlps)
+    for exchanged in (False, True) if is_gated else (False,):
+        numbers = layers_to_read(base, suspect, TRIAL_LAYERS)
+        columns = map_columns(base, suspect, basis, *numbers, units, TRIAL_UNITS, exchanged)
+        score = sum((share * r).max().item() for _, _, share, r in columns)
+        yield score, base, suspect, tokens, basis, exchanged
+
+
+def match_models(
+    base: Units, suspect: Units, tokens, basis=None, exchanged=False, units=1024, layers=None, key=0
+):
+    """Which units of each MLP of a suspect are matched in the closest of a base, and the map: a ModelMatch.
+
+    `tokens` are the ids (n,) of the tokens that both have, for each, and `basis` is their
+    `basis_correlations`. Up to `units` units of an MLP are looked
+    for, in up to `layers` layers (None: all); if the depths differ, in all of the base. `key` permutes one
+    model's tokens, which breaks what ties the two and nothing within each. If `exchanged`, the suspect's
+    gates are called up, and its ups gate.
+    """
+    ids_a, ids_b = tokens
+    order = torch.from_numpy(keyed_generator("null of units", key).permutation(len(ids_b)))
+    basis = basis or basis_correlations(base, suspect, tokens)
+    null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
+    ours, theirs = layers_to_read(base, suspect, layers)
+    columns = map_columns(base, suspect, basis, ours, theirs, units, MAP_UNITS, exchanged)
+    matches, shares, strengths = [], [], []
+    for number, views, share, r in progress(columns, desc="layers", total=len(theirs), leave=False):
+        own_place = len(shares) * len(ours) // len(theirs)
+        closest = ours[closest_place(share, own_place)]
+        matches.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
+        shares.append(share.tolist())
+        strengths.append(r.tolist())
+    layer_map = {"base": [base.parts.mlps[number].label for number in ours]}
+    layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
+    layer_map["share"] = np.transpose(shares).tolist()
+    layer_map["r"] = np.transpose(strengths).tolist()
+    widths = (base.width, suspect.width)
+    alike = basis["up"].square().sum().item() / min(widths)
+    by_chance = min(0.999, max(widths) / len(ids_a))  # the mean of random tables: they share dimensions
+    return ModelMatch(
+        matches=matches,
+        layer_map=layer_map,
+        is_complete=len(theirs) == len(suspect.numbers()),
+        has_same_depth=len(base.layers) == len(suspect.layers),
+        num_tokens=len(ids_a),
+        widths=widths,
+        table_likeness=(alike - by_chance) / (1 - by_chance),
+    )
+
+
+def layers_to_read(base: Units, suspect: Units, limit):
+    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
+    has_same_depth = len(base.layers) == len(suspect.layers)
+    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
+
+
+def basis_correlations(base: Units, suspect: Units, tokens):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e).
+
+    Of tables that share a part of their tokens, the correlations over this part.
+    """
+    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
+    ids_a, ids_b = (ids[chosen] for ids in tokens)
+    basis = {}
+    for view in ("up", "down"):
+        name_a, name_b = base.table_of(view), suspect.table_of(view)
+        if view == "down" and (name_a, name_b) == (base.table_of("up"), suspect.table_of("up")):
+            basis[view] = basis["up"]  # both heads are tied
+            continue
+        products = cross_products(base.tables.read(name_a), ids_a, suspect.tables.read(name_b), ids_b)
+        half = torch.linalg.solve_triangular(base.tables.root(name_a).T, products.float(), upper=False)
+        product = torch.linalg.solve_triangular(suspect.tables.root(name_b), half, upper=True, left=False)
+        lengths = [
+            min(len(model.tables.read(name)), MOST_TOKENS)
+            for model, name in ((base, name_a), (suspect, name_b))
+        ]
+        basis[view] = product * math.prod(lengths) ** 0.5 / len(ids_a)
+    basis["gate"] = basis["up"]
+    return basis
+
+
+def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
+    """For each of the suspect's MLPs in `theirs`: its number, its views, and a column of the layer map.
+
+    The column has, for each of the base's MLPs in `ours`, what share of a `few` of its sampled units are matched
+    in it, of those that could be, and their median strength: (MLPs,) each.
+    """
+    samples = []  # of each of the base's MLPs: how many living units are among them, and how many live in all
+    rows = []
+    for number in ours:
+        chosen, views, living = base.sample(number, units)
+        shown = evenly_spaced(len(chosen), few)
+        views = {view: columns[:, shown] for view, columns in views.items()}
+        samples.append((living_units(views), living))
+        rows.append({view: columns.T for view, columns in views.items()})
+    common = [view for view in ("gate", "up", "down") if all(view in each for each in rows)]
+    stacked = {view: torch.cat([each[view] for each in rows]) for view in common}  # (units, d)
+    sizes = [len(each["up"]) for each in rows]
+    is_narrower = base.width < suspect.width  # its basis is the cheaper one to compare in
+    if not is_narrower:
+        stacked = {view: values @ basis[view] for view, values in stacked.items()}  # (units, e)
+    for number in theirs:
+        views = suspect.views(number)
+        if exchanged:
+            views = {"gate": views["up"], "up": views["gate"], "down": views["down"]}
+        living = living_units(views)
+        shares = torch.zeros(len(ours))
+        strengths = torch.zeros(len(ours))
+        correlations = {}
+        for view in set(common) & set(views):
+            columns = basis[view] @ views[view] if is_narrower else views[view]
+            correlations[view] = (stacked[view] @ columns).split(sizes)
+        for place, (sampled, base_living) in enumerate(samples):
+            places, _, matched = matched_units({view: blocks[place] for view, blocks in correlations.items()})
+            could_match = sampled * min(1, living / max(1, base_living))
+            if len(places):
+                shares[place] = min(1, len(places) / could_match)
+                strengths[place] = matched.median()
+        yield number, views, shares, strengths
+
+
+def correlations_of(base_views, views, basis):
+    """Correlations of a base's units with a suspect's in the views that both have: (n, m) by view."""
+    common = [view for view in base_views if view in views]
+    return {view: base_views[view].T @ basis[view] @ views[view] for view in common}
+
+
+def closest_place(shares, own_place):
+    """The place of the MLP with the largest share; of many that are close the one nearest to its own."""
+    (close,) = np.nonzero(shares.numpy() >= AS_CLOSE * shares.max().item())
+    return int(min(close, key=lambda place: abs(place - own_place)))
+
+
+def match_mlps(base, base_number, suspect, number, views, basis, null, units, exchanged):
+    """The Match of an MLP of the suspect, of these `views`, with one of the base.
+
+    The units of the smaller MLP are sampled, so that all of them can be matched.
+    """
+    base_mlp, mlp = base.parts.mlps[base_number], suspect.parts.mlps[number]
+    chosen, base_views, base_living = base.sample(base_number, units)
+    chosen_theirs = list(range(views["up"].shape[1]))
+    if base_living > living_units(views):
+        base_views = base.views(base_number)
+        chosen = list(range(base_views["up"].shape[1]))
+        chosen_theirs = evenly_spaced(len(chosen_theirs), units)
+        views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
+    places, partners, strengths = matched_units(correlations_of(base_views, views, basis))
+    by_chance, _, _ = matched_units(correlations_of(base_views, views, null))
+    base_units = torch.tensor(chosen)[places]
+    suspect_units = torch.tensor(chosen_theirs)[partners]
+    view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"  # no sign can be flipped in a gate
+    theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
+    return Match(
+        mlp=mlp,
+        base_mlp=base_mlp,
+        found=len(places),
+        units=min(living_units(base_views), living_units(views)),
+        r=strengths.median().item() if len(places) else 0.0,
+        by_chance=len(by_chance),
+        in_place=int((base_units == suspect_units).sum()),
+        distance=distance(base.rows(base_number, view)[base_units], theirs),
+    )

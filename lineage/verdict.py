@@ -1,0 +1,387 @@
+"""What does the evidence say of two models? A verdict, and a sentence with its reason.
+
+    >>> from lib import checkpoint
+    >>> from lineage.verdict import compare_pair, read_model
+    >>> sources = [checkpoint.parse_spec(name).open() for name in ("tiny_llama@1", "tiny_llama@2")]
+    >>> models = [read_model("one", sources[0]), read_model("other", sources[1])]
+    >>> compare_pair(*models)[0]["sentence"]
+    'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
+
+Facts are gathered, judged by the first of RULES that holds, and told once. Hidden units decide, where there
+are any (`lineage/match.py`), but not everywhere: unrelated language models share nothing in the middle of
+their depth, and up to 37 % of the last layer, weakly (r at most 0.27), since all learn to predict the same
+words. A child has nearly all units in every layer, with r above 0.9 after ordinary fine-tuning. Coordinates
+of the blocks' weights (`lineage/coordinates.py`) decide only where the embedding matrices cannot have tied
+them. The thresholds are ours; `python -m reproduce.robustness` measures what they rest on.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from lib.formats import token_ids
+from lineage import coordinates, parts
+from lineage.match import ModelMatch, best_match, hidden_units
+
+SAME_BIRTH = "same birth"
+NO_EVIDENCE = "no evidence"
+INCONCLUSIVE = "inconclusive"
+RULES = (  # verdict, when, and why: the first that holds
+    (
+        SAME_BIRTH,
+        lambda facts: facts.base_layers > 1 or (facts.base_layers == 1 and facts.layers_read < FEW_LAYERS),
+        "{matched}; {changes}; {table}",
+    ),
+    (
+        INCONCLUSIVE,
+        lambda facts: facts.base_layers == 1,
+        "{matched}, but no other layer's: one layer may have been copied; {table}; an earlier checkpoint of "
+        "the suspect would tell",
+    ),
+    (
+        SAME_BIRTH,
+        lambda facts: facts.body_agrees and not facts.tables_agree,
+        "{coordinates}, which a copied embedding matrix does not explain, since it is not the base's; "
+        "hidden units tell nothing: {units}",
+    ),
+    (
+        INCONCLUSIVE,
+        lambda facts: facts.body_agrees,
+        "{coordinates}, and so do the embedding matrices, but hidden units do not say the same: {units}. "
+        "So look an unrelated model that was trained on a copied embedding matrix, and a child with new "
+        "MLPs; an earlier checkpoint of the suspect would tell",
+    ),
+    (
+        INCONCLUSIVE,
+        lambda facts: facts.lack and facts.body is None,
+        "nothing to compare: no matrices of one name and shape, and {units}",
+    ),
+    (
+        INCONCLUSIVE,
+        lambda facts: facts.lack and (facts.may_have_mlps or facts.body["p"] <= UNDECIDED_P),
+        "{coordinates}, but a changed basis would hide a child, and {units}",
+    ),
+    (
+        NO_EVIDENCE,
+        lambda facts: facts.lack,
+        "{coordinates}; a child whose basis was changed would not be seen: {units}",
+    ),
+    (
+        INCONCLUSIVE,
+        lambda facts: facts.is_between,
+        "{units}: more than unrelated models share there, less than a child of the base would; {table}; "
+        "a common ancestor, or an earlier checkpoint of the suspect, would tell",
+    ),
+    (NO_EVIDENCE, lambda facts: True, "{units}{proviso}; {table}"),
+)
+KIN_SHARE, KIN_R = (
+    0.2,
+    0.5,
+)  # of a layer's units that are matched, and how strongly: it is the base's anywhere
+MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
+UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
+FEW_LAYERS = 8  # a model with fewer is judged by one of them
+FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
+TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
+CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
+UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
+COPY = 1e-3  # up to here a distance is that of rounding, or of little training
+SAME_TABLE, CHANGED_TABLE = 0.99, 0.5  # how alike embedding matrices are, in any basis
+WIDE = 1024  # wider models take seconds a layer: fewer are read,
+MANY = 64  # as of models with more MLPs, or experts
+LAYERS_OF_LARGE_MODELS = 8
+
+
+@dataclass
+class Model:
+    """A model as it is compared."""
+
+    name: str
+    source: object
+    units: list  # its hidden units, by each LayoutHypothesis
+    vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
+
+
+@dataclass
+class Facts:
+    """What was measured of two models."""
+
+    match: ModelMatch | None  # of hidden units
+    body: dict | None  # the test of the blocks' coordinates
+    embedding: dict | None  # and of the embedding matrices'
+    lack: str  # why hidden units cannot tell; "" if they can
+    may_have_mlps: bool  # that were not found
+    proviso: str  # on what equal tokens rest
+
+    @property
+    def matches(self):
+        """A Match for each MLP of the suspect that was read."""
+        return self.match.matches if self.match else []
+
+    @property
+    def base_matches(self):
+        """Those whose layer is the base's."""
+        return [match for match in self.matches if is_of_base(match, len(self.matches))]
+
+    @property
+    def base_layers(self):
+        """How many layers are the base's: experts of one layer, and copies of one, count once."""
+        found = self.base_matches
+        return min(len({match.mlp.layer for match in found}), len({match.base_mlp.layer for match in found}))
+
+    @property
+    def layers_read(self):
+        """How many layers of the suspect were looked at."""
+        return len({match.mlp.layer for match in self.matches})
+
+    @property
+    def body_agrees(self):
+        """Do the coordinates of the blocks' weights agree?"""
+        return self.body is not None and self.body["same"]
+
+    @property
+    def tables_agree(self):
+        """Do the embedding matrices, by their coordinates, or in any basis?"""
+        by_coordinates = self.embedding is not None and self.embedding["same"]
+        return by_coordinates or (self.match is not None and self.match.table_likeness > CHANGED_TABLE)
+
+    @property
+    def is_between(self):
+        """Is more matched in some layer than in layers of unrelated models that stand there?"""
+        shared = [match for match in self.matches if beyond_chance(match, len(self.matches))]
+        return any(match.share >= UNRELATED_SHARE[middle_layers(match)] for match in shared)
+
+    @property
+    def reported_match(self):
+        """The match of row and sentence: the least of those that are the base's, else the largest."""
+        if self.base_matches:
+            return min(self.base_matches, key=lambda match: match.share)
+        return max(self.matches, key=lambda match: match.share, default=None)
+
+
+# ---- two models --------------------------------------------------------------------------------------------
+
+
+def read_model(name, source):
+    """The Model of a checkpoint."""
+    place = getattr(source, "place", None)  # a newborn has none
+    return Model(name, source, hidden_units(source), {} if place is None else token_ids(place))
+
+
+def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
+    """A pair's row (DESIGN: `verdict`, `sentence` and their numbers), `layers`, and the `layer_map`.
+
+    Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
+    large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
+    """
+    correlations = coordinates.weight_correlations(base.source, suspect.source)
+    tests = {}
+    for kind, C in correlations.items():
+        tests[kind] = coordinates.diagonal_test(C, (kind, seed), permutations)
+    match = None
+    if base.units and suspect.units:
+        vocabularies = (base.vocabulary, suspect.vocabulary)
+        limit = layers or usual_layers(base.units[0], suspect.units[0])
+        match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
+    facts = Facts(match, tests.get("body"), tests.get("embedding"), *detectability(base, suspect, match))
+    if facts.base_layers == 1 and not match.is_complete and layers is None:  # is it the only one?
+        match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
+        facts.match = match
+    return row_of(facts), {"layers": layer_rows(facts), "layer_map": match.layer_map if match else {}}
+
+
+def usual_layers(base, suspect):
+    """In how many layers of two models' Units are looked for; None: in all."""
+    is_large = any(model.width > WIDE or len(model.parts.mlps) > MANY for model in (base, suspect))
+    return LAYERS_OF_LARGE_MODELS if is_large else None
+
+
+def detectability(base: Model, suspect: Model, match):
+    """Could a child have been seen? Here, and nowhere else, it is decided what "no evidence" takes.
+
+    Returns what hidden units lack ("" if nothing), whether both models have MLPs or matrices that may be
+    some, and on what equal tokens rest.
+    """
+    lacks = []
+    may_have_mlps = True
+    for model in (base, suspect):
+        found = parts.find(model.source)
+        may_have_mlps = may_have_mlps and bool(found.mlps or found.unknown)
+        if found.missing:
+            lacks.append(f"no {found.missing} found in {model.name}")
+    if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
+        tokens = f"they share {match.num_tokens:,} tokens"
+        lacks.append(f"{tokens}, too few for a width of {min(match.widths):,}")
+    elif match and max(each.units for each in match.matches) < FEWEST_UNITS:
+        lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
+    elif match and all(each.by_chance >= KIN_SHARE * each.units for each in match.matches):
+        lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
+    proviso = ""
+    if base.vocabulary and suspect.vocabulary:
+        proviso = ", if their tokenizers tell the truth"
+    elif any(getattr(model.source, "place", None) for model in (base, suspect)):  # not both are newborns
+        proviso = ", if their token numbers mean the same"
+    return " and ".join(lacks), may_have_mlps, proviso
+
+
+# ---- one layer ---------------------------------------------------------------------------------------------
+
+
+def is_of_base(match, searches):
+    """Is a layer of the suspect one of the base's? By its share, and by its strength or its place."""
+    if not beyond_chance(match, searches):
+        return False
+    is_strong = match.share >= KIN_SHARE and match.r >= KIN_R
+    return is_strong or (match.share >= MIDDLE_SHARE and middle_layers(match) == 2)
+
+
+def middle_layers(match):
+    """How many of a match's two layers stand in the middle of their model: 0, 1 or 2."""
+    return match.mlp.is_middle + match.base_mlp.is_middle
+
+
+def beyond_chance(match, searches):
+    """Does chance not explain a count, the best of `searches` layers of both?
+
+    Unrelated models have a Poisson number of matched units, for each of three pairs of views. Its mean is
+    below 1, or is what this pair's own null has, if that is larger: ties may make it so.
+    """
+    log_p = stats.poisson.logsf(match.found - 1, max(1, match.by_chance))
+    return (log_p + math.log(3 * searches**2)) / math.log(10) <= CHANCE_LOG10_P
+
+
+# ---- rows --------------------------------------------------------------------------------------------------
+
+
+def row_of(facts: Facts):
+    """The row of two models: the verdict of the first rule that holds, its sentence, and the numbers."""
+    verdict, template = next((answer, text) for answer, holds, text in RULES if holds(facts))
+    match = facts.reported_match
+    body = facts.body or {}
+    return {
+        "verdict": verdict,
+        "sentence": template.format_map(phrases(facts)),
+        "units": match and match.units,
+        "units_found": match and match.found,
+        "units_share": match and match.share,
+        "r": match and match.r,
+        "layer": match and match.mlp.layer + 1,
+        "base_layer": match and match.base_mlp.layer + 1,
+        "distance": mean_distance(facts.base_matches),
+        "body_r": body.get("matched"),
+        "body_z": body.get("z"),
+        "body_log10_p": body.get("log10_p"),
+        "embedding_z": facts.embedding and facts.embedding["z"],
+        "table_likeness": facts.match and facts.match.table_likeness,
+    }
+
+
+def layer_rows(facts: Facts):
+    """A row for each MLP of the suspect that was looked for."""
+    of_base = facts.base_matches
+    rows = []
+    for match in facts.matches:
+        row = {"layer": match.mlp.label, "base_layer": match.base_mlp.label, "found": match.found}
+        row |= {"units": match.units, "share": match.share, "r": match.r, "by_chance": match.by_chance}
+        rows.append(row | {"distance": match.distance, "is_base": match in of_base})
+    return rows
+
+
+def mean_distance(matches):
+    """The mean distance of matched units; None where few were."""
+    distances = [match.distance for match in matches if match.distance is not None]
+    return float(np.mean(distances)) if distances else None
+
+
+# ---- sentences ---------------------------------------------------------------------------------------------
+
+
+def phrases(facts: Facts):
+    """What RULES' sentences are made of."""
+    return {
+        "matched": matched_phrase(facts) if facts.base_layers else "",
+        "changes": "; ".join(changes(facts)) if facts.base_layers else "",
+        "units": facts.lack or (units_phrase(facts) if facts.matches else ""),
+        "coordinates": coordinates_phrase(facts.body) if facts.body else "",
+        "table": table_phrase(facts),
+        "proviso": facts.proviso,
+    }
+
+
+def matched_phrase(facts: Facts):
+    """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
+    found = facts.base_matches
+    least = facts.reported_match
+    is_least = all(match.share == least.share for match in found)
+    layers = (
+        "every layer" if len(found) == len(facts.matches) else f"{len(found)} of {len(facts.matches)} layers"
+    )
+    count = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
+    sentence = count if is_least else f"at least {count}"
+    if least.r < KIN_R:
+        sentence += f", weakly (r = {least.r:.2f})"
+    origins = {match.mlp.layer: match.base_mlp.layer + 1 for match in found}
+    if (
+        facts.match.has_same_depth
+        and all(layer + 1 == origin for layer, origin in origins.items())
+        and len(origins) > 1
+    ):
+        return sentence
+    runs = []  # of consecutive layers
+    for number in origins.values():
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    plural = "s" if len(origins) > 1 else ""
+    return f"{sentence}, in layer{plural} {', '.join(spans)} of the base"
+
+
+def units_phrase(facts: Facts):
+    """How many units were matched of a suspect that is not seen to be a child, and what that means."""
+    largest = facts.reported_match
+    count = f"{largest.found:,} of {largest.units:,}"
+    if not beyond_chance(largest, len(facts.matches)):
+        return f"at most {count} hidden units of a layer were matched, as by chance"
+    here = f"{largest.share:.0%} of layer {largest.mlp.layer + 1}, r = {largest.r:.2f}"
+    shares = [match.share for match in facts.matches if middle_layers(match) > 0]
+    if middle_layers(largest) > 0 or not shares:
+        return f"at most {count} hidden units of a layer were matched ({here}), more than by chance"
+    which = "the first layers agree" if largest.mlp.is_first else "late layers agree"
+    likewise = "" if facts.is_between else ", as those of unrelated models do that learnt the same words"
+    return f"{which} ({here}){likewise}; in the middle at most {max(shares):.0%}"
+
+
+def changes(facts: Facts):
+    """What was done to a suspect whose units were matched."""
+    found, match = facts.base_matches, facts.match
+    if match.widths[0] != match.widths[1]:
+        yield "its width is {1:,}, not {0:,}".format(*match.widths)
+    if facts.embedding and not facts.embedding["same"] and not facts.body_agrees:
+        yield "its residual basis was changed"
+    elif facts.body_agrees and len(found) < len(facts.matches):
+        yield coordinates_phrase(facts.body)
+    if sum(match.in_place for match in found) < 0.5 * sum(match.found for match in found):
+        yield "its hidden units stand in another order"
+    far = mean_distance(found)
+    if far is not None and far > COPY:
+        yield f"its weights are at a distance of {far:.2g}, by training, merging, noise or rounding"
+    elif far is not None:
+        yield f"its weights are the base's, to {far:.1g}"
+
+
+def coordinates_phrase(body):
+    """How far the coordinates of the blocks' weights agree."""
+    if body["same"]:
+        return f"coordinates of the blocks' weights agree (correlation {body['matched']:.2g}, z = {body['z']:.0f})"
+    return f"coordinates of the blocks' weights do not agree (z = {body['z']:.1f})"
+
+
+def table_phrase(facts: Facts):
+    """Is the suspect's embedding matrix the base's, in whatever basis?"""
+    if facts.match and facts.match.table_likeness > SAME_TABLE:
+        return "the base's embedding matrix"
+    return "the base's embedding matrix, changed" if facts.tables_agree else "a different embedding matrix"
