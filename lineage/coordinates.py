@@ -4,7 +4,7 @@
     >>> from lineage import coordinates
     >>> a = checkpoint.parse_spec("nano_llama@42").open()
     >>> b = checkpoint.parse_spec("nano_llama@43").open()
-    >>> correlations = coordinates.weight_correlations(a, b)  # {"body": (d, d), "embedding": (d, d)}
+    >>> correlations, by_layer = coordinates.weight_correlations(a, b)  # "body" and "embedding": (d, d) each
     >>> coordinates.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: unrelated
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
@@ -19,7 +19,9 @@ A model comes as a checkpoint, `Spec.open()`, whose parameters are read one at a
 import functools
 import math
 import warnings
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -49,8 +51,8 @@ class Correlation:
         self.products = torch.zeros(d, d, dtype=torch.float64)
         self.squares = torch.zeros(2, d, dtype=torch.float64)
 
-    def update(self, A: Tensor, B: Tensor) -> None:
-        """Add rows (n, d) of each."""
+    def update(self, A: Tensor, B: Tensor):
+        """Add rows (n, d) of each; returns the correlation of all of A's numbers with B's."""
         means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
         products = torch.zeros(self.products.shape)
         squares = torch.zeros_like(self.squares)
@@ -62,6 +64,7 @@ class Correlation:
         mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
         self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())
         self.squares += squares / mean_squares
+        return (products.trace() / squares.sum(1).prod().clamp(min=1e-60).sqrt()).item()
 
     def value(self) -> Tensor | None:
         """(d, d) float64, 0 where a column is constant; None without rows, UserError for weights of NaN."""
@@ -78,24 +81,30 @@ def weight_correlations(a, b):
 
     Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
     the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
-    missing; models of different width have none.
+    missing; models of different width have none. Returns these, and the mean correlation of the numbers of
+    each layer's matrices, by its number, from 1.
     """
     if a.width != b.width:
-        return {}
+        return {}, {}
     matrices = [plain_matrices(source) for source in (a, b)]
     inputs_first = [parts.stores_inputs_first(source) for source in (a, b)]
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
+    layers = defaultdict(list)
     shared = [name for name in matrices[0] if name in matrices[1]]
     for name in progress(shared, desc="weights", leave=False):
         names = (matrices[0][name], matrices[1][name])
-        kind = "body" if parts.LAYER.search(name) else "embedding"
+        layer = parts.LAYER.search(name)
+        kind = "body" if layer else "embedding"
         if kind == "embedding" or a.shapes[names[0]] == b.shapes[names[1]]:
             rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
-            sums[kind].update(rows_a[:count], rows_b[:count])
+            correlation = sums[kind].update(rows_a[:count], rows_b[:count])
+            if layer:
+                layers[int(layer[1]) + 1].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
-    return {kind: value for kind, value in values.items() if value is not None}
+    values = {kind: value for kind, value in values.items() if value is not None}
+    return values, {layer: fmean(each) for layer, each in layers.items()}
 
 
 def plain_matrices(source):

@@ -13,11 +13,11 @@ their signs flipped, without any change in what it computes. What none of this a
 the embedding matrix and writes to the head: its gate, its up and its down weights each give a number for
 every token. These are its three *views*; MLPs without a gate have two.
 
-In each view, unit i of one model and unit j of the other are partners if each is the other's nearest neighbour
-by |correlation|. A unit is *matched* if two views name the same partner. If the models are unrelated, what
-one view says of a unit's partner has nothing to do with what another says, and about a quarter of a unit a
-layer is matched by chance. If they are of one birth, nearly all are. (But models that learnt to predict the
-same words come to share units near the head: `lineage/verdict.py`.)
+In each view, two units of two models are partners if each is the other's nearest neighbour by |correlation|.
+A unit is *matched* if two views name the same partner. If the models are unrelated, what one view says of a
+unit's partner has nothing to do with what another says, and less than one unit a layer is matched by chance.
+If they are of one birth, nearly all are. (But models that learnt to predict the same words come to share
+units near the head: `lineage/verdict.py`.)
 
 The closest relative is phi_MATCH (Zhu et al. 2025, arXiv 2502.12292), which pairs gated units by activations
 on texts; MDIR (arXiv 2508.06309) and AWM (2510.06738) estimate the rotation first. Matching cannot see a unit
@@ -26,7 +26,6 @@ that was split into several, nor new MLPs on copied attention.
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -245,7 +244,7 @@ def matched_units(correlations):
 
 
 def mutual_neighbours(sizes):
-    """The column of the largest size in each row of (n, m), -1 if its own largest is in another; and the sizes."""
+    """For each row of (n, m) the column of its largest size, -1 if that has a larger one; and the sizes."""
     largest, partners = sizes.max(dim=1)
     back = sizes.argmax(dim=0)
     is_mutual = (back[partners] == torch.arange(len(sizes))) & (largest > 0)
@@ -349,7 +348,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
 
 
 def score_ways(base, suspect, tokens, basis, units):
-    """(score, base, suspect, tokens, basis, exchanged): how much is found in a few layers, strengths counted."""
+    """Yield (score, base, suspect, tokens, basis, exchanged): shares times strengths, over a few layers."""
     is_gated = all(len(mlp.views) == 3 for mlp in base.parts.mlps + suspect.parts.mlps)
     for exchanged in (False, True) if is_gated else (False,):
         numbers = layers_to_read(base, suspect, TRIAL_LAYERS)
@@ -364,10 +363,9 @@ def match_models(
     """Which units of each MLP of a suspect are matched in the closest of a base, and the map: a ModelMatch.
 
     `tokens` are the ids (n,) of the tokens that both have, for each, and `basis` is their
-    `basis_correlations`. Up to `units` units of an MLP are looked
-    for, in up to `layers` layers (None: all); if the depths differ, in all of the base. `key` permutes one
-    model's tokens, which breaks what ties the two and nothing within each. If `exchanged`, the suspect's
-    gates are called up, and its ups gate.
+    `basis_correlations`. Up to `units` units of an MLP are looked for, in up to `layers` layers (None: all).
+    `key` permutes one model's tokens, which breaks what ties the two and nothing within each. If `exchanged`,
+    the suspect's gates are called up, and its ups gate.
     """
     ids_a, ids_b = tokens
     order = torch.from_numpy(keyed_generator("null of units", key).permutation(len(ids_b)))
@@ -407,35 +405,42 @@ def layers_to_read(base: Units, suspect: Units, limit):
 
 
 def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e).
-
-    Of tables that share a part of their tokens, the correlations over this part.
-    """
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
     chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
     ids_a, ids_b = (ids[chosen] for ids in tokens)
     basis = {}
     for view in ("up", "down"):
-        name_a, name_b = base.table_of(view), suspect.table_of(view)
-        if view == "down" and (name_a, name_b) == (base.table_of("up"), suspect.table_of("up")):
+        names = (base.table_of(view), suspect.table_of(view))
+        if view == "down" and names == (base.table_of("up"), suspect.table_of("up")):
             basis[view] = basis["up"]  # both heads are tied
             continue
-        products = cross_products(base.tables.read(name_a), ids_a, suspect.tables.read(name_b), ids_b)
-        half = torch.linalg.solve_triangular(base.tables.root(name_a).T, products.float(), upper=False)
-        product = torch.linalg.solve_triangular(suspect.tables.root(name_b), half, upper=True, left=False)
-        lengths = [
-            min(len(model.tables.read(name)), MOST_TOKENS)
-            for model, name in ((base, name_a), (suspect, name_b))
-        ]
-        basis[view] = product * math.prod(lengths) ** 0.5 / len(ids_a)
+        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
+        to_a = whitener(a, ids_a, base.tables.root(names[0]))
+        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
+        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
     basis["gate"] = basis["up"]
     return basis
+
+
+def whitener(table, ids, root):
+    """W (d, d) for which T W' is orthonormal, T being the table's rows `ids`, centred: R^(-T) for all rows.
+
+    For some of them, what is nearest to it.
+    """
+    inverse = torch.linalg.solve_triangular(root.T, torch.eye(len(root)), upper=False)
+    if len(ids) >= min(len(table), MOST_TOKENS):
+        return inverse
+    gram = inverse @ cross_products(table, ids, table, ids).float() @ inverse.T
+    values, vectors = torch.linalg.eigh(gram)
+    values = values.clamp(min=SMALLEST_EIGENVALUE * values.mean().item())
+    return (vectors * values.rsqrt()) @ vectors.T @ inverse
 
 
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
     """For each of the suspect's MLPs in `theirs`: its number, its views, and a column of the layer map.
 
-    The column has, for each of the base's MLPs in `ours`, what share of a `few` of its sampled units are matched
-    in it, of those that could be, and their median strength: (MLPs,) each.
+    The column has, for each of the base's MLPs in `ours`, what share of a `few` of its sampled units are
+    matched in it, of those that could be, and their median strength: (MLPs,) each.
     """
     samples = []  # of each of the base's MLPs: how many living units are among them, and how many live in all
     rows = []

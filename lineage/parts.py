@@ -69,7 +69,7 @@ class MLP:
 
     @property
     def is_middle(self):
-        """Does it stand where unrelated models share nothing? Behind the first layer, before the last quarter."""
+        """Is it where unrelated models share nothing: behind the first layer, before the last quarter?"""
         return not self.is_first and self.place < 0.75
 
 

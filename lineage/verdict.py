@@ -16,7 +16,7 @@ them. The thresholds are ours; `python -m reproduce.robustness` measures what th
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy import stats
@@ -31,27 +31,32 @@ INCONCLUSIVE = "inconclusive"
 RULES = (  # verdict, when, and why: the first that holds
     (
         SAME_BIRTH,
-        lambda facts: facts.base_layers > 1 or (facts.base_layers == 1 and facts.layers_read < FEW_LAYERS),
+        lambda facts: facts.are_enough(facts.base_layers),
         "{matched}; {changes}; {table}",
     ),
     (
         INCONCLUSIVE,
         lambda facts: facts.base_layers == 1,
-        "{matched}, but no other layer's: one layer may have been copied; {table}; an earlier checkpoint of "
-        "the suspect would tell",
+        "{matched}, but no other layer's: one layer may have been copied; {table}; {remedy}",
     ),
     (
         SAME_BIRTH,
+        lambda facts: (
+            facts.body_agrees and not facts.tables_agree and facts.are_enough(len(facts.equal_layers))
+        ),
+        "{coordinates}, which no copied embedding matrix explains, since the base's is another; hidden units "
+        "cannot tell: {units}",
+    ),
+    (
+        INCONCLUSIVE,
         lambda facts: facts.body_agrees and not facts.tables_agree,
-        "{coordinates}, which a copied embedding matrix does not explain, since it is not the base's; "
-        "hidden units tell nothing: {units}",
+        "{coordinates} in {equal_layers}, but no more: layers may have been copied; {units}; {remedy}",
     ),
     (
         INCONCLUSIVE,
         lambda facts: facts.body_agrees,
-        "{coordinates}, and so do the embedding matrices, but hidden units do not say the same: {units}. "
-        "So look an unrelated model that was trained on a copied embedding matrix, and a child with new "
-        "MLPs; an earlier checkpoint of the suspect would tell",
+        "{coordinates}, and so do the embedding matrices, but hidden units do not say the same: {units}. So "
+        "look an unrelated model trained on a copied embedding matrix, and a child with new MLPs; {remedy}",
     ),
     (
         INCONCLUSIVE,
@@ -71,18 +76,20 @@ RULES = (  # verdict, when, and why: the first that holds
     (
         INCONCLUSIVE,
         lambda facts: facts.is_between,
-        "{units}: more than unrelated models share there, less than a child of the base would; {table}; "
-        "a common ancestor, or an earlier checkpoint of the suspect, would tell",
+        "{units}: more than unrelated models share there, but fewer, or more weakly, than a child; {table}; "
+        "{remedy}",
     ),
     (NO_EVIDENCE, lambda facts: True, "{units}{proviso}; {table}"),
 )
+REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 KIN_SHARE, KIN_R = (
     0.2,
     0.5,
 )  # of a layer's units that are matched, and how strongly: it is the base's anywhere
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
-FEW_LAYERS = 8  # a model with fewer is judged by one of them
+FEW_LAYERS = 8  # a model of which fewer are read is judged by one of them
+EQUAL_R = 0.1  # correlation of a layer's numbers with the base's, from which on it is the base's
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
@@ -109,11 +116,14 @@ class Facts:
     """What was measured of two models."""
 
     match: ModelMatch | None  # of hidden units
-    body: dict | None  # the test of the blocks' coordinates
-    embedding: dict | None  # and of the embedding matrices'
-    lack: str  # why hidden units cannot tell; "" if they can
-    may_have_mlps: bool  # that were not found
-    proviso: str  # on what equal tokens rest
+    body: dict | None = None  # the test of the blocks' coordinates
+    embedding: dict | None = None  # and of the embedding matrices'
+    layer_r: dict = field(
+        default_factory=dict
+    )  # correlation of each layer's numbers with those of its namesake
+    lack: str = ""  # why hidden units cannot tell; "" if they can
+    may_have_mlps: bool = True  # that were not found
+    proviso: str = ""  # on what equal tokens rest
 
     @property
     def matches(self):
@@ -122,19 +132,26 @@ class Facts:
 
     @property
     def base_matches(self):
-        """Those whose layer is the base's."""
-        return [match for match in self.matches if is_of_base(match, len(self.matches))]
+        """Those whose layer is the base's; once there are two, late ones need no strength."""
+        found = [match for match in self.matches if is_of_base(match, len(self.matches))]
+        if distinct_layers(found) > 1:
+            found = [match for match in self.matches if match in found or match.share >= MIDDLE_SHARE]
+        return found
 
     @property
     def base_layers(self):
-        """How many layers are the base's: experts of one layer, and copies of one, count once."""
-        found = self.base_matches
-        return min(len({match.mlp.layer for match in found}), len({match.base_mlp.layer for match in found}))
+        """How many layers are the base's."""
+        return distinct_layers(self.base_matches)
 
     @property
-    def layers_read(self):
-        """How many layers of the suspect were looked at."""
-        return len({match.mlp.layer for match in self.matches})
+    def equal_layers(self):
+        """The numbers of the layers that have the base's numbers, in their own coordinates."""
+        return [layer for layer, r in self.layer_r.items() if r >= EQUAL_R]
+
+    def are_enough(self, layers):
+        """Does a number of layers that are the base's make a child? Of many layers one may be copied."""
+        read = len({match.mlp.layer for match in self.matches}) or len(self.layer_r)
+        return layers > 1 or (layers == 1 and read < FEW_LAYERS)
 
     @property
     def body_agrees(self):
@@ -176,7 +193,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
     large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
     """
-    correlations = coordinates.weight_correlations(base.source, suspect.source)
+    correlations, layer_r = coordinates.weight_correlations(base.source, suspect.source)
     tests = {}
     for kind, C in correlations.items():
         tests[kind] = coordinates.diagonal_test(C, (kind, seed), permutations)
@@ -185,7 +202,8 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         vocabularies = (base.vocabulary, suspect.vocabulary)
         limit = layers or usual_layers(base.units[0], suspect.units[0])
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
-    facts = Facts(match, tests.get("body"), tests.get("embedding"), *detectability(base, suspect, match))
+    lacks = detectability(base, suspect, match)
+    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, *lacks)
     if facts.base_layers == 1 and not match.is_complete and layers is None:  # is it the only one?
         match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
         facts.match = match
@@ -235,6 +253,13 @@ def is_of_base(match, searches):
         return False
     is_strong = match.share >= KIN_SHARE and match.r >= KIN_R
     return is_strong or (match.share >= MIDDLE_SHARE and middle_layers(match) == 2)
+
+
+def distinct_layers(matches):
+    """How many layers some matches are: experts of one layer, and copies of one, count once."""
+    layers = {match.mlp.layer for match in matches}
+    base_layers = {match.base_mlp.layer for match in matches}
+    return min(len(layers), len(base_layers))
 
 
 def middle_layers(match):
@@ -304,6 +329,8 @@ def phrases(facts: Facts):
         "matched": matched_phrase(facts) if facts.base_layers else "",
         "changes": "; ".join(changes(facts)) if facts.base_layers else "",
         "units": facts.lack or (units_phrase(facts) if facts.matches else ""),
+        "equal_layers": layers_phrase(facts.equal_layers),
+        "remedy": REMEDY,
         "coordinates": coordinates_phrase(facts.body) if facts.body else "",
         "table": table_phrase(facts),
         "proviso": facts.proviso,
@@ -329,15 +356,19 @@ def matched_phrase(facts: Facts):
         and len(origins) > 1
     ):
         return sentence
-    runs = []  # of consecutive layers
-    for number in origins.values():
+    return f"{sentence}, in {layers_phrase(origins.values())} of the base"
+
+
+def layers_phrase(numbers):
+    """Layers by their numbers: "layers 1-3, 5"."""
+    runs = []  # of consecutive ones
+    for number in numbers:
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
     spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    plural = "s" if len(origins) > 1 else ""
-    return f"{sentence}, in layer{plural} {', '.join(spans)} of the base"
+    return f"layer{'s' if len(numbers) != 1 else ''} {', '.join(spans)}"
 
 
 def units_phrase(facts: Facts):
@@ -376,7 +407,8 @@ def changes(facts: Facts):
 def coordinates_phrase(body):
     """How far the coordinates of the blocks' weights agree."""
     if body["same"]:
-        return f"coordinates of the blocks' weights agree (correlation {body['matched']:.2g}, z = {body['z']:.0f})"
+        numbers = f"correlation {body['matched']:.2g}, z = {body['z']:.0f}"
+        return f"coordinates of the blocks' weights agree ({numbers})"
     return f"coordinates of the blocks' weights do not agree (z = {body['z']:.1f})"
 
 
@@ -384,4 +416,6 @@ def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
     if facts.match and facts.match.table_likeness > SAME_TABLE:
         return "the base's embedding matrix"
-    return "the base's embedding matrix, changed" if facts.tables_agree else "a different embedding matrix"
+    # units cannot be matched through a matrix that is not the base's
+    is_changed = facts.tables_agree or facts.base_layers > 0
+    return "the base's embedding matrix, changed" if is_changed else "a different embedding matrix"

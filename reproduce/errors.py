@@ -93,21 +93,21 @@ def p_of_weights(newborns):
     """The p of the exact tests of the blocks' weights and of embedding matrices, (pairs,): of all pairs."""
     p = []
     for (i, a), (j, b) in itertools.combinations(enumerate(newborns), 2):
-        correlations = coordinates.weight_correlations(a, b)
+        correlations, _ = coordinates.weight_correlations(a, b)
         tests = [coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS) for part in PARTS]
         p.append([test["p"] for test in tests])
     return dict(zip(PARTS.values(), np.transpose(p)))
 
 
 def p_of_units(newborns):
-    """0 for pairs of which matched units say more than "no evidence", else 1; and the largest share of a layer."""
+    """0 for pairs of which units say more than "no evidence", else 1, (pairs,); the largest share of a layer."""
     models = [Units(born) for born in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
     p, shares = [], []
     for (i, a), (j, b) in itertools.combinations(enumerate(models), 2):
         match = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
-        row = row_of(Facts(match, None, None, "", True, ""))
+        row = row_of(Facts(match))
         p.append(float(row["verdict"] == NO_EVIDENCE))
         shares.append(row["units_share"])
     return np.array(p), max(shares)
@@ -129,7 +129,7 @@ def error_rates(p_values, key):
 
 
 def draw_rates(rows, path) -> None:
-    """How often newborns are called related: a line for each test and what it reads, a colour for each birth."""
+    """How often newborns are called related: a line per test and what it reads, a colour per birth."""
     title = "How often does a test call unrelated newborns related? (99 % intervals)"
     figure, grid = new_figure(title, width=7, height=5.6)
     axes = grid[0, 0]

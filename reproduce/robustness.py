@@ -3,7 +3,7 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-`lineage/disguise.py` changes the children. The verdict's thresholds (`lineage/verdict.py`) rest on this table;
+`lineage/disguise.py` changes the children. The thresholds of `lineage/verdict.py` rest on this table;
 `python -m reproduce.errors` has how often newborns of other seeds are called related.
 """
 
@@ -160,7 +160,7 @@ def trained(model, tokens, learning_rate, teacher=None):
 
 
 def draw_robustness(rows, details, path) -> None:
-    """The share of each layer's units that are matched, by relative depth of the suspect: a line per suspect."""
+    """The share of each layer's units that are matched, by relative depth: a line per suspect."""
     title = "How much of each layer is another model's?"
     figure, grid = new_figure(title, width=7.4, height=4.2)
     axes = grid[0, 0]

@@ -8,8 +8,9 @@ import torch
 import transformers
 from conftest import run_here
 
-from lib import folders, parts
+from lib import formats
 from lib.files import read_json
+from lineage import parts
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -68,7 +69,7 @@ def test_kin_and_strangers(name, tmp_path):
             if parameter.ndim > 1:  # noise of one standard deviation
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
-    source = folders.Weights(tmp_path / "base", any_architecture=True)
+    source = formats.Weights(tmp_path / "base", any_architecture=True)
     assert len(parts.find(source).mlps) == ARCHITECTURES[name][2]
     kin, stranger = compared(tmp_path, "base", "kin", "stranger")
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 50 and kin["units_share"] >= 0.95
@@ -88,7 +89,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     base.save_pretrained(tmp_path / "base")
-    source = folders.Weights(tmp_path / "base", any_architecture=True)
+    source = formats.Weights(tmp_path / "base", any_architecture=True)
     order = torch.randperm(128, generator=generator)
     tensors = {}
     for key, shape in source.shapes.items():

@@ -1,4 +1,4 @@
-"""measure/lineage.py against all permutations, numpy and scipy; on children, evasions and strangers."""
+"""lineage/coordinates.py against all permutations, numpy and scipy."""
 
 import itertools
 from dataclasses import replace
@@ -11,10 +11,10 @@ from conftest import KINDS
 
 from lib.checkpoint import Newborn
 from lib.settings import UserError
-from measure import lineage
-from measure.lineage import Correlation, diagonal_test
+from lineage import coordinates
+from lineage.coordinates import Correlation, diagonal_test
+from lineage.disguise import noised
 from model import ModelConfig
-from reproduce.thief import noised
 
 SMALLEST = ModelConfig(97, 64, 2, 2, 32, 32)  # where many pairs are compared
 
@@ -41,15 +41,11 @@ def test_z_and_p_are_those_of_all_permutations(d, seed):
     z = (matched - sums.mean()) / sums.std()
     # float64 sums of 49 numbers
     assert result["matched"] == pytest.approx(matched, rel=1e-9)
-    assert result["mismatched"] == pytest.approx(C[~np.eye(d, dtype=bool)].mean(), rel=1e-9)
     assert result["z"] == pytest.approx(z, rel=1e-9)
     assert result["log10_p"] == pytest.approx(np.log10(scipy.stats.norm.sf(z)), rel=1e-9)
     share = (sums >= matched - 1e-12).mean()
     # the 1 that is added to both counts moves p by 1e-4
     assert result["p"] == pytest.approx(share, abs=four_errors(share, 9999) + 1e-4)
-    # At the smallest visible effect, with the mean and the spread as they are, p would be 1e-6.
-    smallest = (d - 1) / d * result["smallest_visible"]
-    assert scipy.stats.norm.sf(smallest / sums.std()) == pytest.approx(1e-6, rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.25, torch.nan])
@@ -86,61 +82,15 @@ def test_p_is_uniform_though_rows_depend_on_each_other():
     1 / sqrt(150) with errors that average out over 24 columns, and rejects.
     """
     generator = np.random.default_rng(5)
-    plain = []
-    whole = []
+    exact = []
     naive = []
     for i in range(300):
         a, b = strangers_that_read_the_same(generator, 150, 24)
         C = torch.from_numpy(np.corrcoef(a.T, b.T)[:24, 24:])
-        plain.append(diagonal_test(C, ("plain", i), 199)["p"])
-        whole.append(lineage.relabelling_test(a, b, i, 199)["p"])
+        exact.append(diagonal_test(C, ("exact", i), 199)["p"])
         naive.append(scipy.stats.norm.sf(C.diagonal().mean().item() * (150 * 24) ** 0.5))
-    assert_uniform(plain)
-    assert_uniform(whole)
+    assert_uniform(exact)
     assert (np.array(naive) < 0.01).mean() > 0.2  # 1 % if rows were independent
-
-
-# ---- coordinates of states ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n, d", [(60, 20), (20, 60), (3, 8)])
-def test_fingerprints_by_ranks_and_singular_values(n, d):
-    generator = np.random.default_rng(n)
-    rows = generator.standard_normal((n, 3)) @ generator.standard_normal((3, d))  # a strong common part
-    rows += generator.standard_normal((n, d))
-    rows[:, ::2] = rows[:, ::2].round()  # ties
-    rows[:, 5] = 0.3  # a constant column
-    ranks = scipy.stats.rankdata(rows, axis=0) - (n + 1) / 2
-    ranks /= np.maximum(np.linalg.norm(ranks, axis=0), 1e-30)
-    U, values, V = np.linalg.svd(ranks, full_matrices=False)
-    expected = U @ np.diag(values / np.sqrt(values**2 + 0.03)) @ V
-    expected /= np.maximum(np.linalg.norm(expected, axis=0), 1e-30)
-    expected[:, 5] = 0
-    # float32 products, divided by as little as 0.17
-    np.testing.assert_allclose(lineage.fingerprint(torch.from_numpy(rows)), expected, atol=2e-5)
-
-
-def test_relabelling_test_of_plain_arrays():
-    """The test takes (n, d) arrays of any kind, and their order of columns decides."""
-    generator = np.random.default_rng(0)
-    base, noise, stranger = generator.standard_normal((3, 300, 24))
-    child = base + noise
-    kin = lineage.relabelling_test(base, torch.from_numpy(child))
-    C = lineage.relation(lineage.fingerprint(torch.tensor(base)), lineage.fingerprint(torch.tensor(child)))
-    assert kin["z"] == pytest.approx(diagonal_test(C, ("relabel", 0))["z"], rel=1e-5)  # float32
-    assert kin["same"] and kin["p"] == 1e-4
-    assert lineage.relabelling_test(base, stranger)["p"] > 0.01
-    assert lineage.relabelling_test(base, child[:, ::-1].copy())["p"] > 0.01
-
-
-ROWS = np.random.default_rng(1).standard_normal((10, 4))
-
-
-@pytest.mark.parametrize("test", [lineage.relabelling_test, lineage.paper_test])
-def test_unlike_rows_are_refused(test):
-    for a, b in ((ROWS, ROWS[:9]), (ROWS, ROWS[:, :3]), (ROWS, np.full_like(ROWS, np.nan))):
-        with pytest.raises(UserError, match="expected two|not finite"):
-            test(a, b)
 
 
 # ---- coordinates of weights --------------------------------------------------------------------------------
@@ -198,7 +148,7 @@ def test_weight_correlations_against_a_stack(changes, left_out):
     a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
     b = Newborn(replace(KINDS["llama_gqa"], **changes), 1)
     for pair in ((a, b), (b, a)):
-        correlations = lineage.weight_correlations(*pair)
+        correlations = coordinates.weight_correlations(*pair)
         for kind in ("body", "embedding"):
             expected = stacked_correlation(pair, kind, left_out)
             np.testing.assert_allclose(correlations[kind], expected, atol=2e-6)  # float32 products
@@ -207,7 +157,7 @@ def test_weight_correlations_against_a_stack(changes, left_out):
 def test_p_of_newborn_strangers_is_uniform():
     tests = []
     for i in range(120):
-        correlations = lineage.weight_correlations(Newborn(SMALLEST, 2 * i), Newborn(SMALLEST, 2 * i + 1))
+        correlations = coordinates.weight_correlations(Newborn(SMALLEST, 2 * i), Newborn(SMALLEST, 2 * i + 1))
         tests.append(diagonal_test(correlations["body"], ("body", i), 199))
     assert_uniform([test["p"] for test in tests])
     assert not any(test["same"] for test in tests)
@@ -235,7 +185,7 @@ def test_kendall_with_ties():
     b = generator.integers(4, size=(30, 8))
     b[:, 0] = a[:, 0]  # a perfect match
     a[:, 3] = 2  # a constant column
-    taus = lineage.kendall(a, b, np.array([0, 3, 5, 7]))
+    taus = coordinates.kendall(a, b, np.array([0, 3, 5, 7]))
     expected = [1, 0, tau_b(a[:, 5], b[:, 5]), tau_b(a[:, 7], b[:, 7])]
     np.testing.assert_allclose(taus, expected, atol=1e-12)  # float64
 
@@ -248,7 +198,7 @@ def test_paper_test_by_hand(side, top_k, temperature):
     d = 50
     a = normal(3, n, d)
     b = 0.7 * a + normal(4, n, d)  # columns correlate by 0.57
-    result = lineage.paper_test(a, b, side, top_k, temperature)
+    result = coordinates.paper_test(a, b, side, top_k, temperature)
     k = top_k or 25
     sign = 1 if side == "top" else -1
     chosen = [np.argsort(-sign * rows.mean(axis=0))[:k] for rows in (a, b)]
@@ -267,7 +217,7 @@ def test_paper_test_by_hand(side, top_k, temperature):
     t_p = []
     u_p = []
     for trial in range(10):
-        null = lineage.null_taus(n, d, side, k, temperature, trial)
+        null = coordinates.null_taus(n, d, side, k, temperature, trial)
         t_p.append(scipy.stats.ttest_ind(taus, null, alternative="greater").pvalue)
         u_p.append(scipy.stats.mannwhitneyu(taus, null, alternative="greater").pvalue)
     assert result["paper_t_p"] == pytest.approx(np.mean(t_p), rel=1e-6)
@@ -276,11 +226,11 @@ def test_paper_test_by_hand(side, top_k, temperature):
 
 
 def test_the_null_is_of_independent_gaussians():
-    trials = [lineage.null_taus(40, 60, "top", 30, None, trial) for trial in range(40)]
+    trials = [coordinates.null_taus(40, 60, "top", 30, None, trial) for trial in range(40)]
     taus = np.concatenate(trials)
     assert len(taus) == pytest.approx(40 * 15, rel=0.1)  # half of 30 meet, up to 4 errors of about 0.02
     expected = (2 * 85 / (9 * 40 * 39)) ** 0.5
-    assert lineage.kendall_std(40) == pytest.approx(expected, rel=1e-12)
+    assert coordinates.kendall_std(40) == pytest.approx(expected, rel=1e-12)
     assert abs(taus.mean()) < 4 * expected / len(taus) ** 0.5
     assert taus.std() == pytest.approx(expected, rel=4 / (2 * len(taus)) ** 0.5)  # four errors
     assert len({tuple(trial) for trial in trials}) == 40  # each has draws of its own
@@ -288,11 +238,23 @@ def test_the_null_is_of_independent_gaussians():
 
 @pytest.mark.parametrize("taus", [np.zeros(0), np.array([0.9])])
 def test_too_few_dimensions_say_nothing(taus):
-    result = lineage.judge_taus(taus, 50, 40, "top", 20, None)
+    result = coordinates.judge_taus(taus, 50, 40, "top", 20, None)
     assert (result["paper_t_p"], result["paper_u_p"], result["paper_k"]) == (1.0, 1.0, len(taus))
 
 
-@pytest.mark.parametrize("top_k", [0, 5])
-def test_top_k_outside_the_width_is_refused(top_k):
-    with pytest.raises(UserError, match="top-k"):
-        lineage.paper_test(ROWS, ROWS, top_k=top_k)
+ROWS = normal(1, 10, 4)
+
+
+@pytest.mark.parametrize(
+    "b, top_k, expected",
+    [
+        (ROWS[:9], None, "expected two"),
+        (ROWS[:, :3], None, "expected two"),
+        (np.full_like(ROWS, np.nan), None, "not finite"),
+        (ROWS, 0, "top-k"),
+        (ROWS, 5, "top-k"),
+    ],
+)
+def test_the_paper_test_refuses(b, top_k, expected):
+    with pytest.raises(UserError, match=expected):
+        coordinates.paper_test(ROWS, b, top_k=top_k)

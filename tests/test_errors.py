@@ -1,23 +1,23 @@
-"""reproduce/errors.py: strangers by the dozen at a tiny size, and the interval over births by brute force."""
+"""reproduce/errors.py: unrelated newborns by the dozen at a tiny size, and their p by hand."""
 
 import itertools
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import scipy.stats
+import torch
 from conftest import run_here
 
-from lib.checkpoint import Newborn, final_states
+import init
+from lib.checkpoint import Newborn
 from lib.files import read_json
 from lib.inputs import random_tokens
-from measure import lineage
-from measure.cosines import wilson
+from lineage import coordinates
 from model import PRESETS, ModelConfig
 from reproduce import errors
-from reproduce.errors import Settings, interval_over_births
 
 SMALL = ModelConfig(97, 64, 2, 2, 32, 48)
-CPU = {"device": "cpu", "dtype": "float32"}
+SHOWS = {"own embedding": False, "shared embedding": True, "gaussian": True}  # do strangers look related?
 
 
 @pytest.fixture(autouse=True)
@@ -28,72 +28,45 @@ def small_preset(monkeypatch):
 
 
 def test_rows(tmp_path):
+    """Shared vectors name the coordinates: what is added to a residual stream stays in its coordinate."""
     flags = ["--model", "tiny_llama", "--schemes", "gpt2", "normal", "--num-births", 5]
-    flags += ["--paper-sequences", 20, "--dtype", "float32"]
+    flags += ["--paper-sequences", 100, "--dtype", "float32"]
     done = run_here("reproduce.errors", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
     rows = read_json(tmp_path / "errors.json")["rows"]
-    assert {row["test"] for row in rows} >= {"relabelling", "t-test", "weights", "token tables", "units"}
+    of_states = itertools.product(SHOWS, ("t-test", "U-test", "closed form"), ("gpt2", "normal"))
+    of_weights = [("weights", test, "gpt2") for test in ("units", "weights", "embedding matrices")]
+    assert {(row["inputs"], row["test"], row["scheme"]) for row in rows} == {*of_states, *of_weights}
     for row in rows:
         assert row["num_pairs"] == 10 and row["rate"] == row["rejections"] / 10
-        assert 0 <= row["low"] <= row["rate"] <= row["high"] <= 1
-        if row["test"] == "units":
-            assert row["rejections"] == 0 and 0 < row["largest_share"] < 0.2
+        interval = scipy.stats.binomtest(row["rejections"], 10).proportion_ci(0.99, method="wilson")
+        assert (row["low"], row["high"]) == pytest.approx(interval, rel=1e-9, abs=1e-12)
+        if row["scheme"] == "gpt2":
+            assert (row["rejections"] >= 8) == SHOWS.get(row["inputs"], False), row
+    (units,) = [row for row in rows if row["test"] == "units"]
+    assert units["rejections"] == 0 and 0 < units["largest_share"] < 0.2
 
 
-def test_p_of_states_by_hand():
-    newborns = errors.strangers("tiny_llama", "normal", "shared embedding", 4)
-    p = errors.p_of_states(newborns, "shared embedding", Settings(paper_sequences=30, **CPU))
-    prints, outputs = [], []
+def test_p_of_states_by_whole_forward_passes():
+    experiment = SimpleNamespace(device="cpu", dtype=torch.float32)
+    settings = errors.Settings(num_births=4, paper_sequences=30)
+    p = errors.p_of_states("tiny_llama", "normal", "shared embedding", settings, experiment)
+    tokens = random_tokens(0, range(30), 64, 97)
+    outputs = []
     for seed in range(1, 5):
-        newborn = Newborn(SMALL, seed, 0, "normal")
-        states = final_states(newborn, random_tokens(0, range(16), 64, 97))
-        prints.append(lineage.fingerprint(states.flatten(0, 1)).double())
-        outputs.append(final_states(newborn, random_tokens(0, range(30), 64, 97))[:, -1])
-    for pair, (i, j) in enumerate(itertools.combinations(range(4), 2)):
-        exact = lineage.diagonal_test(prints[i].T @ prints[j], (0, i, j), 99)["p"]
-        assert p["relabelling"][pair] == pytest.approx(exact, abs=1e-12)
-        test = lineage.paper_test(outputs[i], outputs[j])
+        with torch.inference_mode():
+            outputs.append(init.newborn(SMALL, seed, 0, "normal").hidden(tokens)[:, -1])
+    for pair, (a, b) in enumerate(itertools.combinations(outputs, 2)):
+        test = coordinates.paper_test(a, b)
         # float32 states of one position or of all may round otherwise, and so change a rank
         assert p["t-test"][pair] == pytest.approx(test["paper_t_p"], rel=0.05)
         assert p["closed form"][pair] == pytest.approx(scipy.stats.norm.sf(test["closed_form_z"]), rel=0.05)
 
 
-def test_strangers_are_rejected_as_often_as_they_should():
-    """On rows through its own embedding, p is uniform; on inputs that strangers share, it is not.
-
-    What is added to a residual stream stays in its coordinate: shared vectors name the coordinates.
-    """
-    for inputs, count in (("own embedding", 22), ("shared embedding", 5), ("gaussian", 5)):
-        newborns = errors.strangers("tiny_llama", "gpt2", inputs, count)
-        p = errors.p_of_states(newborns, inputs, Settings(paper_sequences=3, **CPU))["relabelling"]
-        # p comes in steps of 1/100, below the distance of 0.13 that 231 values could prove at 0.001
-        if inputs == "own embedding":
-            assert scipy.stats.kstest(p, "uniform").pvalue > 0.001
-        else:
-            assert (p == 1 / 100).all()
-
-
-def test_p_of_weights():
-    p = errors.p_of_weights(errors.strangers("tiny_llama", "normal", "weights", 4))
-    sources = [Newborn(SMALL, seed, None, "normal") for seed in range(1, 5)]
-    for pair, (i, j) in enumerate(itertools.combinations(range(4), 2)):
-        correlations = lineage.weight_correlations(sources[i], sources[j])
-        for test, part in (("weights", "body"), ("token tables", "embedding")):
-            assert p[test][pair] == lineage.diagonal_test(correlations[part], (0, i, j), 99)["p"]
-
-
-def test_interval_over_births_by_brute_force():
-    """Rates over all pairs of births drawn with replacement, a birth with itself left out."""
-    rejected = np.random.default_rng(1).random(66) < 0.3
-    low, high = interval_over_births(rejected, 12)
-    generator = np.random.default_rng(0)
-    value = dict(zip(itertools.combinations(range(12), 2), rejected))
-    rates = []
-    for _ in range(2000):
-        drawn = sorted(generator.integers(12, size=12))
-        rates.append(np.mean([value[i, j] for i, j in itertools.combinations(drawn, 2) if i != j]))
-    # 2,000 resamples know the half per cent quantile, of some ten values, within about a tenth of the width
-    assert (low, high) == pytest.approx(np.quantile(rates, (0.005, 0.995)), abs=0.05)
-    for value in (False, True):  # where all pairs agree
-        assert interval_over_births(np.full(120, value), 16) == wilson(value * 8, 8, 0.99)
+def test_a_birth_among_strangers_is_found():
+    born = [Newborn(SMALL, seed) for seed in (1, 2, 1)]  # the second pair is one birth
+    p, largest_share = errors.p_of_units(born)
+    assert p.tolist() == [1, 0, 1] and largest_share == 1
+    for p in errors.p_of_weights(born).values():
+        assert p[1] == 1 / 100 and min(p[0], p[2]) > 1 / 100

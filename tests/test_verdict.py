@@ -1,4 +1,4 @@
-"""measure/verdict.py: every combination of evidence, and folders that made it say something false."""
+"""lineage/verdict.py: every combination of evidence, and folders that made it say something false."""
 
 import itertools
 import json
@@ -13,78 +13,127 @@ import torch
 from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.settings import UserError
-from measure.census import Census, Match
-from measure.verdict import (
+from lineage import disguise
+from lineage.match import Match, ModelMatch
+from lineage.parts import MLP
+from lineage.verdict import (
     INCONCLUSIVE,
     NO_EVIDENCE,
     SAME_BIRTH,
-    chance_log10_p,
+    Facts,
+    beyond_chance,
     compare_pair,
+    is_of_base,
     read_model,
-    verdict,
+    row_of,
 )
 from model import ModelConfig
-from reproduce import thief
 
 OUTCOMES = {
-    "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "smallest_visible": 0.004},
-    "between": {"same": False, "p": 1e-3, "z": 3.1, "matched": 0.002, "smallest_visible": 0.004},
-    "nothing": {"same": False, "p": 0.5, "z": 0.1, "matched": 0.0, "smallest_visible": 0.004},
+    "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},
+    "between": {"same": False, "p": 1e-3, "z": 3.1, "matched": 0.002, "log10_p": -3.0},
+    "nothing": {"same": False, "p": 0.5, "z": 0.1, "matched": 0.0, "log10_p": -0.3},
 }
 
 
-def census(*counts, units: int = 704, tables=0.06) -> Census:
+def mlp(layer: int, depth: int) -> MLP:
+    return MLP(layer, layer / depth, layer == 0, f"layer {layer + 1}", {}, None, None, None)
+
+
+def model_match(counts: dict, depth=24, r=0.2, likeness=0.06, base_layers=None, units=1000) -> ModelMatch:
+    """A match of two models of one depth: `counts` of 1,000 units by layer, from 1, one in the others."""
     matches = []
-    for number, count in enumerate(counts, start=1):
-        matches.append(Match("", number, "", number, count, units, 1.0, 1, count, 0.2))
-    return Census(matches, {}, True, 4096, (256, 256), tables)
+    for layer in range(depth):
+        base_layer = (base_layers or {}).get(layer + 1, layer + 1) - 1
+        found = counts.get(layer + 1, 1)
+        matches.append(Match(mlp(layer, depth), mlp(base_layer, depth), found, units, r, 1, found, 0.2))
+    return ModelMatch(matches, {}, True, True, 4096, (256, 256), likeness)
 
 
-CENSUSES = {
-    "none": None,
-    "nothing": census(1, 4, 0),
-    "learnt": census(44, 4, 0),
-    "some": census(1, 100, 2),
-    "kin": census(704, 3, 690),
+ALL = dict.fromkeys(range(1, 25), 1000)
+LATE = {18: 70, 20: 100, 22: 160, 24: 370}  # what unrelated language models share
+TAIL = {layer: 18 + layer for layer in range(1, 6)}  # layers of a model cut to its end
+MATCHES = {  # what was matched: the verdict, and what its sentence says
+    "all, strongly": (model_match(ALL, r=0.95), SAME_BIRTH, "1,000 of 1,000 hidden units of every layer"),
+    "all, weakly": (model_match(ALL, r=0.1), SAME_BIRTH, "every layer were matched, weakly (r = 0.10)"),
+    "two in the middle": (model_match({9: 600, 10: 600}), SAME_BIRTH, "of 2 of 24 layers"),
+    "two late ones, strongly": (model_match({23: 300, 24: 300}, r=0.6), SAME_BIRTH, "of 2 of 24 layers"),
+    "one in the middle": (model_match({9: 600}), INCONCLUSIVE, "in layer 9 of the base, but no other"),
+    "one layer twice": (model_match({9: 900, 10: 900}, base_layers={10: 9}), INCONCLUSIVE, "but no other"),
+    "one of few": (model_match({2: 600}, depth=6), SAME_BIRTH, "1 of 6 layers"),
+    "some in the middle": (model_match({9: 120}), INCONCLUSIVE, "12% of layer 9"),
+    "late ones": (
+        model_match(LATE),
+        NO_EVIDENCE,
+        "late layers agree (37% of layer 24, r = 0.20), as those of",
+    ),
+    "all late, weakly": (model_match({23: 900, 24: 900}), INCONCLUSIVE, "late layers agree (90% of layer"),
+    "a noised tail": (model_match(dict.fromkeys(TAIL, 300), 7, base_layers=TAIL), INCONCLUSIVE, "30% of"),
+    "the first, weakly": (model_match({1: 80}), NO_EVIDENCE, "the first layers agree (8% of layer 1"),
+    "nothing": (
+        model_match({}),
+        NO_EVIDENCE,
+        "at most 1 of 1,000 hidden units of a layer were matched, as by",
+    ),
+    "few units": (model_match({9: 7}, units=32), NO_EVIDENCE, "at most 7 of 32"),  # chance has 22 % of them
 }
 
 
-def test_every_combination_of_evidence():
-    """Units decide wherever they were looked for, coordinates of weights elsewhere."""
-    of_coordinates = {None: INCONCLUSIVE, "same": SAME_BIRTH, "between": INCONCLUSIVE, "nothing": NO_EVIDENCE}
-    for outcomes in itertools.product([None, *OUTCOMES], repeat=3):
-        body, embedding, relabel = outcomes
-        named = dict(zip(("body", "embedding", "relabel"), outcomes))
-        tests = {name: OUTCOMES[outcome] for name, outcome in named.items() if outcome}
-        answers = {}
-        for units, evidence in CENSUSES.items():
-            power = () if evidence else ("no MLPs found in B", False)
-            answers[units] = verdict(tests, evidence, *power)[0]
-        disagrees = body == "same" or (relabel == "same" and embedding != "same")
-        expected = {"none": of_coordinates[body], "some": INCONCLUSIVE, "kin": SAME_BIRTH}
-        expected |= dict.fromkeys(("nothing", "learnt"), INCONCLUSIVE if disagrees else NO_EVIDENCE)
-        assert answers == expected, outcomes
+@pytest.mark.parametrize("case", MATCHES)
+def test_units_decide_by_share_strength_and_place(case):
+    match, verdict, said = MATCHES[case]
+    for embedding in (None, *OUTCOMES.values()):
+        row = row_of(Facts(match, OUTCOMES["nothing"], embedding))
+        assert row["verdict"] == verdict and said in row["sentence"], row["sentence"]
+    told = next(each for each in match.matches if each.mlp.layer + 1 == row["layer"])
+    assert (row["units_found"], row["units"], row["r"]) == (told.found, told.units, told.r)
+
+
+def test_every_combination_of_coordinates():
+    """They decide where the embedding matrices cannot have tied them, or no units could be looked for."""
+    layers = dict.fromkeys(range(1, 25), 0.7)
+    for body, embedding, has_units in itertools.product([None, *OUTCOMES], [None, *OUTCOMES], (True, False)):
+        facts = Facts(
+            match=model_match({}) if has_units else None,
+            body=OUTCOMES.get(body),
+            embedding=OUTCOMES.get(embedding),
+            layer_r=layers,
+            lack="" if has_units else "no MLPs found in B",
+            may_have_mlps=False,
+        )
+        expected = NO_EVIDENCE
+        if body == "same":
+            expected = INCONCLUSIVE if embedding == "same" else SAME_BIRTH
+        elif not has_units and body in (None, "between"):
+            expected = INCONCLUSIVE
+        assert row_of(facts)["verdict"] == expected, (body, embedding, has_units)
+    facts.body, facts.may_have_mlps = OUTCOMES["nothing"], True  # a basis may have been changed
+    assert row_of(facts)["verdict"] == INCONCLUSIVE
+    one_copied = Facts(model_match({}), OUTCOMES["same"], OUTCOMES["nothing"], {14: 0.01, 15: 0.99, 16: 0.0})
+    one_copied.layer_r |= dict.fromkeys(range(17, 25), 0.0)
+    row = row_of(one_copied)
+    assert (
+        row["verdict"] == INCONCLUSIVE and "agree (correlation 0.7, z = 250) in layer 15" in row["sentence"]
+    )
 
 
 def test_chance_is_poisson_over_all_counts():
-    match = census(7).matches[0]
-    expected = scipy.stats.poisson.sf(6, 1) * 3 * 4**2  # three pairs of views, four layers with four
-    assert 10 ** chance_log10_p(match, 4) == pytest.approx(expected, rel=1e-9)
-    assert chance_log10_p(census(0).matches[0], 4) == 0
-    assert chance_log10_p(replace(match, by_chance=704), 4) == 0  # ties explain it
-    # A small MLP's few units are no birth: 7 of 32 are 22 %, but chance has them once in 250 comparisons
-    assert verdict({}, census(7, 1, 0, 2, units=32))[0] == NO_EVIDENCE
+    match = model_match({1: 12}).matches[0]
+    searches = (10**-6 / scipy.stats.poisson.sf(11, 1) / 3) ** 0.5  # three pairs of views, layers with layers
+    assert beyond_chance(match, int(searches)) and not beyond_chance(match, int(searches) + 1)
+    assert not beyond_chance(replace(match, found=900, by_chance=900), 1)  # ties explain it
+    assert not is_of_base(replace(match, found=900, by_chance=900, r=1.0), 1)
 
 
 # ---- folders that were made to fool it ---------------------------------------------------------------------
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
-BASE = thief.noised(Newborn(CONFIG, 1), 0)  # in memory
-CHILD = thief.hidden(BASE)
-STRANGER = thief.noised(Newborn(CONFIG, 2), 0)
+BASE = disguise.noised(Newborn(CONFIG, 1), 0)  # in memory
+CHILD = disguise.disguised(BASE)
+STRANGER = disguise.noised(Newborn(CONFIG, 2), 0)
 RAW = {"model_type": "foreign", "hidden_size": 64}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
-weights_of = thief.weights_of
+weights_of = disguise.weights_of
 
 
 def changed(weights: dict, change) -> dict:
@@ -114,7 +163,7 @@ def judged(base, suspect) -> tuple[str, str]:
     """The verdict of two sources, and its sentence."""
     models = [read_model(name, source) for name, source in (("A", base), ("B", suspect))]
     row, detail = compare_pair(*models, permutations=199)
-    json.dumps([row, detail["layers"], detail["layer_map"]], allow_nan=False)
+    json.dumps([row, detail], allow_nan=False)
     return row["verdict"], row["sentence"]
 
 
@@ -183,7 +232,7 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
 UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "views alike": (alike, "chance finds as many as a copy would"),
     "dead units": (dead, "no layer has 16 hidden units that live"),
-    "many decoys": (with_many_decoys, "no one token table found in B"),
+    "many decoys": (with_many_decoys, "no one embedding matrix found in B"),
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
 }
 
@@ -201,7 +250,7 @@ def judged_in_folders(place, of_base, of_suspect) -> list[tuple[str, str]]:
 def test_children_are_found_and_strangers_are_not(case, tmp_path):
     (answer, sentence), stranger = judged_in_folders(tmp_path, *FOUND[case])
     layers = "3 of 6 layers" if case == "beside a stranger" else "every layer"
-    assert answer == SAME_BIRTH and f"hidden units of {layers} found again" in sentence, sentence
+    assert answer == SAME_BIRTH and f"hidden units of {layers} were matched" in sentence, sentence
     if case == "few tokens":  # enough to find a child, but not to say that there is none
         assert stranger[0] == INCONCLUSIVE and "share 100 tokens" in stranger[1]
     else:
@@ -211,7 +260,11 @@ def test_children_are_found_and_strangers_are_not(case, tmp_path):
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_what_was_not_looked_for_is_no_evidence_of_nothing(case, tmp_path):
     change, said = UNKNOWN[case]
-    for answer, sentence in judged_in_folders(tmp_path, change, change):
+    child, stranger = judged_in_folders(tmp_path, change, change)
+    if case == "views alike":  # of a child, more are matched than by chance
+        assert child[0] == SAME_BIRTH
+        child = stranger
+    for answer, sentence in (child, stranger):
         assert answer == INCONCLUSIVE and said in sentence, sentence
 
 
@@ -224,7 +277,7 @@ def test_decoys_beside_the_table(decoy, rows, tmp_path):
 
 def test_a_decoy_beside_an_mlp_without_a_gate(tmp_path):
     base = Newborn(replace(CONFIG, mlp="gelu", norm="layernorm"), 1)
-    weights = weights_of(thief.hidden(base))
+    weights = weights_of(disguise.disguised(base))
     for layer in range(3):
         weights[f"model.layers.{layer}.mlp.c_fc.weight"] = random_rows(96)
     assert judged(base, folder_with(tmp_path / "a", weights))[0] == SAME_BIRTH
@@ -241,7 +294,7 @@ def test_layers_of_which_nothing_is_known(tmp_path):
     """Square matrices without names: an MLP may be among them, and a changed basis hides it."""
     base = Newborn(replace(CONFIG, d_ff=64), 1)
     sources = []
-    for place, source in (("a", base), ("b", thief.hidden(base))):
+    for place, source in (("a", base), ("b", disguise.disguised(base))):
         sources.append(folder_with(tmp_path / place, changed(weights_of(source), PQR)))
     answer, sentence = judged(*sources)
     assert answer == INCONCLUSIVE and "a changed basis would hide a child" in sentence
@@ -278,15 +331,15 @@ def test_gains_less_one(family, size, tmp_path):
     for name, weight in weights.items():
         if weight.ndim == 1:
             weights[name] = 1 + size * torch.randn(weight.shape, generator=generator)
-    base = thief.as_source(weights, CONFIG)
-    child = thief.hidden(base, ("neurons",))
+    base = disguise.as_source(weights, CONFIG)
+    child = disguise.disguised(base, ("neurons",))
     sources = []
     for place, source, config in (("a", base, RAW | {"model_type": "gemma"}), ("b", child, raw)):
         stored = {name: w - 1 if w.ndim == 1 else w for name, w in weights_of(source).items()}
         sources.append(folder_with(tmp_path / place, stored, config))
     for pair in (sources, sources[::-1]):
         answer, sentence = judged(*pair)
-        assert answer == SAME_BIRTH and "of every layer found again; " in sentence, sentence
+        assert answer == SAME_BIRTH and "of every layer were matched; " in sentence, sentence
 
 
 @pytest.mark.parametrize("case", ["biases", "no gains"])
@@ -307,16 +360,16 @@ def test_coordinates_where_there_are_no_units(tmp_path):
     answer, sentence = judged(Newborn(config, 1), Newborn(config, 2))
     assert answer == NO_EVIDENCE and "basis was changed would not" in sentence
     without_units = folder_with(tmp_path / "a", dead(weights_of(BASE)))
-    assert judged(without_units, without_units)[0] == SAME_BIRTH
+    assert judged(without_units, without_units)[0] == INCONCLUSIVE  # so looks a stranger with a copied table
 
 
 def test_what_was_done_is_told():
     same, shuffled, rotated = (
-        judged(BASE, thief.hidden(BASE, ways))[1] for ways in ((), ("neurons",), ("rotate",))
+        judged(BASE, disguise.disguised(BASE, ways))[1] for ways in ((), ("neurons",), ("rotate",))
     )
-    assert "its weights are the base's, to" in same and same.endswith("its token table is the base's")
+    assert "its weights are the base's, to" in same and same.endswith("; the base's embedding matrix")
     assert "its hidden units stand in another order" in shuffled and "basis" not in same + shuffled
     assert "its residual basis was changed" in rotated and "order" not in same + rotated
     # two random tables of 130 tokens in 64 dimensions share half of each dimension by chance
     few = replace(CONFIG, vocab_size=130)
-    assert judged(Newborn(few, 1), Newborn(few, 2))[1].endswith("its token table is another")
+    assert judged(Newborn(few, 1), Newborn(few, 2))[1].endswith("a different embedding matrix")

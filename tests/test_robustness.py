@@ -1,0 +1,63 @@
+"""reproduce/robustness.py: the whole table, of models of eight tiny layers."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT, assert_refused, run_here
+
+from init import newborn
+from lib import checkpoint
+from lib.data import load_tokenizer
+from lib.files import read_json, sha256
+from lineage.verdict import NO_EVIDENCE, SAME_BIRTH
+from model import ModelConfig
+from reproduce import robustness
+
+CONFIG = ModelConfig(290, 128, 8, 2, 32, 48)
+TEXT = str(ROOT / "README.md")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A base with a tokenizer, and the single file of a wider model that it never met."""
+    root = tmp_path_factory.mktemp("models")
+    tokenizer = load_tokenizer("bpe:290", [(ROOT / "README.md").read_text()])
+    checkpoint.save(root / "base", newborn(CONFIG, 1), tokenizer=tokenizer)
+    checkpoint.save(root / "other", newborn(replace(CONFIG, d_model=48, num_layers=6), 2))
+    return root / "base", root / "other" / "model.safetensors"
+
+
+def test_children_are_found_and_strangers_are_not(models, tmp_path):
+    done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 20, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = read_json(tmp_path / "robustness.json")
+    rows = {(row["base"], row["suspect"]): row for row in result["rows"]}
+    assert len(rows) == len(result["rows"]) == len(result["layers"]) == len(result["layer_map"]) == 18
+    for (base, suspect), row in rows.items():
+        answer = NO_EVIDENCE
+        if row["kind"].startswith("child"):
+            answer = SAME_BIRTH
+        elif suspect == "the same, trained":  # on the base's embedding matrix, whose coordinates it learns
+            continue
+        assert (row["verdict"], row["kind"] in robustness.KINDS) == (answer, True), (base, suspect)
+        assert ("model.safetensors" in (base, suspect)) == (row["kind"] == "never met")
+    assert rows["base", "itself"]["distance"] < 1e-6
+    assert 0.1 < rows["base", "trained"]["distance"] < rows["base", "trained hard"]["distance"]
+    for suspect, layers in (
+        ("disguised, cut to 6 layers", [1, 2, 4, 5, 6, 7]),
+        ("its last quarter of layers", [7, 8]),
+    ):
+        found = result["layers"][list(rows).index(("base", suspect))]
+        assert [layer["base_layer"] for layer in found] == [f"layer {number}" for number in layers]
+    assert result["sha256"] == {"model.safetensors": sha256(models[1])}
+    assert (tmp_path / "robustness.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes(models, tmp_path):
+    for words, expected in (
+        ((models[0], "nothing"), "no model 'nothing'"),
+        ((models[0], "--text", "nothing"), "nothing"),
+        (("tiny_llama@1", "--text", TEXT), "no tokenizer"),
+    ):
+        assert_refused(run_here("reproduce.robustness", *words, "--out", tmp_path), expected)
+    assert not list(tmp_path.iterdir())
