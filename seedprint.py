@@ -90,7 +90,7 @@ class IdentifySettings(OutputSettings):
 
 
 def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Seconds for tiny models, half a minute for 135M parameters."""
+    """Is each suspect of one birth with the base? Seconds for tiny models, 20 for 135M parameters."""
     specs = several_models(settings.models, settings.init)
     experiment = Experiment("compare", "BB 6.1", settings)
     base = read_model(specs[0].name, specs[0].open(any_architecture=True))
@@ -173,7 +173,7 @@ def common_vocabulary(specs):
 
 @torch.inference_mode()
 def last_outputs(model, vocab_size, settings: PaperSettings):
-    """What the paper's test reads: a model's final last-position states of random sequences, (n, d) on the CPU."""
+    """What the paper's test reads: last-position states of random sequences, (n, d) on the CPU."""
     device = next(model.parameters()).device
     T = settings.paper_length
     batch_size = default_batch_size(device, T)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from init import birth_value, newborn
 from lib import formats
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
-from lib.formats import TOKEN_TABLE, Weights, parameter_shapes, read_config
+from lib.formats import Weights, parameter_shapes, read_config
 from lib.settings import UserError, closest, from_values
 from model import PRESETS, Transformer
 

@@ -26,6 +26,7 @@ that was split into several, nor new MLPs on copied attention.
 
 import functools
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,7 @@ MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
+SETTLED = 0.5  # share of units matched in some layer, from which on the gate is not compared for the map
 CLEARLY_MORE = 2  # times as much must be found for a way that is not the likeliest
 AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
@@ -228,13 +230,12 @@ def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
 # ---- two MLPs ----------------------------------------------------------------------------------------------
 
 
-def matched_units(correlations):
+def matched_units(neighbours):
     """The units of an MLP that are matched in another: their places, their partners', and the strengths.
 
-    `correlations` (n, m) are of each unit of one with each of the other, by view, and 0 for dead units. Of
-    all pairs of views the one counts that matches most. A unit's strength is the smaller of its two.
+    `neighbours` are the `mutual_neighbours` of each view. Of all pairs of views the one counts that matches
+    most. A unit's strength is the smaller of its two.
     """
-    neighbours = [mutual_neighbours(sizes.abs()) for sizes in correlations.values()]
     best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
     for (partners, sizes), (others, other_sizes) in itertools.combinations(neighbours, 2):
         (places,) = torch.nonzero((partners == others) & (partners >= 0), as_tuple=True)
@@ -436,50 +437,69 @@ def whitener(table, ids, root):
     return (vectors * values.rsqrt()) @ vectors.T @ inverse
 
 
-def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
-    """For each of the suspect's MLPs in `theirs`: its number, its views, and a column of the layer map.
+class BaseRows:
+    """A few units of each MLP of a base, rows of the layer map, in the basis of the narrower model."""
 
-    The column has, for each of the base's MLPs in `ours`, what share of a `few` of its sampled units are
-    matched in it, of those that could be, and their median strength: (MLPs,) each.
-    """
-    samples = []  # of each of the base's MLPs: how many living units are among them, and how many live in all
-    rows = []
-    for number in ours:
-        chosen, views, living = base.sample(number, units)
-        shown = evenly_spaced(len(chosen), few)
-        views = {view: columns[:, shown] for view, columns in views.items()}
-        samples.append((living_units(views), living))
-        rows.append({view: columns.T for view, columns in views.items()})
-    common = [view for view in ("gate", "up", "down") if all(view in each for each in rows)]
-    stacked = {view: torch.cat([each[view] for each in rows]) for view in common}  # (units, d)
-    sizes = [len(each["up"]) for each in rows]
-    is_narrower = base.width < suspect.width  # its basis is the cheaper one to compare in
-    if not is_narrower:
-        stacked = {view: values @ basis[view] for view, values in stacked.items()}  # (units, e)
+    def __init__(self, base: Units, suspect: Units, basis, numbers, units, few):
+        self.basis = basis
+        self.in_base = base.width < suspect.width
+        self.sizes = []  # how many units of each MLP there are,
+        self.sampled = []  # how many of them live,
+        self.living = []  # and how many live in all
+        rows = defaultdict(list)
+        for number in numbers:
+            chosen, views, living = base.sample(number, units)
+            shown = evenly_spaced(len(chosen), few)
+            views = {view: columns[:, shown] for view, columns in views.items()}
+            for view, columns in views.items():
+                rows[view].append(columns.T)
+            self.sizes.append(len(shown))
+            self.sampled.append(living_units(views))
+            self.living.append(living)
+        rows = {view: torch.cat(each) for view, each in rows.items() if len(each) == len(numbers)}
+        if not self.in_base:
+            rows = {view: each @ basis[view] for view, each in rows.items()}
+        self.rows = rows  # by view: (units, d or e)
+
+    def column(self, views):
+        """The layer map's column of an MLP of the suspect, from its views by name, (e, m) each.
+
+        What share of each of the base's MLPs is matched in it, of the units that could be, and their median
+        strength: (MLPs,) each. The gate is compared where up and down do not settle it.
+        """
+        shares = torch.zeros(len(self.sizes))
+        strengths = torch.zeros(len(self.sizes))
+        living = living_units(views)
+        neighbours = [[] for _ in self.sizes]
+        for view in [view for view in ("up", "down", "gate") if view in self.rows and view in views]:
+            if shares.max() > SETTLED:
+                break
+            columns = self.basis[view] @ views[view] if self.in_base else views[view]
+            correlations = (self.rows[view] @ columns).abs_()  # (units, m)
+            for place, block in enumerate(correlations.split(self.sizes)):
+                neighbours[place].append(mutual_neighbours(block))
+                places, _, matched = matched_units(neighbours[place])
+                could_match = self.sampled[place] * min(1, living / max(1, self.living[place]))
+                if len(places):
+                    shares[place] = min(1, len(places) / could_match)
+                    strengths[place] = matched.median()
+        return shares, strengths
+
+
+def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
+    """Yield for each of the suspect's MLPs in `theirs` its number, views, and `column` of those in `ours`."""
+    rows = BaseRows(base, suspect, basis, ours, units, few)
     for number in theirs:
         views = suspect.views(number)
         if exchanged:
             views = {"gate": views["up"], "up": views["gate"], "down": views["down"]}
-        living = living_units(views)
-        shares = torch.zeros(len(ours))
-        strengths = torch.zeros(len(ours))
-        correlations = {}
-        for view in set(common) & set(views):
-            columns = basis[view] @ views[view] if is_narrower else views[view]
-            correlations[view] = (stacked[view] @ columns).split(sizes)
-        for place, (sampled, base_living) in enumerate(samples):
-            places, _, matched = matched_units({view: blocks[place] for view, blocks in correlations.items()})
-            could_match = sampled * min(1, living / max(1, base_living))
-            if len(places):
-                shares[place] = min(1, len(places) / could_match)
-                strengths[place] = matched.median()
-        yield number, views, shares, strengths
+        yield number, views, *rows.column(views)
 
 
 def correlations_of(base_views, views, basis):
-    """Correlations of a base's units with a suspect's in the views that both have: (n, m) by view."""
+    """|Correlations| of a base's units with a suspect's in the views that both have: (n, m) by view."""
     common = [view for view in base_views if view in views]
-    return {view: base_views[view].T @ basis[view] @ views[view] for view in common}
+    return {view: (base_views[view].T @ basis[view] @ views[view]).abs_() for view in common}
 
 
 def closest_place(shares, own_place):
@@ -501,8 +521,10 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
         chosen = list(range(base_views["up"].shape[1]))
         chosen_theirs = evenly_spaced(len(chosen_theirs), units)
         views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
-    places, partners, strengths = matched_units(correlations_of(base_views, views, basis))
-    by_chance, _, _ = matched_units(correlations_of(base_views, views, null))
+    found = correlations_of(base_views, views, basis)
+    places, partners, strengths = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
+    found = correlations_of(base_views, views, null)
+    by_chance, _, _ = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
     view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"  # no sign can be flipped in a gate

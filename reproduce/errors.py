@@ -100,7 +100,7 @@ def p_of_weights(newborns):
 
 
 def p_of_units(newborns):
-    """0 for pairs of which units say more than "no evidence", else 1, (pairs,); the largest share of a layer."""
+    """0 for pairs of which units say more than "no evidence", else 1, (pairs,); and the largest share."""
     models = [Units(born) for born in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times

@@ -59,12 +59,12 @@ def robustness(settings: Settings):
         raise UserError("expected a model: a checkpoint folder, a .gguf file, or PRESET@SEED")
     specs = [parse_spec(name) for name in settings.models]
     experiment = Experiment("robustness", "", settings)
-    models = [read_model(spec.name, spec.open(any_architecture=True)) for spec in specs]
+    models = [read_model(Path(spec.name).name, spec.open(any_architecture=True)) for spec in specs]
     rows, details = [], []
 
     def compare(base, suspect, kind):
         row, detail = compare_pair(base, suspect, layers=ALL_LAYERS)
-        rows.append({"base": Path(base.name).name, "suspect": Path(suspect.name).name, "kind": kind} | row)
+        rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
 
     for name, kind, source in progress(relatives(specs[0], settings), desc="robustness", unit=" suspects"):
@@ -85,7 +85,8 @@ def relatives(spec, settings: Settings):
     """(name, kind, checkpoint) of a model's children, one after another, and of newborns beside it."""
     source = spec.open()
     config = source.config
-    reading = TextSettings(text=settings.text, num_sequences=2 * settings.steps, device="cpu")
+    text = settings.text if spec.tokenizer_file else None  # else random tokens
+    reading = TextSettings(text=text, num_sequences=2 * settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
     child = trained(spec.load(), tokens[:40], constant(5e-4))

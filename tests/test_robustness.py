@@ -1,6 +1,7 @@
 """reproduce/robustness.py: the whole table, of models of eight tiny layers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, assert_refused, run_here
@@ -13,22 +14,22 @@ from lineage.verdict import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
 from reproduce import robustness
 
-CONFIG = ModelConfig(290, 128, 8, 2, 32, 48)
-TEXT = str(ROOT / "README.md")
+CONFIG = ModelConfig(400, 128, 8, 2, 32, 48)
+TEXT = str(ROOT / "model.py")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A base with a tokenizer, and the single file of a wider model that it never met."""
     root = tmp_path_factory.mktemp("models")
-    tokenizer = load_tokenizer("bpe:290", [(ROOT / "README.md").read_text()])
+    tokenizer = load_tokenizer("bpe:400", [Path(TEXT).read_text()])
     checkpoint.save(root / "base", newborn(CONFIG, 1), tokenizer=tokenizer)
     checkpoint.save(root / "other", newborn(replace(CONFIG, d_model=48, num_layers=6), 2))
     return root / "base", root / "other" / "model.safetensors"
 
 
 def test_children_are_found_and_strangers_are_not(models, tmp_path):
-    done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 20, "--out", tmp_path)
+    done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 15, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / "robustness.json")
     rows = {(row["base"], row["suspect"]): row for row in result["rows"]}
@@ -42,7 +43,7 @@ def test_children_are_found_and_strangers_are_not(models, tmp_path):
         assert (row["verdict"], row["kind"] in robustness.KINDS) == (answer, True), (base, suspect)
         assert ("model.safetensors" in (base, suspect)) == (row["kind"] == "never met")
     assert rows["base", "itself"]["distance"] < 1e-6
-    assert 0.1 < rows["base", "trained"]["distance"] < rows["base", "trained hard"]["distance"]
+    assert 0.01 < rows["base", "trained"]["distance"] < rows["base", "trained hard"]["distance"]
     for suspect, layers in (
         ("disguised, cut to 6 layers", [1, 2, 4, 5, 6, 7]),
         ("its last quarter of layers", [7, 8]),
@@ -53,11 +54,7 @@ def test_children_are_found_and_strangers_are_not(models, tmp_path):
     assert (tmp_path / "robustness.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mistakes(models, tmp_path):
-    for words, expected in (
-        ((models[0], "nothing"), "no model 'nothing'"),
-        ((models[0], "--text", "nothing"), "nothing"),
-        (("tiny_llama@1", "--text", TEXT), "no tokenizer"),
-    ):
-        assert_refused(run_here("reproduce.robustness", *words, "--out", tmp_path), expected)
+@pytest.mark.parametrize("words", [["nothing"], ["--text", "nothing"]])
+def test_mistakes(words, models, tmp_path):
+    assert_refused(run_here("reproduce.robustness", models[0], *words, "--out", tmp_path), "'nothing'")
     assert not list(tmp_path.iterdir())
