@@ -115,9 +115,8 @@ def test_streaming_correlation_against_numpy():
     assert (values[5] == 0).all() and (values[:, 2] == 0).all()
 
 
-def stacked_correlation(sources, kind: str, left_out: str) -> np.ndarray:
-    """Correlations of the residual coordinates, from all rows of both models at once."""
-    stacks = ([], [])
+def shared_rows(sources, kind: str, left_out: str):
+    """The name of each matrix that both models have, and its rows along the stream, centred and scaled."""
     for name, shape in sources[0].shapes.items():
         in_blocks = name.startswith("model.layers.")
         if len(shape) != 2 or in_blocks != (kind == "body") or left_out in name:
@@ -126,12 +125,8 @@ def stacked_correlation(sources, kind: str, left_out: str) -> np.ndarray:
         if "o_proj" in name or "down_proj" in name:
             weights = [weight.T for weight in weights]
         rows = min(len(weight) for weight in weights)
-        for stack, weight in zip(stacks, weights):
-            centred = weight[:rows] - weight[:rows].mean(axis=0)
-            stack.append(centred / (centred**2).mean() ** 0.5)
-    a, b = (np.concatenate(stack) for stack in stacks)
-    d = a.shape[1]
-    return np.corrcoef(a.T, b.T)[:d, d:]
+        centred = [weight[:rows] - weight[:rows].mean(axis=0) for weight in weights]
+        yield name, [weight / (weight**2).mean() ** 0.5 for weight in centred]
 
 
 @pytest.mark.parametrize(
@@ -148,16 +143,22 @@ def test_weight_correlations_against_a_stack(changes, left_out):
     a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
     b = Newborn(replace(KINDS["llama_gqa"], **changes), 1)
     for pair in ((a, b), (b, a)):
-        correlations = coordinates.weight_correlations(*pair)
+        correlations, layer_r = coordinates.weight_correlations(*pair)
         for kind in ("body", "embedding"):
-            expected = stacked_correlation(pair, kind, left_out)
+            stacks = zip(*[rows for _, rows in shared_rows(pair, kind, left_out)])
+            expected = np.corrcoef(*(np.concatenate(stack).T for stack in stacks))[:32, 32:]
             np.testing.assert_allclose(correlations[kind], expected, atol=2e-6)  # float32 products
+        for layer, r in layer_r.items():
+            found = [rows for name, rows in shared_rows(pair, "body", left_out) if f".{layer - 1}." in name]
+            assert r == pytest.approx(np.mean([(a * b).mean() for a, b in found]), abs=2e-6)
+        assert len(layer_r) == min(source.config.num_layers for source in pair)
 
 
 def test_p_of_newborn_strangers_is_uniform():
     tests = []
     for i in range(120):
-        correlations = coordinates.weight_correlations(Newborn(SMALLEST, 2 * i), Newborn(SMALLEST, 2 * i + 1))
+        pair = (Newborn(SMALLEST, 2 * i), Newborn(SMALLEST, 2 * i + 1))
+        correlations, _ = coordinates.weight_correlations(*pair)
         tests.append(diagonal_test(correlations["body"], ("body", i), 199))
     assert_uniform([test["p"] for test in tests])
     assert not any(test["same"] for test in tests)
