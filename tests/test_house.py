@@ -13,7 +13,7 @@ FLOORS = """
 lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf / lib.parts / lib.folders
 / lib.data / lib.checkpoint / lib.inputs / lib.results / lib.figures / lib.runs / measure.cosines
 / measure.theory / measure.attention / measure.lineage / measure.census / measure.verdict
-/ probe train sinks seedprint / contraction / reproduce
+/ probe train sinks seedprint / contraction / reproduce lesson
 """.split("/")
 
 
@@ -43,7 +43,8 @@ GRAPH = {name: imported_modules(tree) & FILES.keys() for name, tree in TREES.ite
 
 def floor(module: str) -> int:
     """The number of a module's floor, from below; ValueError if it has no place in the house."""
-    name = "reproduce" if module.startswith("reproduce.") else module
+    folder = module.split(".")[0]
+    name = folder if folder in ("reproduce", "lesson") else module
     return [name in modules.split() for modules in FLOORS].index(True)
 
 
@@ -54,8 +55,14 @@ def longest_chain(name: str) -> list[str]:
 
 def test_seven_scripts():
     assert sorted(path.stem for path in ROOT.glob("*.py")) == SCRIPTS
-    assert {path.parent.name for path in FILES.values()} == {ROOT.name, "lib", "measure", "reproduce"}
-    for folder in ("lib", "measure", "reproduce"):
+    assert {path.parent.name for path in FILES.values()} == {
+        ROOT.name,
+        "lib",
+        "measure",
+        "reproduce",
+        "lesson",
+    }
+    for folder in ("lib", "measure", "reproduce", "lesson"):
         assert (ROOT / folder / "__init__.py").read_text() == ""
 
 

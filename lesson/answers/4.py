@@ -1,4 +1,4 @@
-"""4. Of which seed was a model born? Write `seed_of`. To start again: git checkout answers/4.py"""
+"""4. Of which seed was a model born? Write `seed_of`."""
 
 
 def seed_of(folder):
