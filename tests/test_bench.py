@@ -50,17 +50,12 @@ def test_both_learn_the_same_windows():
 
 
 def test_turns_alternate_and_medians_count(monkeypatch):
-    order = []
-    seconds = iter([30.0, 3.0, 20.0, 2.0, 5.0, 1.0])
-
-    def seconds_of(work):
-        work()
-        return next(seconds)
-
-    monkeypatch.setattr(bench, "seconds_of", seconds_of)
-    speeds = bench.take_turns([lambda: order.append("A"), lambda: order.append("B")], 60, 3)
-    assert order == ["A", "B"] * 4
-    assert speeds == [60 / 20, 60 / 2]
+    turns = []
+    seconds = {"A": iter([30.0, 20.0, 5.0]), "B": iter([3.0, 2.0, 1.0])}
+    monkeypatch.setattr(bench, "seconds_of", lambda work: next(seconds[work()]))
+    works = [lambda: turns.append("A") or "A", lambda: turns.append("B") or "B"]
+    assert bench.take_turns(works, 60, 3) == [60 / 20, 60 / 2]
+    assert turns == ["A", "B"] * 4
 
 
 def test_transformers_model_has_the_same_parameters():

@@ -70,16 +70,19 @@ def test_what_is_there_is_kept_unless_it_is_damaged(few, asked):
     assert asked == [[*PROBE.split(), "--out", str(out / "deep")]]
 
 
-@pytest.mark.parametrize("name", ["backcopy/rate", "identify", "persistence", "layers", "lineage"])
-def test_a_result_trains_the_runs_that_it_reads(name, tmp_path, asked):
+READ = {
+    "backcopy/rate": ["runs/backcopy"],
+    "identify": ["runs/lineage/tiny_llama-1000"],
+    "persistence": ["runs/lineage/tiny_llama-1000", "runs/lineage/tiny_llama-123"],
+    "layers": [],
+}
+
+
+@pytest.mark.parametrize(("name", "runs"), READ.items())
+def test_a_result_trains_the_runs_that_it_reads(name, runs, tmp_path, asked):
     main.reproduce(main.Settings(only=(name,), out=str(tmp_path)))
-    expected = {
-        "backcopy/rate": ["runs/backcopy"],
-        "identify": ["runs/lineage/tiny_llama-1000"],
-        "persistence": ["runs/lineage/tiny_llama-1000", "runs/lineage/tiny_llama-123"],
-    }
     trained = [command[3:] for command in asked if command[:3] == ["-m", "reproduce.trainings", "train"]]
-    assert trained == ([expected[name]] if name in expected else [])
+    assert trained == ([runs] if runs else [])
     assert asked[-1][-2:] == ["--out", str(Path(tmp_path, name).parent)]
 
 
