@@ -12,8 +12,6 @@ be checked without a threshold of ours: an order, a sign, a trend, a law inside 
 significance.
 """
 
-import functools
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,10 +21,15 @@ from scipy.stats import t as student
 
 from measure.cosines import interval, wilson
 from model import PRESETS
+from reproduce.baselines import BASELINES, THRESHOLD
 
 LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
+NANO_VOCABULARY = PRESETS["nano_gpt2"].vocab_size
 PAPER_SEQUENCES = 10_000  # behind each row of BB Table 1
-SIMILAR = 0.8  # from here on BB's rivals call two models kin
+
+
+class NotRun(Exception):
+    """A result has none of the rows that a claim is about."""
 
 
 class Claim(NamedTuple):
@@ -35,32 +38,16 @@ class Claim(NamedTuple):
     item: str  # "Figure 1a"
     says: str  # in our words
     number: str = ""  # the paper's
-    result: str | None = None  # path under results/, without .json; None: not run here
-    read: Callable | None = None  # function of the result that returns a text and a verdict
+    result: str = ""  # path under results/, without .json; "": not run here
+    judge: Callable | None = None  # of the result's JSON
 
-    def beside(self, result, judge, *columns, **chosen):
-        """The claim beside a result, which `read_rows` reads."""
-        return self._replace(result=result, read=functools.partial(read_rows, judge, columns, **chosen))
-
-
-def read_rows(judge, columns, result, apart="", part="rows", **where):
-    """What a judge of some columns says of a result's rows, as text, and the verdict ("": none).
-
-    Rows are judged apart for each value of the column `apart`. `where` has the values of the rows to read,
-    one or a list for a column. Layer 0 (the input) and step 0 (the newborn itself) are left out.
-    """
-    groups = defaultdict(list)
-    for row in result[part]:
-        row = {"num_seeds": np.size(result["settings"].get("seed"))} | row  # over which a row is a mean
-        wanted = [row[name] in np.atleast_1d(values).tolist() for name, values in where.items()]
-        if all(wanted) and 0 not in (row.get("layer"), row.get("step")):
-            groups[row.get(apart)].append(row)
-    texts, cases = [], []
-    for value, rows in groups.items():
-        text, more = judge(rows, *columns)
-        texts.append(f"{apart} {value}: {text}" if len(groups) > 1 else text)
-        cases += more
-    return "; ".join(texts) or "not run here", verdict(cases)
+    def read(self, result):
+        """What was measured, as text, and the verdict ("": none)."""
+        try:
+            text, cases = self.judge(result)
+        except NotRun:
+            return "not run here", ""
+        return text, verdict(cases)
 
 
 def verdict(cases):
@@ -72,16 +59,32 @@ def verdict(cases):
     return "open" if None in cases else "holds"
 
 
-def above(low, high, bound=0.0):
-    """Is what lies between low and high above `bound`? None where the interval has both answers."""
-    if low > bound:
-        return True
-    return False if high < bound else None
+# ---- rows --------------------------------------------------------------------------------------------------
 
 
-def rising(values):
-    """Is each value above the one before?"""
-    return [after > before for before, after in pairwise(values)]
+def select(result, part="rows", **where):
+    """The rows of a result whose columns have some values, one or a list each; NotRun if there are none.
+
+    Layer 0 (the input) and step 0 (the newborn itself) are left out. `num_seeds`: of which a row is a mean.
+    """
+    chosen = []
+    for row in result[part]:
+        wanted = [row[name] in np.atleast_1d(values).tolist() for name, values in where.items()]
+        if all(wanted) and 0 not in (row.get("layer"), row.get("step")):
+            chosen.append({"num_seeds": np.size(result["settings"].get("seed"))} | row)
+    if not chosen:
+        raise NotRun
+    return chosen
+
+
+def apart(rows, name, judge, *arguments):
+    """What a judge says of the rows of each value of a column: the texts, and all cases."""
+    texts, cases = [], []
+    for value in dict.fromkeys(row[name] for row in rows):
+        text, more = judge([row for row in rows if row[name] == value], *arguments)
+        texts.append(f"{name} {value}: {text}")
+        cases += more
+    return "; ".join(texts), cases
 
 
 def column(rows, name):
@@ -90,7 +93,7 @@ def column(rows, name):
 
 
 def curve(rows, value, along, **where):
-    """A column's known values by another's, in its order; of the rows `where` columns have some values."""
+    """A column's known values by another's, in its order; of the rows whose columns have some values."""
     chosen = [row for row in rows if where.items() <= row.items() and row[value] is not None]
     return dict(sorted((row[along], row[value]) for row in chosen))
 
@@ -109,10 +112,40 @@ def bounded(value, low, high):
 # ---- judges: orders, trends and laws -----------------------------------------------------------------------
 
 
+def above(low, high, bound=0.0):
+    """Is what lies between low and high above `bound`? None where the interval has both answers."""
+    if low > bound:
+        return True
+    return False if high < bound else None
+
+
+def below(low, high, bound=0.0):
+    """Is it below? None where the interval has both answers."""
+    return above(-high, -low, -bound)
+
+
+def by_interval(rows, value, is_so, bound=0.0):
+    """Is every row's interval `above` or `below` a bound?"""
+    texts = [bounded(row[value], row["low"], row["high"]) for row in rows]
+    return ", ".join(texts), [is_so(row["low"], row["high"], bound) for row in rows]
+
+
 def ranges(rows, *names):
     """Least and largest value of some columns; no case."""
     texts = [f"{name} {span(column(rows, name))}" for name in names]
     return f"{', '.join(texts)}, n = {len(rows)}", []
+
+
+def all_below(rows, bound, *names):
+    """Are all values of some columns below a bound?"""
+    text, _ = ranges(rows, *names)
+    return text, [max(row[name] for name in names) < bound for row in rows]
+
+
+def exceeds(rows, larger, smaller):
+    """Is one column above another in every row?"""
+    text, _ = ranges(rows, larger, smaller)
+    return text, list(column(rows, larger) > column(rows, smaller))
 
 
 def ratio(rows, value, theory):
@@ -120,33 +153,38 @@ def ratio(rows, value, theory):
     return f"{span(column(rows, value) / column(rows, theory))} times the theory", []
 
 
-def rises(rows, value, along):
+def rising(values):
+    """Is each value above the one before?"""
+    return [after > before for before, after in pairwise(values)]
+
+
+def rises(rows, value="mean_cosine", along="layer"):
     """Does a column rise with another at every step?"""
     places, values = zip(*curve(rows, value, along).items())
     ends = f"{values[0]:.4g} to {values[-1]:.4g}"
     return f"{ends} at {along} {places[0]} to {places[-1]}", rising(values)
 
 
-def ordered(rows, value, along, by, *names):
+def ordered(rows, by, *names, value="mean_cosine", along="layer"):
     """At all `along`, does |value| fall from each name of the column `by` to the next?"""
     curves = [curve(rows, value, along, **{by: name}) for name in names]
     if not all(curves):
-        return "not run here", []
+        raise NotRun
     cases = []
     for larger, smaller in pairwise(curves):
         cases += [abs(larger[place]) > abs(smaller[place]) for place in larger if place in smaller]
     return ", ".join(f"{name} {span(values.values())}" for name, values in zip(names, curves)), cases
 
 
-def within(rows, theory):
+def within(rows):
     """Is the theory inside the seeds' 95 % interval of the mean cosine, in every row? None with one seed."""
     texts, cases = [], []
     for row in rows:
         mean, freedom = row["mean_cosine"], row["num_seeds"] - 1
         half = student.ppf(0.975, freedom) * row["seed_std"] / max(1, freedom) ** 0.5  # NaN with one seed
         texts.append(bounded(mean, mean - half, mean + half))
-        cases.append(abs(row[theory] - mean) <= half if freedom else None)
-    return f"{', '.join(texts)} where theory says {span(column(rows, theory))}", cases
+        cases.append(abs(row["theory"] - mean) <= half if freedom else None)
+    return f"{', '.join(texts)} where theory says {span(column(rows, 'theory'))}", cases
 
 
 def widening(rows):
@@ -208,41 +246,28 @@ def own_favourites(rows):
     return f"{number} favourites in {len(rows)} rows", [number == len(rows) if is_known else None]
 
 
-def same_token(rows, first, second):
-    """Do two columns name the same token more often than uniform draws from the vocabulary?"""
-    hits = (column(rows, first) == column(rows, second)).sum()
+def more_often(rows, name, chance):
+    """Is a column true more often than by chance?"""
+    hits = int(column(rows, name).sum())
     low, high = wilson(hits, len(rows))
-    chance = 1 / PRESETS[rows[0]["model"]].vocab_size
     return f"{hits} of {len(rows)} ({low:.2f} to {high:.2f})", [above(low, high, chance)]
 
 
 # ---- judges: lineage ---------------------------------------------------------------------------------------
 
 
-def shifted_upward(rows):
-    """Is tau with its birth above tau with a stranger at every checkpoint?"""
-    gap = column(rows, "mean_tau") - column(rows, "stranger_mean_tau")
-    return f"tau higher by {span(gap)} at {len(gap)} checkpoints", list(gap > 0)
-
-
 def right_answers(rows):
-    """Do both of the paper's tests say kin of kin alone, of every pair? All are kin where none is told."""
+    """Do both of the paper's tests call related what is, and nothing else? All is, unless `kin` tells."""
     t, u = column(rows, "paper_t_p"), column(rows, "paper_u_p")
     kin = [row.get("kin", True) for row in rows]
     right = np.equal(t < LEVEL, kin) & np.equal(u < LEVEL, kin)
     return f"{right.sum()} of {len(rows)} right, t-test p {span(t)}, U-test p {span(u)}", list(right)
 
 
-def missed_kin(rows, *rivals):
-    """Do all rivals miss every pair of kin?"""
-    text, _ = ranges(rows, *rivals)
-    return text, [max(column(rows, name)) < SIMILAR for name in rivals]
-
-
-def false_alarms(rows):
-    """Are at most 1 % of strangers called kin, with every scheme and architecture?"""
-    cases = [above(-row["high"], -row["low"], -LEVEL) for row in rows]
-    return ", ".join(bounded(row["rate"], row["low"], row["high"]) for row in rows), cases
+def false_alarms(result, inputs):
+    """Are at most 1 % of unrelated pairs called related, by either test, scheme and architecture?"""
+    chosen = select(result, test=["t-test", "U-test"], inputs=inputs)
+    return apart(chosen, "test", by_interval, "rate", below, LEVEL)
 
 
 # ---- judges: attention sinks -------------------------------------------------------------------------------
@@ -255,19 +280,13 @@ def lower(rows, first, second, key):
     if len(seeds) < 2:
         return "too few runs to say", [None]
     mean, low, high = interval([a[seed] - b[seed] for seed in seeds]).values()
-    return f"{first} minus {second}: {bounded(mean, low, high)}", [above(-high, -low)]
+    return f"{first} minus {second}: {bounded(mean, low, high)}", [below(low, high)]
 
 
 def above_zero(rows, key):
     """Is the mean of `key` over seeds above zero, by its interval?"""
     mean, low, high = interval(column(rows, key)).values()
     return bounded(mean, low, high), [above(low, high)]
-
-
-def sink_heads(rows):
-    """Has a trained model sink heads at every length?"""
-    texts = [bounded(row["sink_rate"], row["low"], row["high"]) for row in rows]
-    return ", ".join(texts), [above(row["low"], row["high"]) for row in rows]
 
 
 def no_sinks(rows):
@@ -286,188 +305,138 @@ def raises(rows, kind, other):
 
 # ---- what the papers say -----------------------------------------------------------------------------------
 
-CLAIMS = [
-    Claim("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x").beside(
-        "ten_thousand/probe", preference
-    ),
-    Claim("Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance").beside("probe", preference),
-    Claim("Table 1b, Finding 1.1", "so does Nano LLaMA-2, with 10,000 sequences").beside(
-        "nano_llama/probe", preference
-    ),
-    Claim("Table 1c, Finding 1.1", "so does the 1.2B GPT-2").beside("gpt2_1b/probe", preference),
-    Claim("Finding 1.2, length", "the favourite's share grows with the sequence length").beside(
-        "lengths/probe", grows_with_length
-    ),
-    Claim("Finding 1.3", "each seed has a favourite of its own, though token tables agree").beside(
-        "lengths/probe", own_favourites, apart="sequence_length"
-    ),
-    Claim("Figure 1b", "the preference comes of states that contract along a direction").beside(
-        "probe", ranges, "mean_cosine"
-    ),
-    Claim("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer").beside(
-        "layers", rises, "mean_cosine", "layer", apart="sequence_length", variant="full"
-    ),
-    Claim("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)").beside(
-        "overlap", same_token, "direction_token", "top1_token"
-    ),
-    Claim("Table 2", "final cosine: full > MLP only > attention only, which is about 0").beside(
-        "ablation", ordered, "mean_cosine", "seed", "variant", "full", "mlp", "attention"
-    ),
-    Claim("Figure 3", "times uniform draws: full > MLP only > attention only, about 1").beside(
-        "ablation", ordered, "ratio", "seed", "variant", "full", "mlp", "attention"
-    ),
-    Claim("Figure 4", "MLP only contracts with every block").beside(
-        "mlp", rises, "mean_cosine", "layer", stack="standard"
-    ),
-    Claim("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh").beside(
-        "mlp", ordered, "mean_cosine", "layer", "stack", "mlp0_relu", "standard_relu", "mlp0_tanh"
-    ),
-    Claim("Proposition 2, a block", "a ReLU MLP0 block gives 1/pi", "0.3183").beside(
-        "mlp", within, "theory", stack="mlp0_relu", layer=1
-    ),
-    Claim("Proposition 2, depth", "with every ReLU block it grows, towards 1", "1").beside(
-        "mlp", rises, "mean_cosine", "layer", stack="mlp0_relu"
-    ),
-    Claim("Proposition 2, tanh", "with tanh it stays 0", "0").beside(
-        "mlp", ranges, "mean_cosine", "theory", stack="mlp0_tanh"
-    ),
-    Claim("Figure 6", "GELU's asymmetry is engaged with LayerNorm only").beside(
-        "engage", ordered, "mean_cosine", "model", "normed", True, False
-    ),
-    Claim("Figure 7, layer 1", "MLP only contracts at once, attention only does not").beside(
-        "layers", ordered, "mean_cosine", "layer", "variant", "mlp", "attention", apart="sequence_length"
-    ),
-    Claim("Figure 7, layer 2 on", "full is ahead of MLP only, more so with every layer").beside(
-        "layers", widening, apart="sequence_length"
-    ),
-    Claim("Table 3", "Attn0 after MLP0 > MLP0 twice > MLP0 once", "0.98 > 0.49 > 0.31").beside(
-        "amplify", ordered, "mean_cosine", "sequence_length", "stack", "mlp0_attn0", "mlp0_mlp0", "mlp0"
-    ),
-    Claim(
-        "Proposition 4", "MLP0 twice: 0.49; Attn0 after it: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100"
-    ).beside("amplify", within, "theory", apart="stack", stack=["mlp0_attn0", "mlp0_mlp0"]),
-    Claim("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1").beside(
-        "intra", rises, "mean_cosine", "layer", apart="sequence_length", stack="attention"
-    ),
-    Claim("Figure 8, length", "more so in shorter sequences").beside(
-        "intra", ordered, "mean_cosine", "layer", "sequence_length", 32, 128, 512, stack="attention"
-    ),
-    Claim("Proposition 5, depth", "in Attn0 they grow with every layer, towards 1", "1").beside(
-        "intra", rises, "mean_cosine", "layer", apart="sequence_length", stack="attn0"
-    ),
-    Claim("Proposition 5, formula", "1/T + (1 - 1/T) rho_L, accurate for long sequences").beside(
-        "intra", ratio, "mean_cosine", "limit_theory", apart="sequence_length", stack="attn0"
-    ),
-    Claim("Equation 2", "position 1 keeps its variance, later ones lose theirs", "std as 1/sqrt(i)").beside(
-        "variance", decay, apart="model"
-    ),
-    Claim("Figure 9", "measured std nearly overlaps sigma/sqrt(i) (ours: from i = 16 on)", "1").beside(
-        "variance", ratio, "std", "uniform_theory", apart="model", position=range(16, 1025)
-    ),
-    Claim("Figure 10", "some hidden dimensions are largest far more often than others").beside(
-        "ten_thousand/probe", ranges, "dimension_ratio"
-    ),
-    Claim("Figure 11", "every checkpoint is nearer to its birth than to a stranger").beside(
-        "persistence", shifted_upward
-    ),
-    Claim("Table 4a", "LLaMA style: newborns are strangers", "t 0.357 to 0.678, U 0.335 to 0.565").beside(
-        "lineage", right_answers, table="4a"
-    ),
-    Claim("Table 4b", "a newborn and its trained self are kin", "t 4e-10 to 6e-4, U 1e-9 to 3e-3").beside(
-        "lineage", right_answers, table="4b, 8"
-    ),
-    Claim("Table 4c", "another's trained self is a stranger", "t 0.035 to 0.426, U 0.096 to 0.486").beside(
-        "lineage", right_answers, table="4c"
-    ),
-    Claim("Table 5", "after a second corpus a child is kin, a stranger's child is not").beside(
-        "lineage", right_answers, apart="kin", table="5"
-    ),
-    Claim("Tables 5, 12, The Stack", "also where that corpus is code; there every rival fails"),
-    Claim("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are kin", "p < 0.01"),
-    Claim("Table 7, attenuation", "WikiText-2's perplexity falls from 21.33 to 21.02", "-0.015 nats").beside(
-        "calibrations", lower, "attenuate", "none", "text_loss", config="laptop"
-    ),
-    Claim("Table 8", "rivals miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196").beside(
-        "lineage", missed_kin, "intrinsic", "reef", "pcs", "ics", table="4b, 8"
-    ),
-    Claim("Table 9", "Qwen style: newborns are strangers", "t 0.094 to 0.451, U 0.074 to 0.529").beside(
-        "lineage", right_answers, table="9"
-    ),
-    Claim("Table 10", "a newborn and its trained self are kin", "t 1e-24 to 4e-13, U 2e-20 to 2e-11").beside(
-        "lineage", right_answers, table="10"
-    ),
-    Claim("Table 11", "another's trained self is a stranger", "t 0.026 to 0.286, U 0.040 to 0.254").beside(
-        "lineage", right_answers, table="11"
-    ),
-    Claim("Table 12", "after a second corpus a child is kin, a stranger's child is not").beside(
-        "lineage", right_answers, apart="kin", table="12"
-    ),
+
+def of_table(table, says, number=""):
+    """A claim about the pairs of one of BB's tables of lineage."""
+    item = f"Table {table.partition(',')[0]}"
+    return Claim(item, says, number, "lineage", lambda r: right_answers(select(r, table=table)))
+
+
+# fmt: off
+CLAIMS = [  # of each, what the paper says; the result that is read, and by which judge
+    Claim("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x",
+        "ten_thousand/probe", lambda r: preference(select(r))),
+    Claim("Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance", "",
+        "probe", lambda r: preference(select(r))),
+    Claim("Table 1b, Finding 1.1", "so does Nano LLaMA-2, with 10,000 sequences", "",
+        "nano_llama/probe", lambda r: preference(select(r))),
+    Claim("Table 1c, Finding 1.1", "so does the 1.2B GPT-2", "",
+        "gpt2_1b/probe", lambda r: preference(select(r))),
+    Claim("Finding 1.2, length", "the favourite's share grows with the sequence length", "",
+        "lengths/probe", lambda r: grows_with_length(select(r))),
+    Claim("Finding 1.3", "each seed has a favourite of its own, though embeddings agree", "",
+        "lengths/probe", lambda r: apart(select(r), "sequence_length", own_favourites)),
+    Claim("Figure 1b", "the preference comes of states that contract along a direction", "",
+        "probe", lambda r: ranges(select(r), "mean_cosine")),
+    Claim("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer", "",
+        "layers", lambda r: apart(select(r, variant="full"), "sequence_length", rises)),
+    Claim("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", "",
+        "predict", lambda r: more_often(select(r), "direction_matches", 1 / NANO_VOCABULARY)),
+    Claim("Table 2", "final cosine: full > MLP only > attention only, which is about 0", "",
+        "ablation", lambda r: ordered(select(r), "variant", "full", "mlp", "attention", along="seed")),
+    Claim("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", "",
+        "ablation",
+        lambda r: ordered(select(r), "variant", "full", "mlp", "attention", value="ratio", along="seed")),
+    Claim("Figure 4", "MLP only contracts with every block", "",
+        "mlp", lambda r: rises(select(r, stack="standard"))),
+    Claim("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh", "",
+        "mlp", lambda r: ordered(select(r), "stack", "mlp0_relu", "standard_relu", "mlp0_tanh")),
+    Claim("Proposition 2, a block", "a ReLU MLP0 block gives 1/pi", "0.3183",
+        "mlp", lambda r: within(select(r, stack="mlp0_relu", layer=1))),
+    Claim("Proposition 2, depth", "with every ReLU block it grows, towards 1", "1",
+        "mlp", lambda r: rises(select(r, stack="mlp0_relu"))),
+    Claim("Proposition 2, tanh", "with tanh it stays 0", "0",
+        "mlp", lambda r: ranges(select(r, stack="mlp0_tanh"), "mean_cosine", "theory")),
+    Claim("Figure 6", "GELU's asymmetry is engaged with LayerNorm only", "",
+        "engage", lambda r: ordered(select(r), "normed", True, False, along="model")),
+    Claim("Figure 7, layer 1", "MLP only contracts at once, attention only does not", "",
+        "layers", lambda r: apart(select(r), "sequence_length", ordered, "variant", "mlp", "attention")),
+    Claim("Figure 7, layer 2 on", "full is ahead of MLP only, more so with every layer", "",
+        "layers", lambda r: apart(select(r), "sequence_length", widening)),
+    Claim("Table 3", "Attn0 after MLP0 > MLP0 twice > MLP0 once", "0.98 > 0.49 > 0.31",
+        "amplify",
+        lambda r: ordered(select(r), "stack", "mlp0_attn0", "mlp0_mlp0", "mlp0", along="sequence_length")),
+    Claim("Proposition 4", "MLP0 twice: 0.49; then Attn0: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100",
+        "amplify", lambda r: apart(select(r, stack=["mlp0_attn0", "mlp0_mlp0"]), "stack", within)),
+    Claim("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1", "",
+        "intra", lambda r: apart(select(r, stack="attention"), "sequence_length", rises)),
+    Claim("Figure 8, length", "more so in shorter sequences", "",
+        "intra", lambda r: ordered(select(r, stack="attention"), "sequence_length", 32, 128, 512)),
+    Claim("Proposition 5, depth", "in Attn0 they grow with every layer, towards 1", "1",
+        "intra", lambda r: apart(select(r, stack="attn0"), "sequence_length", rises)),
+    Claim("Proposition 5, formula", "1/T + (1 - 1/T) rho_L, accurate for long sequences", "",
+        "intra",
+        lambda r: apart(select(r, stack="attn0"), "sequence_length", ratio, "mean_cosine", "limit_theory")),
+    Claim("Equation 2", "position 1 keeps its variance, later ones lose theirs", "std as 1/sqrt(i)",
+        "variance", lambda r: apart(select(r), "model", decay)),
+    Claim("Figure 9", "measured std nearly overlaps sigma/sqrt(i) (ours: from i = 16 on)", "1",
+        "variance",
+        lambda r: apart(select(r, position=range(16, 1025)), "model", ratio, "std", "uniform_theory")),
+    Claim("Figure 10", "some hidden dimensions are largest far more often than others", "",
+        "ten_thousand/probe", lambda r: ranges(select(r), "dimension_ratio")),
+    Claim("Figure 11", "every checkpoint is nearer to its birth than to another's", "",
+        "persistence", lambda r: exceeds(select(r), "mean_tau", "stranger_mean_tau")),
+    of_table("4a", "LLaMA style: newborns are unrelated", "t 0.357 to 0.678, U 0.335 to 0.565"),
+    of_table("4b, 8", "a newborn and its trained self are related", "t 4e-10 to 6e-4, U 1e-9 to 3e-3"),
+    of_table("4c", "another's trained self is unrelated", "t 0.035 to 0.426, U 0.096 to 0.486"),
+    of_table("5", "after a second corpus a child is related, another's child is not"),
+    Claim("Tables 5, 12, The Stack", "also where that corpus is code; there every baseline fails"),
+    Claim("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are related", "p < 0.01"),
+    Claim("Table 7, attenuation", "WikiText-2's perplexity falls from 21.33 to 21.02", "-0.015 nats",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "attenuate", "none", "text_loss")),
+    Claim("Table 8", "baselines miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196",
+        "lineage", lambda r: all_below(select(r, table="4b, 8"), THRESHOLD, *BASELINES)),
+    of_table("9", "Qwen style: newborns are unrelated", "t 0.094 to 0.451, U 0.074 to 0.529"),
+    of_table("10", "a newborn and its trained self are related", "t 1e-24 to 4e-13, U 2e-20 to 2e-11"),
+    of_table("11", "another's trained self is unrelated", "t 0.026 to 0.286, U 0.040 to 0.254"),
+    of_table("12", "after a second corpus a child is related, another's child is not"),
     Claim("Tables 4, 5, 7-14, their size", "12 layers; 10B tokens of OpenWebText, or 200,000 steps"),
-    Claim("Figure 12, baseline", "a pretrained language model has sinks at every length").beside(
-        "smollm2/rate", sink_heads
-    ),
-    Claim("Figure 12, amplification", "it lowers the sink rate").beside(
-        "calibrations", lower, "amplify", "none", "sink_rate", config="laptop"
-    ),
-    Claim("Figure 12, attenuation", "it lowers the sink rate").beside(
-        "calibrations", lower, "attenuate", "none", "sink_rate", config="laptop"
-    ),
-    Claim("Figure 12, amplification, a toy", "the same of models that sink: Bigram-Backcopy").beside(
-        "calibrations", lower, "amplify", "none", "sink_rate", config="backcopy"
-    ),
-    Claim("Figure 12, attenuation, a toy", "the same of models that sink: Bigram-Backcopy").beside(
-        "calibrations", lower, "attenuate", "none", "sink_rate", config="backcopy"
-    ),
-    Claim("Figure 13", "Gaussian matrices stand for strangers: p < 0.01 is rare (own tables)", "0.01").beside(
-        "errors", false_alarms, apart="test", test=["t-test", "U-test"], inputs="own embedding"
-    ),
-    Claim(
-        "Figure 13, Gaussian inputs", "the same with the inputs that Section 6.1.1 describes", "0.01"
-    ).beside("errors", false_alarms, apart="test", test=["t-test", "U-test"], inputs="gaussian"),
-    Claim("Figure 14", "Qwen style: every checkpoint is kin of its birth", "p < 0.01").beside(
-        "qwen/persistence", right_answers
-    ),
-    Claim("Section 6.1.2", "so it is throughout training (ours: LLaMA style)", "p < 0.01").beside(
-        "persistence", right_answers
-    ),
-    Claim("SO: variance", "the first layer's aggregated values vary most at position 1, then less").beside(
-        "smollm2/anatomy", decay, layer=1
-    ),
-    Claim("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions").beside(
-        "smollm2/anatomy", ranges, "first", "others", "down_share", apart="layer", part="super_neurons"
-    ),
-    Claim("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200").beside(
-        "smollm2/anatomy", first_stands_out, "dominance_ratio"
-    ),
-    Claim("SO: key lock", "one surging dimension makes the first key a row of W_K, for any token").beside(
-        "smollm2/anatomy", first_stands_out, "key_alignment"
-    ),
-    Claim("SO: self-mask", "alpha_k rises at once if token k attends to itself alone").beside(
-        "smollm2/intervene", raises, "self_mask", "none", changed="all", factor=None
-    ),
-    Claim("SO: variance amplification", "alpha_k rises with its values' deviation").beside(
-        "smollm2/intervene", rises, "alpha_k", "factor", intervention="amplify", changed=1
-    ),
-    Claim("SO: control", "deviation counts, not norm: amplifying does more than scaling").beside(
-        "smollm2/intervene", raises, "amplify", "scale", changed=1, factor=32.0
-    ),
-    Claim("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats").beside(
-        "calibrations", lower, "headnorm", "none", "val_loss", config="laptop"
-    ),
-    Claim("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)").beside(
-        "calibrations", lower, "headnorm", "none", "mean_loss", config="laptop"
-    ),
-    Claim("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0").beside(
-        "calibrations", no_sinks, config="backcopy", calibration="headnorm"
-    ),
-    Claim(
-        "SO: disparity, trained", "head-wise RMSNorm lowers it, layers' mean: 82.7 to 33.7", "-49.0"
-    ).beside("calibrations", lower, "headnorm", "none", "disparity", config="laptop"),
-    Claim("SO: effective rank, trained", "head-wise RMSNorm raises it: 343.7 to 446.0", "+102.3").beside(
-        "calibrations", lower, "none", "headnorm", "effective_rank", config="laptop"
-    ),
-    Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32").beside(
-        "calibrations", above_zero, "output_tau", config="laptop", calibration="none"
-    ),
+    Claim("Figure 12, baseline", "a pretrained language model has sinks at every length", "",
+        "smollm2/rate", lambda r: by_interval(select(r), "sink_rate", above)),
+    Claim("Figure 12, amplification", "it lowers the sink rate", "",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "amplify", "none", "sink_rate")),
+    Claim("Figure 12, attenuation", "it lowers the sink rate", "",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "attenuate", "none", "sink_rate")),
+    Claim("Figure 12, amplification, a toy", "the same of models that sink: Bigram-Backcopy", "",
+        "calibrations", lambda r: lower(select(r, config="backcopy"), "amplify", "none", "sink_rate")),
+    Claim("Figure 12, attenuation, a toy", "the same of models that sink: Bigram-Backcopy", "",
+        "calibrations", lambda r: lower(select(r, config="backcopy"), "attenuate", "none", "sink_rate")),
+    Claim("Figure 13", "Gaussian matrices stand for unrelated models: p < 0.01 is rare", "0.01",
+        "errors", lambda r: false_alarms(r, "own embedding")),
+    Claim("Figure 13, Gaussian inputs", "the same with Section 6.1.1's inputs", "0.01",
+        "errors", lambda r: false_alarms(r, "gaussian")),
+    Claim("Figure 14", "Qwen style: every checkpoint is related to its birth", "p < 0.01",
+        "qwen/persistence", lambda r: right_answers(select(r))),
+    Claim("Section 6.1.2", "so it is throughout training (ours: LLaMA style)", "p < 0.01",
+        "persistence", lambda r: right_answers(select(r))),
+    Claim("SO: variance", "the first layer's aggregated values vary most at position 1, then less", "",
+        "smollm2/anatomy", lambda r: decay(select(r, layer=1))),
+    Claim("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions", "",
+        "smollm2/anatomy",
+        lambda r: apart(select(r, "super_neurons"), "layer", ranges, "first", "others", "down_share")),
+    Claim("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200",
+        "smollm2/anatomy", lambda r: first_stands_out(select(r), "dominance_ratio")),
+    Claim("SO: key lock", "one surging dimension makes the first key a row of W_K, for any token", "",
+        "smollm2/anatomy", lambda r: first_stands_out(select(r), "key_alignment")),
+    Claim("SO: self-mask", "alpha_k rises at once if token k attends to itself alone", "",
+        "smollm2/intervene", lambda r: raises(select(r, changed="all", factor=None), "self_mask", "none")),
+    Claim("SO: variance amplification", "alpha_k rises with its values' deviation", "",
+        "smollm2/intervene",
+        lambda r: rises(select(r, intervention="amplify", changed=1), "alpha_k", "factor")),
+    Claim("SO: control", "deviation counts, not norm: amplifying does more than scaling", "",
+        "smollm2/intervene", lambda r: raises(select(r, changed=1, factor=32.0), "amplify", "scale")),
+    Claim("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "headnorm", "none", "val_loss")),
+    Claim("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", "",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "headnorm", "none", "mean_loss")),
+    Claim("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0",
+        "calibrations", lambda r: no_sinks(select(r, config="backcopy", calibration="headnorm"))),
+    Claim("SO: disparity, trained", "head-wise RMSNorm lowers its mean of layers, 82.7 to 33.7", "-49.0",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "headnorm", "none", "disparity")),
+    Claim("SO: effective rank, trained", "head-wise RMSNorm raises it: 343.7 to 446.0", "+102.3",
+        "calibrations", lambda r: lower(select(r, config="laptop"), "none", "headnorm", "effective_rank")),
+    Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32",
+        "calibrations", lambda r: above_zero(select(r, config="laptop", calibration="none"), "output_tau")),
     Claim("SO: sinks by layer", "from layer 5 on in 152M parameters; none with head-wise RMSNorm"),
 ]
+# fmt: on

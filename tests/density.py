@@ -12,15 +12,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 COUNTED = (ast.Name, ast.Attribute, ast.Call, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Subscript, ast.Compare)
-LEFT_OUT = ("tests", "configs", "answers", "docs")  # docs has the lesson's solutions
+LEFT_OUT = ("tests", "configs", "answers", "solutions")  # the last two are the lesson's
 
 
 def python_files(folder: Path = ROOT) -> list[Path]:
-    """All Python below a folder, without tests, configs, answers and what is hidden."""
+    """All Python below a folder, without tests, configs, answers, solutions and what is hidden."""
     files = []
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).parts
-        if parts[0] not in LEFT_OUT and not any(part.startswith(".") for part in parts):
+        if not any(part in LEFT_OUT or part.startswith(".") for part in parts):
             files.append(path)
     return files
 

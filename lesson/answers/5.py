@@ -1,4 +1,4 @@
-"""5. Can a child be hidden? Write `hide`. To start again: git checkout answers/5.py"""
+"""5. Can a child be hidden? Write `hide`."""
 
 
 def hide(weights):

@@ -1,4 +1,4 @@
-"""1. Which activation has no favourite? Write `activation`. To start again: git checkout answers/1.py"""
+"""1. Which activation has no favourite? Write `activation`."""
 
 from dataclasses import replace
 

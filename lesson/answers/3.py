@@ -1,4 +1,4 @@
-"""3. What does one layer do to a cosine? Write `relu_cosine`. To start again: git checkout answers/3.py"""
+"""3. What does one layer do to a cosine? Write `relu_cosine`."""
 
 
 def relu_cosine(c):

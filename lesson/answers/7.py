@@ -1,4 +1,4 @@
-"""7. What is a sink made of? Write `stand_in`. To start again: git checkout answers/7.py"""
+"""7. What is a sink made of? Write `stand_in`."""
 
 
 def stand_in(model, silent, tokens):

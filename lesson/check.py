@@ -1,9 +1,9 @@
-"""Which exercises of docs/lesson.md are solved?
+"""Which exercises of lesson/README.md are solved?
 
-    python -m reproduce.lesson          # all; exit status 0 if all are solved, 1 if not
-    python -m reproduce.lesson 3        # one
+    python -m lesson.check          # all; exit status 0 if all are solved, 1 if not
+    python -m lesson.check 3        # one
 
-Answers stand in answers/1.py to answers/8.py, each a function whose docstring says what is given and wanted.
+Answers stand in lesson/answers/1.py to 8.py, each a function whose docstring says what is given and wanted.
 Checks call it under torch.no_grad().
 """
 
@@ -17,7 +17,6 @@ import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -27,61 +26,59 @@ from init import newborn
 from lib import checkpoint
 from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.settings import Command, UserError, run_script
+from lineage.coordinates import paper_test
 from measure.attention import attention_to
 from measure.cosines import pairwise_cosine
-from measure.lineage import paper_test
 from measure.theory import hermite_kernel, relu_recursion
 from model import PRESETS
 
-ANSWERS = Path(__file__).parent.parent / "answers"
+ANSWERS = Path(__file__).with_name("answers")
 LENGTH = 64  # tokens in a sequence
 VOCABULARY = 4096  # of every tiny preset
 SINK_LAYER, SINK_UNITS = 12, [1229, 1487]  # of smollm2, which hold its sink up (docs/sinks.md)
 
-Number = Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="EXERCISE", help_behavior_hint="")]
-
 
 @dataclass
 class Settings:
-    """What it can be told."""
+    """Options of `python -m lesson.check`."""
 
-    exercise: Number = 0
-    """its number in docs/lesson.md (default: all)"""
+    exercise: tyro.conf.Positional[int] = 0  # its number in lesson/README.md; 0: all
 
 
-def lesson(settings: Settings) -> None:
+def check_answers(settings: Settings) -> None:
     """Print a line for each exercise, and end with status 0 if all are solved."""
     exercises = [settings.exercise] if settings.exercise else list(CHECKS)
     if not CHECKS.keys() >= set(exercises):
-        raise UserError(f"expected one exercise of docs/lesson.md, 1 to {len(CHECKS)}, or none for all")
+        raise UserError(f"expected one exercise of lesson/README.md, 1 to {len(CHECKS)}, or none for all")
     print("a check takes some seconds, that of 7 half a minute")
-    status = 0
+    all_solved = True
     for exercise in exercises:
         is_solved, seen = grade(exercise)
         print(exercise, "solved " if is_solved else "not yet", seen, sep="  ", flush=True)
-        if not is_solved:
-            status = 1
-    sys.exit(status)
+        all_solved = all_solved and is_solved
+    sys.exit(0 if all_solved else 1)
 
 
 def grade(exercise):
     """Is an exercise solved? And what was seen, or what is wrong, in one sentence."""
-    path = ANSWERS / f"{exercise}.py"
+    path = str(ANSWERS / f"{exercise}.py")
+    place = f"lesson/answers/{exercise}.py"
     name, check = CHECKS[exercise]
     try:
         with torch.no_grad():
-            function = runpy.run_path(str(path)).get(name)
-            expect(callable(function), f"answers/{exercise}.py has no function {name}")
+            function = runpy.run_path(path).get(name)
+            expect(callable(function), f"{place} has no function {name}")
             return True, check(function)
     except UserError as error:
         return False, str(error)
     except NotImplementedError:
-        return False, f"{name} is still to be written in answers/{exercise}.py"
+        return False, f"{name} is still to be written in {place}"
     except (Exception, SystemExit) as error:  # the student's own code may fail in any way
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [f"line {frame.lineno}" for frame in frames if frame.filename == str(path)]
-        place = ", ".join([f"answers/{exercise}.py", *lines[-1:]])
-        return False, f"{place}: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == path:  # the last one is where it failed
+                place = f"lesson/answers/{exercise}.py, line {frame.lineno}"
+        first_line = str(error).partition("\n")[0]
+        return False, f"{place}: {type(error).__name__} {first_line}"
 
 
 def expect(is_right, fault) -> None:
@@ -92,14 +89,13 @@ def expect(is_right, fault) -> None:
 
 def expect_tensor(value, shape, name="it") -> None:
     """UserError, unless a student's function returned a float tensor of this shape, and finite."""
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    has_shape = is_float and value.shape == shape
-    expect(has_shape, f"{name} has to be a float tensor of shape {tuple(shape)}")
+    is_right = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
+    expect(is_right, f"{name} has to be a float tensor of shape {tuple(shape)}")
     expect(value.isfinite().all(), "not all of the numbers are finite")
 
 
 @torch.enable_grad()
-def child(seed):
+def trained_child(seed):
     """A tiny_llama of this seed after 20 steps of training on random tokens."""
     model = newborn("tiny_llama", seed).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -119,7 +115,6 @@ def fair_activation(activation):
     """1. Which activation has no favourite? Unrelated inputs must leave one layer, and all, with cosine 0."""
     z = torch.linspace(-3, 3, 61)
     expect_tensor(activation(z), z.shape)
-    expect(torch.equal(activation(z), activation(z)), "it gives another output for the same z")
     expect(not torch.allclose(activation(z), z.tanh(), atol=1e-3), "tanh is there already")
     kernel = hermite_kernel(activation)  # (64,): shares of its constant, straight and curved parts
     curved = kernel[2:].sum() / kernel[1:].sum()
@@ -141,17 +136,15 @@ def shared_part(shared):
     model = newborn(replace(PRESETS["tiny_gpt2"], mlp="relu"), 100)
     blind = copy.deepcopy(model)
     blind.hidden = None  # the weights alone are to tell
-    foretold = shared(blind)
-    expect_tensor(foretold, (model.config.num_layers, model.config.d_model))
+    predicted = shared(blind)
+    expect_tensor(predicted, (model.config.num_layers, model.config.d_model))
     tokens = random_tokens(0, range(150), LENGTH, VOCABULARY)
     means = []
     states = model.hidden(tokens, last_only=True, on_state=lambda layer, x: means.append(x[:, -1].mean(0)))
-    cosine = F.cosine_similarity(foretold, torch.stack(means[1:]), dim=1).min()
+    cosine = F.cosine_similarity(predicted, torch.stack(means[1:]), dim=1).min()
     # 0.95 with all of the formula; 0.70 without its attention, 0.62 without the noise
-    expect(
-        cosine > 0.9, f"after one block its cosine with what sequences share is {cosine:.2f}, not above 0.9"
-    )
-    token = model.unembed(model.model.norm(foretold[-1])).argmax()
+    expect(cosine > 0.9, f"after one block its cosine with the measured mean is {cosine:.2f}, not above 0.9")
+    token = model.unembed(model.model.norm(predicted[-1])).argmax()
     counts = model.unembed(states).argmax(1).bincount(minlength=VOCABULARY)
     seen = f"token {token} was predicted {counts[token]} times of 150, the most frequent one {counts.max()}"
     return f"its cosines with what sequences share are {cosine:.2f} and more; {seen}"
@@ -166,9 +159,8 @@ def relu_step(relu_cosine):
         measured = F.cosine_similarity(F.relu(weight @ x), F.relu(weight @ y), dim=0).item()
         said = float(relu_cosine(c))
         # the standard error of a cosine of 16,384 units is below 0.01
-        expect(
-            abs(said - measured) < 0.03, f"relu_cosine({c}) is {said:.3f}; random weights have {measured:.3f}"
-        )
+        fault = f"relu_cosine({c}) is {said:.3f}; random weights have {measured:.3f}"
+        expect(abs(said - measured) < 0.03, fault)
     for c, exact in itertools.pairwise(relu_recursion(12)):
         said = float(relu_cosine(c))
         expect(abs(said - exact) < 1e-6, f"relu_cosine({c:.4f}) is {said:.7f}, which is near, but not exact")
@@ -178,7 +170,7 @@ def relu_step(relu_cosine):
 def child_identified(seed_of):
     """4. Of which seed is a child? It is born of a new one at each check."""
     seed = secrets.randbelow(10_000)
-    model = child(seed)
+    model = trained_child(seed)
     for parameter in model.parameters():
         parameter += 0.035 * torch.randn_like(parameter)  # a birth has a std of 0.02: its cosine is 0.5 now
     with tempfile.TemporaryDirectory() as folder:
@@ -190,26 +182,26 @@ def child_identified(seed_of):
 
 def child_hidden(hide):
     """5. Can a child be hidden? It must compute the same, with nearly every coordinate elsewhere."""
-    model = child(1)
-    thief = copy.deepcopy(model)
+    model = trained_child(1)
+    disguised = copy.deepcopy(model)
     hidden = hide(copy.deepcopy(model.state_dict()))
     for name, weight in model.state_dict().items():
         expect(name in hidden, f"{name} is missing")
         expect_tensor(hidden[name], weight.shape, name)
-    thief.load_state_dict(hidden)
+    disguised.load_state_dict(hidden)
     tokens = random_tokens(0, range(4), LENGTH, VOCABULARY)
-    off = (thief(tokens) - model(tokens)).abs().max()
+    off = (disguised(tokens) - model(tokens)).abs().max()
     # a rotation in float32 changes logits by 1e-5, a wrong one by 0.1
     expect(off < 1e-3, f"the logits differ by {off:.2g}")
-    tables = [each.model.embed_tokens.weight for each in (model, thief)]
-    cosines = F.cosine_similarity(*tables, dim=0).abs()  # (d,), by coordinate
+    E = model.model.embed_tokens.weight  # (V, d)
+    cosines = F.cosine_similarity(E, disguised.model.embed_tokens.weight, dim=0).abs()  # (d,)
     here = int((cosines > 0.5).sum())
     # a random order leaves one in its place, on average
     expect(here < 10, f"{here} of {len(cosines)} coordinates are where they were")
     return f"the logits differ by {off:.0e}, and {here} of {len(cosines)} coordinates are where they were"
 
 
-def head_asleep(sleep):
+def head_at_rest(sleep):
     """6. Can a newborn's head rest on the first token? alpha_1 must reach 0.9 in each of three newborns."""
     for seed in (5, 6, 7):
         model = newborn("tiny_qwen", seed)
@@ -226,14 +218,14 @@ def head_asleep(sleep):
         alpha = attention_to(changed, tokens)[:, 0, 0].mean().item()
         # uniform attention gives 0.07; a head that rests gives 0.99 and more
         expect(alpha >= 0.9, f"the head pays the first position {alpha:.2f} of its attention, not 0.9")
-    return f"the head pays the first position {alpha:.3f} of its attention; a newborn's 0.07"
+    return f"the head pays the first position {alpha:.3f} of its attention; a newborn's, 0.07"
 
 
 def sink_replaced(stand_in):
     """7. Can one vector do the work of the sink's two units? Nine tenths of the loss must come back."""
     spec = checkpoint.parse_spec("smollm2")
     model = spec.load()
-    silent = copy.deepcopy(model)
+    silent = copy.deepcopy(model)  # with both units zero-ablated
     mlp = silent.model.layers[SINK_LAYER - 1].mlp
     mlp.down_proj.weight[:, SINK_UNITS] = 0
     given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).chunk(2)
@@ -247,9 +239,9 @@ def sink_replaced(stand_in):
 
     mlp.register_forward_hook(add)
     left = (losses(silent, fresh) - whole).mean()
-    by_position = [f"{rise[n - 1 : 2 * n - 1].mean():.1f}" for n in (1, 2, 4, 8, 16, 32)]
+    octaves = ", ".join(f"{rise[n - 1 : 2 * n - 1].mean():.1f}" for n in (1, 2, 4, 8, 16, 32))
     said = f"the loss rises by {abs(left):.2f} nats with your vector, without by {rise.mean():.2f}"
-    said += f" (at positions 1, 2-3, 4-7, 8-15, 16-31 and 32-63 by {', '.join(by_position)})"
+    said += f" (at positions 1, 2-3, 4-7, 8-15, 16-31 and 32-63 by {octaves})"
     expect(left < 0.1 * rise.mean(), said)
     return said
 
@@ -261,7 +253,7 @@ def losses(model, tokens):
 
 
 def paper_test_deceived(inputs):
-    """8. Do independent inputs deceive the paper's test? It must call all ten pairs of five strangers kin."""
+    """8. Do independent inputs deceive the paper's test? It must call all pairs of five newborns related."""
     models = [newborn("tiny_llama", seed) for seed in range(5)]
     shape = (500, 8, models[0].config.d_model)
     given = inputs(*shape)
@@ -271,8 +263,8 @@ def paper_test_deceived(inputs):
     expect(abs(cosine) < 0.01, f"the sequences are not independent: their mean cosine is {cosine:.2f}")
     states = [model.hidden(given.float(), last_only=True) for model in models]
     p = [paper_test(a, b)["paper_t_p"] for a, b in itertools.combinations(states, 2)]
-    expect(max(p) < 0.01, f"a pair of strangers has p = {max(p):.2g}: the test is not deceived")
-    return f"the paper's test calls all ten pairs of strangers kin, at p of {max(p):.0e} or less"
+    expect(max(p) < 0.01, f"an unrelated pair has p = {max(p):.2g}: the test is not deceived")
+    return f"the paper's test calls all ten unrelated pairs related, at p of {max(p):.0e} or less"
 
 
 CHECKS = {  # the function that answers/N.py is asked for, and its check
@@ -281,11 +273,11 @@ CHECKS = {  # the function that answers/N.py is asked for, and its check
     3: ("relu_cosine", relu_step),
     4: ("seed_of", child_identified),
     5: ("hide", child_hidden),
-    6: ("sleep", head_asleep),
+    6: ("sleep", head_at_rest),
     7: ("stand_in", sink_replaced),
     8: ("inputs", paper_test_deceived),
 }
-COMMANDS = {"": Command(lesson, Settings())}
+COMMANDS = {"": Command(check_answers, Settings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -1,4 +1,4 @@
-"""6. Can a head be put to rest? Write `sleep`. To start again: git checkout answers/6.py"""
+"""6. Can a head be put to rest? Write `sleep`."""
 
 
 def sleep(model):

@@ -1,0 +1,134 @@
+"""What do four published similarities say of two models? Intrinsic, REEF, PCS and ICS (BB B.3.2)
+
+    >>> from lib import checkpoint
+    >>> from lib.inputs import random_tokens
+    >>> from reproduce.baselines import similarities
+    >>> models = [checkpoint.load(f"tiny_llama@{seed}") for seed in (1, 2)]
+    >>> similarities(*models, random_tokens(0, range(200), 64, 4096))["ics"]    # about 0: unrelated
+
+Each is a number, and calls two models related from 0.8 on. None says what unrelated models would give, so ask
+for these as well. `python -m reproduce.trainings lineage` asks for all pairs of BB's tables.
+"""
+
+import numpy as np
+import torch
+
+BASELINES = ("intrinsic", "reef", "pcs", "ics")
+THRESHOLD = 0.8  # of all four (BB B.3.2, after REEF)
+TABLES = ("model.embed_tokens", "lm_head")
+
+
+@torch.inference_mode()
+def similarities(a, b, tokens):
+    """All four of two models with attention and MLPs, by name; REEF reads tokens (n, T)."""
+    return {
+        "intrinsic": intrinsic(a, b),
+        "reef": reef(a, b, tokens),
+        "pcs": pcs(a, b),
+        "ics": ics(a, b),
+    }
+
+
+def cosine(x, y):
+    """Cosine of two tensors of one shape."""
+    return ((x * y).sum() / x.norm() / y.norm()).item()
+
+
+def layer_weight(model, layer, kind):
+    """A projection of a layer from 0, (out, in) float32; `kind` is "self_attn.q", "mlp.up" and so on."""
+    return model.get_parameter(f"model.layers.{layer}.{kind}_proj.weight").float()
+
+
+def intrinsic(a, b):
+    """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four.
+
+    Of models of two depths, the deeper one's are interpolated. None where a standard deviation is the same in
+    all layers, as with a single one: then it has no correlation.
+    """
+    depth = min(a.config.num_layers, b.config.num_layers)
+    correlations = []
+    for kind in ("q", "k", "v", "o"):
+        x = std_profile(a, kind, depth)
+        y = std_profile(b, kind, depth)
+        if np.ptp(x) == 0 or np.ptp(y) == 0:
+            return None
+        correlations.append(np.corrcoef(x, y)[0, 1])
+    return np.mean(correlations)
+
+
+def std_profile(model, kind, depth):
+    """Standard deviation of a kind of matrix by layer, interpolated to `depth` layers."""
+    layers = range(model.config.num_layers)
+    stds = [layer_weight(model, layer, f"self_attn.{kind}").std().item() for layer in layers]
+    return np.interp(np.linspace(0, 1, depth), np.linspace(0, 1, len(stds)), stds)
+
+
+def reef(a, b, tokens):
+    """CKA of the blocks' outputs at the last of tokens (n, T): the mean over layers of one number."""
+    kernels = zip(block_kernels(a, tokens), block_kernels(b, tokens))
+    return np.mean([cosine(x, y) for x, y in kernels])
+
+
+def block_kernels(model, tokens):
+    """`centred_kernel` of the last position's states after each block."""
+    kernels = []
+
+    def keep(layer, x) -> None:
+        if layer > 0:  # 0: the embeddings
+            kernels.append(centred_kernel(x[:, -1]))
+
+    model.hidden(tokens, last_only=True, on_state=keep)
+    return kernels
+
+
+def centred_kernel(x):
+    """Products of all pairs of rows of (n, d), the columns centred: (n, n) float64. Their cosine is CKA."""
+    x = x.double()
+    x = x - x.mean(0)
+    return x @ x.T
+
+
+def pcs(a, b):
+    """Cosine of all parameters that two models have alike in name and shape, but for embeddings and head.
+
+    Gains count: since they are born as 1, unrelated models are far from orthogonal.
+    """
+    others = dict(b.named_parameters())
+    sums = torch.zeros(3, dtype=torch.float64)  # of a b, of a a, of b b
+    for name, x in a.named_parameters():
+        y = others.get(name)
+        if y is not None and y.shape == x.shape and not name.startswith(TABLES):
+            for i, product in enumerate((x * y, x * x, y * y)):
+                sums[i] += product.double().sum().cpu()
+    return (sums[0] / (sums[1] * sums[2]).sqrt()).item()
+
+
+def ics(a, b):
+    """Cosine of the two models' X M X', centred, X (n, d) embeddings: mean over the invariant terms M."""
+    n = min(4096, a.config.vocab_size, b.config.vocab_size)
+    X = a.model.embed_tokens.weight[:n].float()
+    Y = b.model.embed_tokens.weight[:n].float()
+    cosines = []
+    for M, N in zip(invariant_terms(a), invariant_terms(b)):
+        x = X @ M @ X.T  # (n, n)
+        y = Y @ N @ Y.T
+        cosines.append(cosine(x - x.mean(), y - y.mean()))
+    return np.mean(cosines)
+
+
+def invariant_terms(model):
+    """Q'K, V'O' and U'D' of the last two layers, the last first: (d, d) each.
+
+    Matrices as they are stored, (out, in); key-value heads are repeated for their queries.
+    """
+    for layer in reversed(range(model.config.num_layers)[-2:]):
+        q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
+        yield q.T @ repeat_heads(k, model.config)
+        yield repeat_heads(v, model.config).T @ o.T
+        yield layer_weight(model, layer, "mlp.up").T @ layer_weight(model, layer, "mlp.down").T
+
+
+def repeat_heads(weight, config):
+    """Key or value rows (G Dh, d), each head's repeated for the queries that share it: (H Dh, d)."""
+    heads = weight.unflatten(0, (config.kv_heads, -1))  # (G, Dh, d)
+    return heads.repeat_interleave(config.num_heads // config.kv_heads, 0).flatten(0, 1)

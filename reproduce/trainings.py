@@ -1,0 +1,274 @@
+"""What becomes of models that differ in one thing, trained on one text in one order? (BB 6, B.3; SO)
+
+    python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
+    python -m reproduce.trainings calibrations --text wiki.txt       # four scalings of heads, 80 minutes
+    python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
+
+Each run is made once, in runs/, and reused; one that was stopped is taken up again.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+
+import sinks
+import train
+from lib import checkpoint, runtime
+from lib.data import TokenData, default_folder
+from lib.figures import curves
+from lib.files import read_json
+from lib.inputs import TextSettings, random_tokens, read_tokens
+from lib.results import Experiment
+from lib.runs import read_log
+from lib.settings import Command, RunSettings, UserError, from_values, read_config_file, run_script
+from lineage.coordinates import paper_test
+from lineage.verdict import Model, compare_pair, read_model
+from measure import attention
+from model import CHOICES, Transformer
+from reproduce.baselines import BASELINES, similarities
+
+SEEDS = (42, 123, 1000, 2000)
+BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
+STEPS = {"llama": {42: 150, 123: 600, 1000: 600, 2000: 150}, "qwen": dict.fromkeys(SEEDS, 60)}
+STEPS_ON_DOCSTRINGS = {"llama": 200, "qwen": 40}  # the second corpus
+TABLES = {  # newborns; newborns and their children; and others' children; children after a second corpus
+    "llama": ("4a", "4b, 8", "4c", "5"),
+    "qwen": ("9", "10", "11", "12"),
+}
+CALIBRATION_SEEDS = {"laptop": SEEDS[:3], "backcopy": (*SEEDS, 7)}  # by configuration
+CONFIGS = Path(train.__file__).with_name("configs")
+# What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
+MAY_DIFFER = {"device", "log_every", "track_sinks", "save_every", "keep", "compile", "resume", "out"}
+MAY_DIFFER |= {"micro_batch_size"}
+
+
+@dataclass
+class Settings(RunSettings):
+    """Options of `lineage`."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of the blocks, while they are measured
+
+
+@dataclass
+class CalibrationSettings(Settings):
+    """Options of `calibrations`."""
+
+    text: str | None = None  # file of held-out English, for Table 7's perplexity
+
+
+@dataclass
+class TrainSettings:
+    """Options of `train`."""
+
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of runs, like runs/lineage/tiny_llama-1000
+
+
+# ---- runs --------------------------------------------------------------------------------------------------
+
+
+def training(name, config="", **changes) -> train.Settings:
+    """The run runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
+    run = train.Settings()
+    if config:
+        run = read_config_file(str(CONFIGS / f"{config}.py"), run)
+    return replace(run, out=f"runs/{name}", **changes)
+
+
+def lineage_runs():
+    """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
+    runs = {}
+    for style, steps in STEPS.items():
+        preset = f"tiny_{style}"
+        for seed in SEEDS:
+            changes = {"model": preset, "seed": seed, "max_iters": steps[seed], "save_every": 50}
+            runs[style, seed, 1] = training(f"lineage/{preset}-{seed}", **changes)
+        for seed in (BASE, OTHER):
+            parent = runs[style, seed, 1]
+            tokenizer = default_folder(parent.source, parent.tokenizer) / "tokenizer.model"
+            changes = {"init_from": parent.out, "source": ("docstrings",), "tokenizer": str(tokenizer)}
+            changes |= {"max_iters": STEPS_ON_DOCSTRINGS[style], "learning_rate": 5e-4, "warmup_iters": 20}
+            runs[style, seed, 2] = training(f"lineage/{preset}-{seed}-docstrings", **changes)
+    return runs
+
+
+def calibration_runs():
+    """Runs of every calibration by (configuration, calibration, seed)."""
+    runs = {}
+    for config, seeds in CALIBRATION_SEEDS.items():
+        for kind in CHOICES["attn_calibration"]:
+            for seed in seeds:
+                name = f"calibrations/{config}-{kind}-{seed}"
+                if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
+                    name = config
+                changes = {"seed": seed, "attn_calibration": kind, "keep": "last", "track_sinks": True}
+                runs[config, kind, seed] = training(name, config, **changes)
+    return runs
+
+
+def train_named(settings: TrainSettings) -> None:
+    """Train the runs of some folders, unless they are there."""
+    runs = [*lineage_runs().values(), *calibration_runs().values()]
+    by_folder = {run.out: run for run in runs}
+    for folder in settings.folders:
+        if folder not in by_folder:
+            raise UserError(f"no run {folder}: expected one of {', '.join(by_folder)}")
+    train_all([by_folder[folder] for folder in settings.folders])
+
+
+def train_all(runs) -> None:
+    """Train each run that is not there; take it up again if it was stopped.
+
+    UserError if its folder holds a run of other settings. A signal that stops training stops whoever asked.
+    """
+    for number, run in enumerate(runs, start=1):
+        print(f"run {number} of {len(runs)}: {run.out}", flush=True)
+        begun = Path(run.out, "settings.json")
+        if begun.exists():
+            check_same(run, from_values(train.Settings, read_json(begun), begun))
+        last = Path(run.out, f"step_{run.max_iters:07}")
+        if not last.exists():
+            train.train(replace(run, resume=len(checkpoint.steps(run.out)) > 0))
+        if not last.exists():
+            raise KeyboardInterrupt
+
+
+def check_same(run: train.Settings, begun: train.Settings) -> None:
+    """UserError if a run was begun with other settings than are wanted; "auto" is any."""
+    for name, value in asdict(begun).items():
+        if name not in MAY_DIFFER and getattr(run, name) not in ("auto", value):
+            raise UserError(f"{run.out} was begun with --{name.replace('_', '-')} {value}: move it away")
+
+
+# ---- who is related? (BB Tables 4, 5, 8-12) ----------------------------------------------------------------
+
+
+class Trained(NamedTuple):
+    """A trained model, as each method reads it."""
+
+    model: Transformer  # whole, for the baselines
+    weights: Model  # as `compare` reads them
+    outputs: torch.Tensor  # (1000, d), of random sequences, for the paper's test
+
+
+def lineage(settings: Settings):
+    """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?
+
+    Related are a newborn and its child, and a child after a second corpus: `kin` says so in each row.
+    """
+    runtime.start(settings)  # hours of training are not for an --out that cannot be written
+    runs = lineage_runs()
+    train_all(list(runs.values()))
+    experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
+    learned = runs["llama", BASE, 1]
+    data = TokenData(default_folder(learned.source, learned.tokenizer))
+    text = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
+    models, rows = {}, []
+    pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
+    for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
+        for folder in (base, suspect):
+            if folder not in models:
+                models[folder] = read(folder, experiment.device, experiment.dtype)
+        row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
+        rows.append(row | answers(models[base], models[suspect], text))
+    columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
+    return experiment.save(rows, columns)
+
+
+def answers(a: Trained, b: Trained, text):
+    """What each method says of two models; REEF reads the text, (n, T)."""
+    row, _ = compare_pair(a.weights, b.weights)
+    return row | paper_test(a.outputs, b.outputs) | similarities(a.model, b.model, text)
+
+
+@torch.inference_mode()
+def read(folder, device, dtype) -> Trained:
+    """Load a checkpoint, and let it read 1,000 random sequences of 64 tokens."""
+    spec = checkpoint.parse_spec(folder)
+    model = spec.load(device, dtype)
+    tokens = random_tokens(0, range(1000), 64, model.config.vocab_size).to(device)
+    outputs = [model.hidden(part, last_only=True).cpu() for part in tokens.split(32)]
+    return Trained(model, read_model(folder, spec.open()), torch.cat(outputs))
+
+
+def table_pairs(style, runs):
+    """(table, base, suspect, whether they are related) of every row of a style's tables."""
+    newborns, children, others, continued = TABLES[style]
+    child = {seed: runs[style, seed, 1].out for seed in SEEDS}
+    birth = {seed: f"{child[seed]}/step_0000000" for seed in SEEDS}
+    unrelated = list(zip(SEEDS, SEEDS[1:] + SEEDS[:1]))  # each seed and the next
+    pairs = [(newborns, birth[seed], birth[other], False) for seed, other in unrelated]
+    pairs += [(children, birth[seed], child[seed], True) for seed in SEEDS]
+    pairs += [(others, birth[seed], child[other], False) for seed, other in unrelated]
+    pairs += [(continued, child[BASE], runs[style, seed, 2].out, seed == BASE) for seed in (BASE, OTHER)]
+    return pairs
+
+
+# ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
+
+
+def calibrations(settings: CalibrationSettings):
+    """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12, Table 7; SO)"""
+    if settings.text and not Path(settings.text).is_file():
+        raise UserError(f"no text file '{settings.text}'")
+    runtime.start(settings)
+    runs = calibration_runs()
+    train_all(list(runs.values()))
+    experiment = Experiment("calibrations", "BB Figure 12, Table 7; SO", settings)
+    rows = []
+    for (config, kind, seed), run in runs.items():
+        spec = checkpoint.parse_spec(run.out)
+        model = spec.load(experiment.device, experiment.dtype)
+        reading = sinks.Settings(
+            device=experiment.device.type,
+            text=str(default_folder(run.source, run.tokenizer)),
+            first_token="bos" if config == "backcopy" else None,
+        )
+        row = {"config": config, "calibration": kind, "seed": seed} | losses(run.out)
+        row["text_loss"] = text_loss(settings.text, spec, model)
+        rows.append(row | measure_sinks(reading, spec, model))
+    path = experiment.folder / "calibrations.png"
+    title = "Which calibration ends with fewer sinks, and a lower loss (nats/token)? One point per seed"
+    curves(rows, path, title, x="sink_rate", y="val_loss", series="calibration", panel="config", style="o")
+    return experiment.save(rows)
+
+
+def losses(run):
+    """A run's last held-out loss, and the mean of all its evaluations after birth, nats/token."""
+    later = [row["val_loss"] for row in read_log(Path(run)) if row["step"] > 0 and "val_loss" in row]
+    return {"val_loss": later[-1], "mean_loss": np.mean(later)}
+
+
+def text_loss(text, spec, model):
+    """Mean loss on 256 windows of a text file, nats/token (Table 7); None without it, or a tokenizer."""
+    if text is None or spec.tokenizer_file is None:
+        return None
+    device = model.lm_head.weight.device
+    reading = TextSettings(text=text, num_sequences=256, device=device.type)
+    tokens = read_tokens(reading, spec, model.config.context_length + 1)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    return train.evaluate(model, inputs, targets, 16, device, torch.float32)  # no autocast
+
+
+@torch.inference_mode()
+def measure_sinks(reading: sinks.Settings, spec, model):
+    """A model's sinks at 64 tokens, and SO's links in the mean of layers."""
+    row = {"uniform_alpha1": attention.uniform_alpha(64)}
+    row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
+    layers = sinks.dissect(reading, spec, model)["layers"]
+    for name in ("disparity", "effective_rank", "output_tau"):
+        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
+    return row
+
+
+COMMANDS = {
+    "lineage": Command(lineage, Settings()),
+    "calibrations": Command(calibrations, CalibrationSettings()),
+    "train": Command(train_named, TrainSettings()),
+}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)

@@ -1,0 +1,125 @@
+"""reproduce/baselines.py: each of the four similarities against numpy, from its definition."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import KINDS, random_model
+
+from init import newborn
+from lib.inputs import random_tokens
+from model import ModelConfig, Transformer
+from reproduce import baselines
+
+CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
+TOKENS = random_tokens(0, range(40), 12, 97)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    """As `similarities` asks for its parts."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=["llama_gqa", "qwen3", "gpt2"])
+def models(request) -> list[Transformer]:
+    """Two random models of a kind."""
+    return [random_model(KINDS[request.param], seed) for seed in (1, 2)]
+
+
+def weights_of(model) -> dict[str, np.ndarray]:
+    """A model's parameters, float64."""
+    return {name: weight.double().numpy() for name, weight in model.named_parameters()}
+
+
+def std_profile(model, kind: str) -> np.ndarray:
+    """Standard deviation of each layer's W_Q, W_K, W_V or W_O."""
+    weights = weights_of(model)
+    layers = range(model.config.num_layers)
+    return np.array([weights[f"model.layers.{layer}.self_attn.{kind}_proj.weight"].std() for layer in layers])
+
+
+def test_intrinsic_of_two_depths():
+    three = newborn(CONFIG, 1)
+    five = newborn(replace(CONFIG, num_layers=5), 2)
+    correlations = []
+    for kind in "qkvo":
+        every_second = std_profile(five, kind)[[0, 2, 4]]
+        correlations.append(np.corrcoef(std_profile(three, kind), every_second)[0, 1])
+    # float32 standard deviations that differ by one per cent between the layers
+    assert baselines.intrinsic(three, five) == pytest.approx(np.mean(correlations), abs=1e-3)
+
+
+def test_profiles_without_a_correlation():
+    """A single layer, or weights of zero, have none, and numpy does not warn."""
+    model = newborn(CONFIG, 1)
+    zero = newborn(CONFIG, 1)
+    for parameter in zero.parameters():
+        parameter.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert baselines.intrinsic(model, newborn(replace(CONFIG, num_layers=1), 2)) is None
+        assert baselines.intrinsic(model, zero) is None
+        assert np.isnan(baselines.pcs(model, zero))
+
+
+def flat(model) -> np.ndarray:
+    """All parameters in a row, but for embeddings and head."""
+    weights = weights_of(model)
+    parts = [w.ravel() for name, w in weights.items() if "embed" not in name and "lm_head" not in name]
+    return np.concatenate(parts)
+
+
+def invariant_maps(model) -> list[np.ndarray]:
+    """X M X' of the last two layers' three invariant terms M, head by head, over the whole vocabulary."""
+    config = model.config
+    Dh = config.head_size
+    weights = weights_of(model)
+    X = weights["model.embed_tokens.weight"]
+    maps = []
+    for layer in (1, 2):
+        prefix = f"model.layers.{layer}."
+        q, k, v, o = (weights[f"{prefix}self_attn.{kind}_proj.weight"] for kind in "qkvo")
+        scores = 0
+        values = 0
+        for head in range(config.num_heads):
+            group = head * config.kv_heads // config.num_heads
+            own = slice(head * Dh, (head + 1) * Dh)
+            shared = slice(group * Dh, (group + 1) * Dh)
+            scores = scores + q[own].T @ k[shared]
+            values = values + v[shared].T @ o[:, own].T
+        hidden = weights[f"{prefix}mlp.up_proj.weight"].T @ weights[f"{prefix}mlp.down_proj.weight"].T
+        maps += [X @ term @ X.T for term in (scores, values, hidden)]
+    return maps
+
+
+def test_similarities_of_weights(models):
+    x, y = map(flat, models)
+    cosine = x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+    assert baselines.pcs(*models) == pytest.approx(cosine, abs=1e-6)  # float32 products
+    maps = zip(*map(invariant_maps, models))
+    correlations = [np.corrcoef(x.ravel(), y.ravel())[0, 1] for x, y in maps]
+    assert baselines.ics(*models) == pytest.approx(np.mean(correlations), abs=1e-5)  # float32 products
+
+
+def gram_cka(x: np.ndarray, y: np.ndarray) -> float:
+    """CKA by centred Gram matrices: <K, L> / |K| |L|."""
+    centring = np.eye(len(x)) - 1 / len(x)
+    K = centring @ x @ x.T @ centring
+    L = centring @ y @ y.T @ centring
+    return (K * L).sum() / np.linalg.norm(K) / np.linalg.norm(L)
+
+
+def block_outputs(model) -> list[np.ndarray]:
+    """States after each block at the last position, where the last block computes all positions."""
+    outputs = []
+    model.hidden(TOKENS, on_state=lambda layer, x: outputs.append(x[:, -1].double().numpy()))
+    return outputs[1:]  # the first are the embeddings
+
+
+def test_reef_is_the_cka_of_block_outputs(models):
+    ckas = [gram_cka(x, y) for x, y in zip(*map(block_outputs, models))]
+    assert baselines.reef(*models, TOKENS) == pytest.approx(np.mean(ckas), abs=1e-5)  # float32 states
