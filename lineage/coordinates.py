@@ -82,7 +82,7 @@ def weight_correlations(a, b):
     Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
     the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
     missing; models of different width have none. Returns these, and the mean correlation of the numbers of
-    each layer's matrices, by its number, from 1.
+    each layer's matrices, by its number, counted through the model from 1.
     """
     if a.width != b.width:
         return {}, {}
@@ -101,10 +101,10 @@ def weight_correlations(a, b):
             count = min(len(rows_a), len(rows_b))
             correlation = sums[kind].update(rows_a[:count], rows_b[:count])
             if layer:
-                layers[int(layer[1]) + 1].append(correlation)
+                layers[name[: layer.start(1)], int(layer[1])].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
-    return values, {layer: fmean(each) for layer, each in layers.items()}
+    return values, {number: fmean(layers[layer]) for number, layer in enumerate(sorted(layers), start=1)}
 
 
 def plain_matrices(source):

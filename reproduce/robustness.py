@@ -49,7 +49,7 @@ class Settings(OutputSettings):
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = (
         "smollm2",
     )  # BASE, and models that it never met
-    text: str = "python"  # what children learn: a text file, or a source of lib.data
+    text: str = "python"  # what children learn; random tokens where BASE has no tokenizer
     steps: at_least(1) = 300  # of training the hard child, of two sequences of 128 tokens each
 
 

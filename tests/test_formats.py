@@ -1,4 +1,4 @@
-"""lib/folders.py: every way to store weights, and what is no folder of weights."""
+"""lib/formats.py: every way to store weights, and what is no folder of weights."""
 
 import io
 import json
