@@ -13,6 +13,8 @@ import torch.nn.functional as F
 import transformers
 from conftest import KINDS, SMALL, random_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import init
@@ -306,11 +308,14 @@ def test_training_flops_against_torchs_counter(name):
 
 
 def test_presets_are_the_papers():
-    sizes = {"nano_gpt2": 124e6, "nano_llama": 134e6, "nano_qwen": 347e6, "gpt2_1b": 1.31e9}
-    for name, size in sizes.items():
+    """All parameters, and those of the blocks: BB's "1.2B" counts no embedding matrix, Gu et al.'s 60M neither."""
+    sizes = {"nano_gpt2": (124e6, 85e6), "nano_llama": (134e6, 85e6), "nano_qwen": (347e6, 113e6)}
+    sizes |= {"gpt2_1b": (1.31e9, 1.21e9), "llama_60m": (108e6, 59e6)}
+    for name, (size, of_blocks) in sizes.items():
         with torch.device("meta"):
             model = Transformer(PRESETS[name])
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
+        assert sum(p.numel() for p in model.model.layers.parameters()) == pytest.approx(of_blocks, rel=0.005)
 
 
 def test_loss_in_chunks_is_the_plain_one(monkeypatch):
@@ -326,7 +331,31 @@ def test_loss_in_chunks_is_the_plain_one(monkeypatch):
     for mine, plain in zip(*results, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-12, rtol=1e-12)
     with torch.no_grad():
-        assert torch.equal(model(TOKENS, targets), results[0][0])
+        torch.testing.assert_close(model(TOKENS, targets), results[0][0], atol=1e-12, rtol=1e-12)
+
+
+class Shapes(TorchDispatchMode):
+    """While this lasts, the shapes of all tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(value.shape) for value in tree_leaves(result) if isinstance(value, torch.Tensor)}
+        return result
+
+
+def test_a_loss_without_gradients_makes_no_tensor_of_the_heads_size():
+    """Of nano_qwen that would be 467 MB."""
+    model = random_model(KINDS["llama"])
+    head = tuple(model.head_weight.shape)
+    with Shapes() as trained:
+        model(TOKENS, TOKENS)
+    with torch.no_grad(), Shapes() as evaluated:
+        model(TOKENS, TOKENS)
+    assert head in trained.seen and head not in evaluated.seen
 
 
 def test_compiled_model_gives_the_same_numbers():
