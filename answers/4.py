@@ -6,7 +6,7 @@ def seed_of(folder):
 
     `folder` is the Path of a checkpoint, a `tiny_llama` with a cosine of 0.5 with its birth. With `Weights`
     of `lib.folders`, `Weights(folder).read("model.layers.0.self_attn.v_proj.weight")` is one of its matrices,
-    (256, 256). With `draw` of `init`, `draw(seed, name, shape, 0.02)` is the matrix of this name and shape
-    that a seed is born with; `draw(seed, name, shape, 0.02, count=100)` are its first 100 numbers.
+    (256, 256). `draw_weight(seed, name, shape, 0.02)` of `init` is the matrix of this name and shape
+    that a seed is born with; `draw_weight(seed, name, shape, 0.02, count=100)` are its first 100 numbers.
     """
     raise NotImplementedError

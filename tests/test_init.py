@@ -74,7 +74,7 @@ def test_these_bits_forever():
 
     A million draws reach all branches of numpy's ziggurat.
     """
-    weight = init.draw(42, "model.layers.0.self_attn.q_proj.weight", (1000, 1000), 1.0)
+    weight = init.draw_weight(42, "model.layers.0.self_attn.q_proj.weight", (1000, 1000), 1.0)
     assert weight.dtype == torch.float32
     found = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
     assert found == "27e17a0747fdcb879fd20cd8a559ddd2f21bddc713ad0faeb85fe502e081135b"

@@ -308,7 +308,7 @@ def test_training_flops_against_torchs_counter(name):
 
 
 def test_presets_are_the_papers():
-    """All parameters, and those of the blocks: BB's "1.2B" counts no embedding matrix, Gu et al.'s 60M neither."""
+    """All parameters, and those of the blocks, which BB's "1.2B" and Gu et al.'s 60M count alone."""
     sizes = {"nano_gpt2": (124e6, 85e6), "nano_llama": (134e6, 85e6), "nano_qwen": (347e6, 113e6)}
     sizes |= {"gpt2_1b": (1.31e9, 1.21e9), "llama_60m": (108e6, 59e6)}
     for name, (size, of_blocks) in sizes.items():
