@@ -179,13 +179,9 @@ class Attention(nn.Module):
         self.head_norm = RMSNorm(Dh, HEADNORM_EPSILON) if config.attn_calibration == "headnorm" else None
 
     def forward(self, x: Tensor, rope, last_only, on_heads) -> Tensor:
-        """What attention adds to x (B, T, d): (B, T, d), or (B, 1, d), the last position's.
-
-        A position's output needs its own query and no other; keys and values are those of all positions.
-        """
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # of the positions with a query; Q is their number
+        first = T - 1 if last_only else 0  # a position's output needs its own query alone; Q are computed
         cos, sin = rope  # (T, 1, Dh/2) each
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)

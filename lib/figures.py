@@ -84,22 +84,13 @@ def short_names(names, longest=32):
     names = [str(name) for name in names]
     if max(map(len, names)) <= longest:
         return names
-    words = [re.findall(r"\w+|\W", name) for name in names]
     if len(set(names)) > 1:
-        words = without_shared_beginning(words)
-        words = [line[::-1] for line in without_shared_beginning([line[::-1] for line in words])]
-    shortened = []
-    for name in map("".join, words):
-        if len(name) > longest:
-            name = name[: longest // 3] + "…" + name[1 + longest // 3 - longest :]
-        shortened.append(name)
-    return shortened
-
-
-def without_shared_beginning(words):
-    """Lists of words, "…" in place of those that all begin with; each keeps one of its own."""
-    shared = min(len(os.path.commonprefix(words)), min(map(len, words)) - 1)
-    return [["…"] * (shared > 0) + line[shared:] for line in words]
+        start = re.sub(r"\w*$", "", os.path.commonprefix(names))
+        names = ["…" * bool(start) + name.removeprefix(start) for name in names]
+        end = re.sub(r"^\w*", "", os.path.commonprefix([name[::-1] for name in names])[::-1])
+        names = [name.removesuffix(end) + "…" * bool(end) for name in names]
+    third = longest // 3
+    return [name if len(name) <= longest else f"{name[:third]}…{name[-2 * third :]}" for name in names]
 
 
 # ---- curves ------------------------------------------------------------------------------------------------

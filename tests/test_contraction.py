@@ -119,12 +119,12 @@ def test_mlp(stack, results):
     x = vectors(1)[:, 0]
     stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
     mlp = "relu" if stack == "standard_relu" else "gelu"
-    laws = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
+    theories = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
     recursion, _ = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
     rows = select(results["mlp"]["rows"], stack=stack)
-    for row, *states, law in zip(rows, *stacks, laws.get(stack, recursion), strict=True):
+    for row, *states, expected in zip(rows, *stacks, theories.get(stack, recursion), strict=True):
         assert_cosines(row, states, dict(abs=1e-5))  # float32 states that shrink by a hundred in each MLP0
-        assert row["theory"] == law
+        assert row["theory"] == expected
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -157,12 +157,12 @@ def test_amplify(results):
         stacks["mlp0_mlp0"].append(second.view(x.shape)[:, -1])
         stacks["mlp0_attn0"].append(first.mean(1))
     c = 1 / math.pi
-    laws = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
-    laws["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
+    theories = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
+    theories["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
     for stack, states in stacks.items():
         (row,) = select(results["amplify"]["rows"], stack=stack)
         assert_cosines(row, states, dict(abs=1e-5))
-        assert row["theory"] == pytest.approx(laws[stack], rel=1e-12)
+        assert row["theory"] == pytest.approx(theories[stack], rel=1e-12)
 
 
 @pytest.mark.parametrize("stack", ["attn0", "attention"])
@@ -204,9 +204,9 @@ def test_variance(results):
             model.hidden(vectors(LENGTH), on_heads=on_heads)
     rows = results["variance"]["rows"]
     assert [row["std"] for row in rows] == pytest.approx(torch.stack(values).mean(0).tolist(), rel=1e-5)
-    law = theory.aggregated_std(CONFIG, LENGTH).tolist()
-    assert [row["theory"] for row in rows] == law
-    uniform = [law[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
+    expected = theory.aggregated_std(CONFIG, LENGTH).tolist()
+    assert [row["theory"] for row in rows] == expected
+    uniform = [expected[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
     assert [row["uniform_theory"] for row in rows] == pytest.approx(uniform, rel=1e-12)
 
 

@@ -98,7 +98,7 @@ def test_layers_are_ticked_at_whole_numbers(layers, drawn):
             ["/models/of/many/a/long/run", "/models/of/many/a/long/run/step_0000005"],
             ["…run", "…run/step_0000005"],
         ),
-        (["a_long_word" * 10, "short"], ["a_long_wor…_long_worda_long_word", "short"]),
+        (["a_long_word" * 10, "short"], ["a_long_wor…long_worda_long_word", "short"]),
     ],
 )
 def test_long_names_are_shown_by_what_differs(names, shown):

@@ -4,7 +4,6 @@ import hashlib
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from conftest import KINDS
@@ -43,15 +42,6 @@ def test_table(scheme, config):
             assert abs(values.mean()) < 5 * std / math.sqrt(n), name
             assert abs(values.std() - std) < 5 * std / math.sqrt(2 * n), name
             assert kstest((values / std).flatten()[:20_000].numpy(), "norm").pvalue > 1e-4, name
-
-
-def test_matrices_are_independent():
-    """No two parameters share a stream, whatever their shapes."""
-    model = init.newborn(WIDE, 0)
-    rows = [p.detach().flatten()[:10_000] for p in model.parameters() if p.numel() >= 10_000]
-    correlation = np.corrcoef(torch.stack(rows).numpy())
-    np.fill_diagonal(correlation, 0)
-    assert np.abs(correlation).max() < 6 / math.sqrt(10_000)
 
 
 def test_neither_threads_nor_ambient_generators_play_a_part():

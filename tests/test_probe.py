@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, ROOT, assert_refused, plain, random_model, run_here, run_script
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
 from test_cosines import exact_log10_p
 
 import init
@@ -131,14 +131,3 @@ def test_importing_needs_no_optional_package():
 def test_a_script_without_flags_says_what_it_is(module, capsys):
     runpy.run_path(module.__file__, run_name="__main__")
     assert capsys.readouterr().out == module.__doc__ + "\n"
-
-
-def test_help_has_the_comment_of_each_setting():
-    said = plain(run_here("probe.py", "--help").stdout)
-    for words in (
-        "presets, PRESET@SEED, or checkpoints",
-        "seeds of the presets",
-        "how newborns are drawn",
-        "2048",
-    ):
-        assert words in said

@@ -103,17 +103,6 @@ def test_relu_recursion():
     assert 1 - 1e-4 < cosines[-1] < 1
 
 
-def test_amplifier_against_monte_carlo():
-    """Averages of T states that share one component of weight sqrt(c)."""
-    T = 20
-    c = 1 / math.pi
-    d = 400_000
-    shared = normal(d) * math.sqrt(c)
-    means = [shared + math.sqrt((1 - c) / T) * normal(d, seed=k) for k in (1, 2)]
-    measured = F.cosine_similarity(*means, dim=0).item()
-    assert theory.amplifier(c, T) == pytest.approx(measured, abs=5 / math.sqrt(d))  # five standard errors
-
-
 # ---- averaging: what attention does ------------------------------------------------------------------------
 
 
@@ -182,16 +171,6 @@ def test_mlp_only_recursion_is_a_scalar_one(mlp):
         variance += gain * sum(k * (variance / D) ** n for n, k in enumerate(kernel))
         expected.append(covariance / variance)
     assert theory.kernel_recursion(config, 5)[0] == pytest.approx(expected, rel=1e-9)  # float64
-
-
-def test_recursion_without_mlp():
-    config = replace(PRESETS["nano_gpt2"], sublayers="attention", norm_epsilon=0.0)
-    inter, intra = theory.kernel_recursion(config, 40)
-    assert inter == [0.0] * 13  # attention alone shares nothing between sequences
-    assert intra[0] == pytest.approx(1 / 40)
-    narrow = replace(config, d_model=24)  # logits of variance 1e-4: attention is uniform
-    _, intra = theory.kernel_recursion(narrow, 40, residual=False)
-    assert intra[1] == pytest.approx(theory.averaging_stack(40, 1)[0], abs=1e-4)
 
 
 def test_centering_cures_gelu_and_not_swiglu():
