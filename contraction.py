@@ -116,22 +116,19 @@ def chosen(row, *columns):
 def layers(settings: Settings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
     experiment, specs, lengths = begin("layers", "BB Figures 2, 7", settings, (64, 256))
-    rows = mean_over_seeds(layer_rows(experiment, specs, lengths), COSINES)
-    question = "Which sublayer makes unrelated sequences alike? (shaded: std of pairs)"
-    theories = {"theory": "kernel recursion"}
-    plot(experiment, rows, question, "layer", "variant", theories, panel="sequence_length", band="std_cosine")
-    return experiment.save(rows)
-
-
-def layer_rows(experiment, specs, lengths):
-    """A row for each newborn, variant, length and layer."""
+    rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec)
         for key, part, counts in sublayers_apart(experiment, model, lengths):
             predicted, _ = theory.kernel_recursion(part.config, key["sequence_length"])
             for layer, statistics in enumerate(counts.layers):
                 key |= {"layer": layer, "theory": predicted[layer]}
-                yield {"model": spec.name} | key | statistics.summary()
+                rows.append({"model": spec.name} | key | statistics.summary())
+    rows = mean_over_seeds(rows, COSINES)
+    question = "Which sublayer makes unrelated sequences alike? (shaded: std of pairs)"
+    theories = {"theory": "kernel recursion"}
+    plot(experiment, rows, question, "layer", "variant", theories, panel="sequence_length", band="std_cosine")
+    return experiment.save(rows)
 
 
 def sublayers_apart(experiment, model, lengths):
@@ -166,23 +163,20 @@ def ablation(settings: Settings):
 def mlp(settings: Settings):
     """Does the activation's asymmetry contract MLPs? (BB Figures 4, 5, Proposition 2; a quarter minute)"""
     experiment, specs, _ = begin("mlp", "BB Figures 4, 5, Proposition 2", settings)
-    rows = mean_over_seeds(mlp_rows(experiment, specs), COSINES)
-    question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    plot(experiment, rows, question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
-    return experiment.save(rows)
-
-
-def mlp_rows(experiment, specs):
-    """A row for each newborn, stack of MLPs and layer."""
+    rows = []
     for spec in specs:
         x = gaussian_inputs(experiment, 1, spec.config.d_model)[:, 0]  # (n, d)
         for stack, functions, predicted in mlp_stacks(newborn_blocks(experiment, spec, sublayers="mlp")):
             for layer, state in enumerate(states_along(functions, x)):
                 row = {"model": spec.name, "stack": stack, "layer": layer, "theory": predicted[layer]}
-                yield row | pairwise_cosine(state)
+                rows.append(row | pairwise_cosine(state))
                 if stack == "mlp0_relu":  # and as torch's `cosine_similarity` has it
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                    yield row | floored_cosine(state, epsilon=1e-8)
+                    rows.append(row | floored_cosine(state, epsilon=1e-8))
+    rows = mean_over_seeds(rows, COSINES)
+    question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
+    plot(experiment, rows, question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
+    return experiment.save(rows)
 
 
 def mlp_stacks(standard):
@@ -206,15 +200,7 @@ def mlp_block(block, x):
 def engage(settings: Settings):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
     experiment, specs, _ = begin("engage", "BB Figure 6", settings)
-    rows = mean_over_seeds(engage_rows(experiment, specs), (*COSINES, "preactivation_std"))
-    question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
-    theories = {"theory": "quadrature"}
-    plot(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
-    return experiment.save(rows)
-
-
-def engage_rows(experiment, specs):
-    """A row for each newborn's first MLP, with its norm and without."""
+    rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="mlp", num_layers=1)
         (block,) = model.model.layers
@@ -229,7 +215,12 @@ def engage_rows(experiment, specs):
                 "theory": theory.one_block_cosine(model.config.mlp, expected_std, d),
                 "preactivation_std": gate(inputs).float().std().item(),
             }
-            yield row | pairwise_cosine(block.mlp(inputs))
+            rows.append(row | pairwise_cosine(block.mlp(inputs)))
+    rows = mean_over_seeds(rows, (*COSINES, "preactivation_std"))
+    question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
+    theories = {"theory": "quadrature"}
+    plot(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
+    return experiment.save(rows)
 
 
 # ---- attention amplifies (BB 4.3, 4.4) ---------------------------------------------------------------------
@@ -239,15 +230,7 @@ def engage_rows(experiment, specs):
 def amplify(settings: Settings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)"""
     experiment, specs, lengths = begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
-    rows = mean_over_seeds(amplify_rows(experiment, specs, lengths), COSINES)
-    question = "Does averaging over positions amplify what a ReLU MLP began?"
-    theories = {"theory": "Propositions 2 and 4"}
-    plot(experiment, rows, question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
-    return experiment.save(rows)
-
-
-def amplify_rows(experiment, specs, lengths):
-    """A row for each newborn, length and stack of bare ReLU MLPs and averages."""
+    rows = []
     _, once, twice = theory.relu_recursion(2)
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="mlp", mlp="relu", num_layers=2)
@@ -262,23 +245,19 @@ def amplify_rows(experiment, specs, lengths):
             ]
             for stack, last, predicted in stacks:
                 key = {"model": spec.name, "stack": stack, "sequence_length": T, "theory": predicted}
-                yield key | pairwise_cosine(last)
+                rows.append(key | pairwise_cosine(last))
+    rows = mean_over_seeds(rows, COSINES)
+    question = "Does averaging over positions amplify what a ReLU MLP began?"
+    theories = {"theory": "Propositions 2 and 4"}
+    plot(experiment, rows, question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
+    return experiment.save(rows)
 
 
 @torch.inference_mode()
 def intra(settings: Settings):
     """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)"""
     experiment, specs, lengths = begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
-    rows = mean_over_seeds(intra_rows(experiment, specs, lengths), ("mean_cosine",))
-    question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
-    theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
-    label = "mean cosine within a sequence"
-    plot(experiment, rows, question, "layer", "stack", theories, panel="sequence_length", ylabel=label)
-    return experiment.save(rows)
-
-
-def intra_rows(experiment, specs, lengths):
-    """A row for each newborn, length, stack of attention and layer."""
+    rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="attention")
         for T in lengths:
@@ -289,7 +268,13 @@ def intra_rows(experiment, specs, lengths):
                     unit = F.normalize(state.double(), dim=2, eps=0)
                     key = {"model": spec.name, "stack": stack, "sequence_length": T, "layer": layer + 1}
                     key |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
-                    yield key | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()}
+                    rows.append(key | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+    rows = mean_over_seeds(rows, ("mean_cosine",))
+    question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
+    theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
+    label = "mean cosine within a sequence"
+    plot(experiment, rows, question, "layer", "stack", theories, panel="sequence_length", ylabel=label)
+    return experiment.save(rows)
 
 
 def attention_stacks(model, T):
@@ -316,16 +301,8 @@ def attend(block, x):
 def variance(settings: Settings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
     experiment, specs, lengths = begin("variance", "BB Figure 9, Equation 2", settings, (1024,))
-    rows = mean_over_seeds(variance_rows(experiment, specs, max(lengths)), ("std",))
-    question = "Do the values that attention aggregates shrink along the positions?"
-    theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
-    label = "std of aggregated values"
-    plot(experiment, rows, question, "position", "model", theories, "std", style="-", log="xy", ylabel=label)
-    return experiment.save(rows)
-
-
-def variance_rows(experiment, specs, T):
-    """A row for each newborn's first block and position."""
+    T = max(lengths)  # shorter sequences are the beginnings of the longest
+    rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="attention", num_layers=1)
         spread = attention.Spread()
@@ -334,7 +311,13 @@ def variance_rows(experiment, specs, T):
         predicted = theory.aggregated_std(model.config, T).tolist()
         for i, std in enumerate(spread.std(1).tolist(), start=1):
             row = {"model": spec.name, "position": i, "std": std}
-            yield row | {"uniform_theory": predicted[0] / math.sqrt(i), "theory": predicted[i - 1]}
+            rows.append(row | {"uniform_theory": predicted[0] / math.sqrt(i), "theory": predicted[i - 1]})
+    rows = mean_over_seeds(rows, ("std",))
+    question = "Do the values that attention aggregates shrink along the positions?"
+    theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
+    label = "std of aggregated values"
+    plot(experiment, rows, question, "position", "model", theories, "std", style="-", log="xy", ylabel=label)
+    return experiment.save(rows)
 
 
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
@@ -397,15 +380,8 @@ def cure(settings: Settings):
 def width(settings: WidthSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
     experiment = Experiment("width", "ours", settings)
-    rows = mean_over_seeds(width_rows(experiment), COSINES)
-    question = "How does one block's contraction depend on its width?"
-    plot(experiment, rows, question, "d_model", "mlp", {"theory": "quadrature"}, panel="scaling", log="xy")
-    return experiment.save(rows)
-
-
-def width_rows(experiment):
-    """A row for each seed, activation, width and scale of the weights."""
-    choices = itertools.product(experiment.settings.seed, ("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), WIDTHS)
+    rows = []
+    choices = itertools.product(settings.seed, ("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), WIDTHS)
     for seed, kind, scaling, d in progress(list(choices), desc="width", unit=" blocks"):
         std = {"1/sqrt(d)": d**-0.5, "0.02": STD}[scaling]
         config = ModelConfig(1, 1, 1, 1, d_model=d, d_ff=4 * d, mlp=kind, sublayers="mlp")
@@ -421,7 +397,11 @@ def width_rows(experiment):
             "scaling": f"weight std {scaling}",
             "theory": theory.one_block_cosine(kind, std * math.sqrt(d), d),
         }
-        yield row | pairwise_cosine(block.mlp(inputs))
+        rows.append(row | pairwise_cosine(block.mlp(inputs)))
+    rows = mean_over_seeds(rows, COSINES)
+    question = "How does one block's contraction depend on its width?"
+    plot(experiment, rows, question, "d_model", "mlp", {"theory": "quadrature"}, panel="scaling", log="xy")
+    return experiment.save(rows)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
