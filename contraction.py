@@ -48,9 +48,7 @@ class Settings(WidthSettings):
     """Options of every other experiment."""
 
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, or PRESET@SEED
-    sequence_length: tuple[int, ...] | None = (
-        None  # None: 64, or the experiment's own; mlp, engage read vectors
-    )
+    sequence_length: tuple[int, ...] | None = None  # positions in a sequence; None: the experiment's own
 
 
 # ---- what the experiments share ----------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def draw_shares(axes, counts, label) -> None:
     numbers = counts.nonzero()[:, 0].numpy()
     axes.vlines(numbers, 0, 100 / n * counts.numpy()[numbers], color=BLUE, lw=1)
     axes.axhline(100 / n * uniform_counts(n, len(counts), RANKS)[0], ls="--", color=VERMILION)
-    axes.set_xlabel(label)
+    axes.set(xlabel=label, xlim=(0, len(counts)))
 
 
 COMMANDS = {"": Command(probe, Settings())}
