@@ -68,7 +68,7 @@ def probe(settings: Settings):
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))
             rows.append(row)
             totals.append(counts)
-    draw_probe(rows, totals, experiment.folder / "probe.png")
+    plot_probe(rows, totals, experiment.folder / "probe.png")
     return experiment.save(rows, SHOWN)
 
 
@@ -159,26 +159,26 @@ def preference(model, counts: Counts):
 # ---- the figure --------------------------------------------------------------------------------------------
 
 
-def draw_probe(rows, totals, path) -> None:
+def plot_probe(rows, totals, path) -> None:
     """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     names = short_names([row["model"] for row in rows])
     for name, row, counts, (ranks, tokens, dimensions) in zip(names, rows, totals, grid.T):
         ranks.set_title(f"{name}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
-        draw_ranks(ranks, counts.tokens)
+        plot_ranks(ranks, counts.tokens)
         p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
         text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
         ranks.text(0.96, 0.94, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
-        draw_shares(tokens, counts.tokens, "token number")
-        draw_shares(dimensions, counts.dimensions, "hidden dimension")
+        plot_shares(tokens, counts.tokens, "token number")
+        plot_shares(dimensions, counts.dimensions, "hidden dimension")
     for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
         axes.set_ylim(0, max(2.5, 1.1 * axes.get_ylim()[1]))  # no preference is to look like none
         axes.set_ylabel(f"{what},\n% of sequences")
     save_figure(figure, path)
 
 
-def draw_ranks(axes, counts) -> None:
+def plot_ranks(axes, counts) -> None:
     """The largest of some counts by rank, in %, and what uniform draws would give."""
     n = int(counts.sum())
     num_ranks = min(RANKS, len(counts))
@@ -189,7 +189,7 @@ def draw_ranks(axes, counts) -> None:
     axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
 
 
-def draw_shares(axes, counts, label) -> None:
+def plot_shares(axes, counts, label) -> None:
     """All counts, in %, and the largest that uniform draws would give."""
     n = int(counts.sum())
     numbers = counts.nonzero()[:, 0].numpy()

@@ -115,7 +115,7 @@ def curves(
         if panel:
             drawn = [point for point in points if point[panel] == value]
             axes.set_title(f"{plain(panel)}: {name}", fontsize=10)
-        draw_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
+        plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
         if isinstance(points[0][x], int):
             axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
         for name in log:
@@ -129,7 +129,7 @@ def curves(
     save_figure(figure, path)
 
 
-def draw_series(axes, points, names, x, y, series, style, band, theories) -> None:
+def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
     """Draw the points of each name that a series has, also of one without points: colours go by names."""
     for name, label in zip(names, short_names(names)):
         line = [point for point in points if point[series] == name]

@@ -5,7 +5,7 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
 
     experiment = Experiment("probe", "BB Table 1", settings)
     rows = ...                                        # on experiment.device, in experiment.dtype
-    draw_probe(rows, experiment.folder / "probe.png")
+    plot_probe(rows, experiment.folder / "probe.png")
     return experiment.save(rows, columns=("model", "seed"))
 """
 

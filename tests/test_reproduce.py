@@ -62,7 +62,7 @@ def test_a_figure_that_fails_leaves_no_result(few, monkeypatch):
     def no_disk(*_, **__):
         raise UserError("no disk left")
 
-    monkeypatch.setattr("probe.draw_probe", no_disk)
+    monkeypatch.setattr("probe.plot_probe", no_disk)
     with pytest.raises(UserError, match="deep/probe failed [(]no disk left"):
         main.reproduce(replace(few, only=("deep/probe",)))
     assert not (Path(few.out) / "deep/probe.json").exists()
