@@ -135,7 +135,7 @@ def plot_series(axes, points, names, x, y, series, style, band, theories) -> Non
         line = [point for point in points if point[series] == name]
         places = [point[x] for point in line]
         heights = np.array([point[y] for point in line])
-        (curve,) = axes.plot(places, heights, style, label=label)
+        (curve,) = axes.plot(places, heights, style, label=f" {label}")  # matplotlib hides what begins with _
         if band:
             width = np.array([point[band] for point in line])
             ends = (heights - width, heights + width)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from lib import figures
 
-NAMES = ("costs $1 and $2", "100%_模型")
+NAMES = ("costs $1 and $2", "_100%_模型")
 POINTS = [
     {"model": model, "layer": layer, "n": 10**layer, "c": c, "std": 0.1, "theory": None if layer == 1 else -c}
     for model, c in zip(NAMES, (0.5, 0.25))
@@ -51,7 +51,7 @@ def test_a_line_for_each_series_and_each_theory(drawn):
     first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
     second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
     assert lines(axes) == [*first, *second]
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert names == [*NAMES, "the theory"]
 
 
