@@ -165,7 +165,7 @@ def plot_probe(rows, totals, path) -> None:
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     names = short_names([row["model"] for row in rows])
     for name, row, counts, (ranks, tokens, dimensions) in zip(names, rows, totals, grid.T):
-        ranks.set_title(f"{name}, seed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
+        ranks.set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
         plot_ranks(ranks, counts.tokens)
         p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
         text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
