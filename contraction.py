@@ -1,18 +1,18 @@
 """Why does a newborn prefer tokens? Its states contract: every mechanism of BB section 4, with its theory.
 
-    python contraction.py                        # all of them, under eight minutes on 2 cores
+    python contraction.py                        # all of them, six minutes on 2 cores
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
-    torchrun --nproc-per-node 2 contraction.py overlap --seed {0..99} --num-sequences 2000
+    torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
-Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `overlap`, `predict` and `cure`. All seeds
-of a preset have one token table (BB B.2). Times are those of the defaults on 2 cores.
+Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `predict` and `cure`. All seeds of a
+preset have one embedding matrix (BB B.2). Times are those of the defaults on 2 cores.
 """
 
 import itertools
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,24 +36,19 @@ COSINES = ("mean_cosine", "std_cosine")  # columns of which rows have the mean o
 
 @dataclass
 class WidthSettings(RunSettings):
-    """What `width` can be told."""
+    """Options of `width`."""
 
-    seed: tuple[int, ...] = tuple(range(42, 50))
-    """seeds of the weights"""
-    input_seed: int = 0
-    """seed of the random inputs"""
-    num_sequences: at_least(2) = 300
-    """random sequences, or vectors, for each seed and length"""
+    seed: tuple[int, ...] = tuple(range(42, 50))  # seeds of the weights
+    input_seed: int = 0  # seed of the random inputs
+    num_sequences: at_least(2) = 300  # random sequences, or vectors, for each seed and length
 
 
 @dataclass
 class Settings(WidthSettings):
-    """What every other experiment can be told."""
+    """Options of every other experiment."""
 
-    model: tuple[str, ...] = ("nano_gpt2",)
-    """presets, or PRESET@SEED"""
-    sequence_length: tuple[int, ...] | None = None
-    """positions in a sequence; None: 64, or the experiment's own; mlp and engage read vectors"""
+    model: tuple[str, ...] = ("nano_gpt2",)  # presets, or PRESET@SEED
+    sequence_length: tuple[int, ...] | None = None  # positions in a sequence; None: the experiment's own
 
 
 # ---- what the experiments share ----------------------------------------------------------------------------
@@ -75,7 +70,7 @@ def begin(name, paper, settings: Settings, lengths=(64,)):
     return experiment, progress(specs, desc=name, unit=" models"), lengths
 
 
-def draw(experiment, rows, question, x, series, theories, y="mean_cosine", **options) -> None:
+def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **options) -> None:
     """<experiment>.png: `curves` of rows; where there are several models, their lines are named by them."""
     if series != "model" and len({row.get("model") for row in rows}) > 1:
         rows = [row | {series: f"{row['model']}, {row[series]}"} for row in rows]
@@ -107,7 +102,31 @@ def states_along(functions, x):
     return states
 
 
+def chosen(row, *columns):
+    """Some columns of a row."""
+    return {name: row[name] for name in columns}
+
+
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def layers(settings: Settings):
+    """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
+    experiment, specs, lengths = begin("layers", "BB Figures 2, 7", settings, (64, 256))
+    rows = []
+    for spec in specs:
+        model = newborn_blocks(experiment, spec)
+        for key, part, counts in sublayers_apart(experiment, model, lengths):
+            predicted, _ = theory.kernel_recursion(part.config, key["sequence_length"])
+            for layer, statistics in enumerate(counts.layers):
+                key |= {"layer": layer, "theory": predicted[layer]}
+                rows.append({"model": spec.name} | key | statistics.summary())
+    rows = mean_over_seeds(rows, COSINES)
+    question = "Which sublayer makes unrelated sequences alike? (shaded: std of pairs)"
+    theories = {"theory": "kernel recursion"}
+    plot(experiment, rows, question, "layer", "variant", theories, panel="sequence_length", band="std_cosine")
+    return experiment.save(rows)
 
 
 def sublayers_apart(experiment, model, lengths):
@@ -120,24 +139,6 @@ def sublayers_apart(experiment, model, lengths):
 
 
 @torch.inference_mode()
-def layers(settings: Settings):
-    """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
-    experiment, specs, lengths = begin("layers", "BB Figures 2, 7", settings, (64, 256))
-    rows = []
-    for spec in specs:
-        for key, part, counts in sublayers_apart(experiment, newborn_blocks(experiment, spec), lengths):
-            law, _ = theory.kernel_recursion(part.config, key["sequence_length"])
-            for layer, statistics in enumerate(counts["layers"]):
-                row = {"model": spec.name} | key | {"layer": layer, "theory": law[layer]}
-                rows.append(row | statistics.summary())
-    rows = mean_over_seeds(rows, COSINES)
-    question = "Which sublayer makes unrelated sequences alike? (shaded: std of pairs)"
-    theories = {"theory": "kernel recursion"}
-    draw(experiment, rows, question, "layer", "variant", theories, panel="sequence_length", band="std_cosine")
-    return experiment.save(rows)
-
-
-@torch.inference_mode()
 def ablation(settings: Settings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
     experiment, specs, lengths = begin("ablation", "BB Figure 3, Table 2", settings)
@@ -145,13 +146,12 @@ def ablation(settings: Settings):
     for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
         for key, part, counts in sublayers_apart(experiment, model, lengths):
-            row = {"model": spec.name, "seed": spec.seed} | key | preference(part, counts)
-            rows.append(row | {"cosine_log10_p": counts["cosines"].log10_p()})
+            found = chosen(preference(part, counts), "ratio", "log10_p", "mean_cosine", "std_cosine")
+            rows.append({"model": spec.name, "seed": spec.seed} | key | found)
     question = "Which sublayer gives a newborn its favourite token?"
     label = "its count / that of uniform draws' favourite"
-    draw(experiment, rows, question, "variant", "model", {}, "ratio", style="o", ylabel=label)
-    columns = ("model", "seed", "variant", "top1_token", "ratio", "log10_p", "mean_cosine", "cosine_log10_p")
-    return experiment.save(rows, columns)
+    plot(experiment, rows, question, "variant", "model", {}, "ratio", style="o", ylabel=label)
+    return experiment.save(rows)
 
 
 # ---- the MLP's asymmetric activation (BB 4.2) --------------------------------------------------------------
@@ -163,29 +163,30 @@ def mlp(settings: Settings):
     experiment, specs, _ = begin("mlp", "BB Figures 4, 5, Proposition 2", settings)
     rows = []
     for spec in specs:
-        standard = newborn_blocks(experiment, spec, sublayers="mlp")
-        relu = variant(standard, mlp="relu")
-        tanh = variant(standard, mlp="tanh")
-        x = gaussian_inputs(experiment, 1, relu.config.d_model)[:, 0]  # (n, d)
-        relu_law = theory.relu_recursion(relu.config.num_layers)
-        stacks = {
-            "mlp0_relu": ([block.mlp for block in relu.model.layers], relu_law),
-            "mlp0_tanh": ([block.mlp for block in tanh.model.layers], [0.0] * len(relu_law)),
-        }
-        for stack, model in (("standard", standard), ("standard_relu", relu)):
-            law, _ = theory.kernel_recursion(model.config, 1)
-            stacks[stack] = ([partial(mlp_block, block) for block in model.model.layers], law)
-        for stack, (functions, law) in stacks.items():
+        x = gaussian_inputs(experiment, 1, spec.config.d_model)[:, 0]  # (n, d)
+        for stack, functions, predicted in mlp_stacks(newborn_blocks(experiment, spec, sublayers="mlp")):
             for layer, state in enumerate(states_along(functions, x)):
-                row = {"model": spec.name, "stack": stack, "layer": layer, "theory": law[layer]}
+                row = {"model": spec.name, "stack": stack, "layer": layer, "theory": predicted[layer]}
                 rows.append(row | pairwise_cosine(state))
                 if stack == "mlp0_relu":  # and as torch's `cosine_similarity` has it
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
                     rows.append(row | floored_cosine(state, epsilon=1e-8))
     rows = mean_over_seeds(rows, COSINES)
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    draw(experiment, rows, question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
+    plot(experiment, rows, question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
     return experiment.save(rows)
+
+
+def mlp_stacks(standard):
+    """Four stacks of MLPs: name, a function of states (n, d) for each layer, cosines predicted from 0 on."""
+    relu = variant(standard, mlp="relu")
+    tanh = variant(standard, mlp="tanh")
+    L = standard.config.num_layers
+    yield "mlp0_relu", [block.mlp for block in relu.model.layers], theory.relu_recursion(L)
+    yield "mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * (L + 1)
+    for stack, model in (("standard", standard), ("standard_relu", relu)):
+        predicted, _ = theory.kernel_recursion(model.config, 1)
+        yield stack, [partial(mlp_block, block) for block in model.model.layers], predicted
 
 
 def mlp_block(block, x):
@@ -200,23 +201,23 @@ def engage(settings: Settings):
     rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="mlp", num_layers=1)
-        config = model.config
         (block,) = model.model.layers
-        x = gaussian_inputs(experiment, 1, config.d_model)[:, 0]  # (n, d)
         gate = block.mlp.gate_proj or block.mlp.up_proj
+        d = model.config.d_model
+        x = gaussian_inputs(experiment, 1, d)[:, 0]  # (n, d)
         for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
             expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
             row = {
                 "model": spec.name,
                 "normed": normed,
-                "theory": theory.one_block_cosine(config.mlp, expected_std, config.d_model),
+                "theory": theory.one_block_cosine(model.config.mlp, expected_std, d),
                 "preactivation_std": gate(inputs).float().std().item(),
             }
             rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, (*COSINES, "preactivation_std"))
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
-    draw(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
+    plot(experiment, rows, question, "preactivation_std", "normed", theories, style="o", log="xy")
     return experiment.save(rows)
 
 
@@ -227,8 +228,8 @@ def engage(settings: Settings):
 def amplify(settings: Settings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)"""
     experiment, specs, lengths = begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
-    _, once, twice = theory.relu_recursion(2)
     rows = []
+    _, once, twice = theory.relu_recursion(2)
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="mlp", mlp="relu", num_layers=2)
         first_mlp, second_mlp = (block.mlp for block in model.model.layers)
@@ -240,13 +241,13 @@ def amplify(settings: Settings):
                 ("mlp0_mlp0", second_mlp(states[:, -1]), twice),
                 ("mlp0_attn0", states.mean(1), theory.amplifier(once, T)),
             ]
-            for stack, last, law in stacks:
-                key = {"model": spec.name, "stack": stack, "sequence_length": T, "theory": law}
+            for stack, last, predicted in stacks:
+                key = {"model": spec.name, "stack": stack, "sequence_length": T, "theory": predicted}
                 rows.append(key | pairwise_cosine(last))
     rows = mean_over_seeds(rows, COSINES)
     question = "Does averaging over positions amplify what a ReLU MLP began?"
     theories = {"theory": "Propositions 2 and 4"}
-    draw(experiment, rows, question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
+    plot(experiment, rows, question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
     return experiment.save(rows)
 
 
@@ -257,30 +258,29 @@ def intra(settings: Settings):
     rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="attention")
-        config = model.config
-        averages = [attn0] * config.num_layers
-        attentions = [partial(attend, block) for block in model.model.layers]
         for T in lengths:
-            x = gaussian_inputs(experiment, T, config.d_model)  # (n, T, d)
-            limits = theory.averaging_limit(T, config.num_layers)
-            _, attentions_law = theory.kernel_recursion(config, T, residual=False)
-            stacks = {
-                "attn0": (averages, theory.averaging_stack(T, config.num_layers)),
-                "attention": (attentions, attentions_law[1:]),
-            }
-            for stack, (functions, law) in stacks.items():
-                _, *states = states_along(functions, x)
-                for layer, (state, exact, limit) in enumerate(zip(states, law, limits), start=1):
+            x = gaussian_inputs(experiment, T, model.config.d_model)  # (n, T, d)
+            limit = theory.averaging_limit(T, model.config.num_layers)
+            for stack, functions, exact in attention_stacks(model, T):
+                for layer, state in enumerate(states_along(functions, x)[1:]):
                     unit = F.normalize(state.double(), dim=2, eps=0)
-                    row = {"model": spec.name, "stack": stack, "sequence_length": T, "layer": layer}
-                    row |= {"exact_theory": exact, "limit_theory": limit}
-                    rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+                    key = {"model": spec.name, "stack": stack, "sequence_length": T, "layer": layer + 1}
+                    key |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
+                    rows.append(key | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
     rows = mean_over_seeds(rows, ("mean_cosine",))
     question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
     theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
     label = "mean cosine within a sequence"
-    draw(experiment, rows, question, "layer", "stack", theories, panel="sequence_length", ylabel=label)
+    plot(experiment, rows, question, "layer", "stack", theories, panel="sequence_length", ylabel=label)
     return experiment.save(rows)
+
+
+def attention_stacks(model, T):
+    """Two stacks: name, a function of states (n, T, d) for each layer, cosines predicted from layer 1 on."""
+    L = model.config.num_layers
+    yield "attn0", [attn0] * L, theory.averaging_stack(T, L)
+    _, (_, *predicted) = theory.kernel_recursion(model.config, T, residual=False)
+    yield "attention", [partial(attend, block) for block in model.model.layers], predicted
 
 
 def attn0(x):
@@ -306,98 +306,72 @@ def variance(settings: Settings):
         spread = attention.Spread()
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
-        law = theory.aggregated_std(model.config, T).tolist()
+        predicted = theory.aggregated_std(model.config, T).tolist()
         for i, std in enumerate(spread.std(1).tolist(), start=1):
             row = {"model": spec.name, "position": i, "std": std}
-            rows.append(row | {"uniform_theory": law[0] / math.sqrt(i), "theory": law[i - 1]})
+            rows.append(row | {"uniform_theory": predicted[0] / math.sqrt(i), "theory": predicted[i - 1]})
     rows = mean_over_seeds(rows, ("std",))
     question = "Do the values that attention aggregates shrink along the positions?"
     theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
     label = "std of aggregated values"
-    draw(experiment, rows, question, "position", "model", theories, "std", style="-", log="xy", ylabel=label)
+    plot(experiment, rows, question, "position", "model", theories, "std", style="-", log="xy", ylabel=label)
     return experiment.save(rows)
 
 
 # ---- from weights to favourite tokens, and the cure (Finding 2.2, and ours) --------------------------------
 
 
-@cache  # `predict` asks what `overlap` has asked
-def on_tokens(spec, scheme, T, num_sequences, input_seed, device, dtype):
-    """A row on what a newborn predicts after random tokens; and its contraction direction, (d,), of length 1.
-
-    The scheme `projected` is `gpt2`, but the MLPs pass no mean output on.
-    """
-    model = replace(spec, scheme="centered" if scheme == "centered" else "gpt2").load(device, dtype)
-    if scheme == "projected":
-        theory.project_out_mean_output(model)
-    counts = count_predictions(model, T, num_sequences, None, input_seed)
-    row = {"model": spec.name, "seed": spec.seed, "init": scheme, "sequence_length": T}
-    row |= preference(model, counts)
-    row["direction_count"] = int(counts["token_counts"][row["direction_token"]])
-    return row, F.normalize(counts["cosines"].direction().cpu(), dim=0)
-
-
-def all_on_tokens(experiment, specs, lengths, schemes=("gpt2",)):
-    """(spec, row, direction) of every newborn, scheme and length."""
-    asked = experiment.settings
-    for spec in specs:
-        for scheme, T in itertools.product(schemes, lengths):
-            how = (scheme, T, asked.num_sequences, asked.input_seed, experiment.device, experiment.dtype)
-            yield spec, *on_tokens(spec, *how)
-
-
-@torch.inference_mode()
-def overlap(settings: Settings):
-    """Is the contraction direction's token the most frequent one? (BB Finding 2.2; two minutes)"""
-    experiment, specs, lengths = begin("overlap", "BB Finding 2.2", settings)
-    rows = [row for _, row, _ in all_on_tokens(experiment, specs, lengths)]
-    question = "How often is the direction's token predicted, and the most frequent one?"
-    theories = {"direction_count": "they are the same"}
-    draw(experiment, rows, question, "direction_count", "model", theories, "top1_count", style="o")
-    columns = ("model", "seed", "top1_token", "top1_count", "direction_token", "direction_count")
-    return experiment.save(rows, columns)
-
-
 @torch.inference_mode()
 def predict(settings: Settings):
-    """Do the weights alone, without a forward pass, foretell direction and token? (ours; two minutes)"""
-    experiment, specs, lengths = begin("predict", "ours", settings)
+    """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; a minute)"""
+    experiment, specs, lengths = begin("predict", "BB Finding 2.2, and ours", settings)
     rows, points = [], []
-    for spec, row, direction in all_on_tokens(experiment, specs, lengths):
+    for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
-        T = row["sequence_length"]
-        begun = time.perf_counter()
-        predicted = theory.mean_field(model, T)
-        seconds = time.perf_counter() - begun
-        law, _ = theory.kernel_recursion(model.config, T)
-        foretold = {
-            "direction_cosine": float(predicted @ direction),
-            "predicted_token": int(model.unembed(predicted.float().to(experiment.device)).argmax()),
-            "predicted_cosine": law[-1],
-            "seconds": seconds,
-        }
-        rows.append(row | foretold)
-        for x, y in zip(predicted.tolist(), direction.tolist()):
-            points.append({"model": spec.name, "foretold": x, "measured": y})
-    question = "Do the weights alone foretell the direction? (a point a dimension, of length-1 vectors)"
-    theories = {"foretold": "exactly"}
-    draw(experiment, points, question, "foretold", "model", theories, "measured", style=".")
-    columns = ("model", "seed", "direction_cosine", "predicted_token", "direction_token", "mean_cosine")
-    return experiment.save(rows, columns)
+        for T in lengths:
+            counts = count_predictions(model, T, settings.num_sequences, None, settings.input_seed)
+            row, predicted, direction = predict_direction(model, T, counts)
+            rows.append({"model": spec.name, "seed": spec.seed, "sequence_length": T} | row)
+            pairs = zip(predicted.tolist(), direction.tolist())
+            points += [{"model": spec.name, "predicted": x, "measured": y} for x, y in pairs]
+    question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
+    plot(experiment, points, question, "predicted", "model", {"predicted": "exactly"}, "measured", style=".")
+    return experiment.save(rows)
+
+
+def predict_direction(model, T, counts):
+    """Columns of a row; and the contraction direction, (d,) of norm 1, from the weights and as counted."""
+    found = preference(model, counts)
+    row = chosen(found, "top1_token", "top1_count", "direction_token", "direction_matches", "mean_cosine")
+    row["direction_count"] = int(counts.tokens[found["direction_token"]])
+    direction = F.normalize(counts.cosines.direction().cpu(), dim=0)
+    begun = time.perf_counter()
+    predicted = theory.mean_field(model, T)
+    row["seconds"] = time.perf_counter() - begun
+    row["predicted_token"] = int(model.unembed(predicted.to(model.head_weight)).argmax())
+    row["direction_cosine"] = float(predicted @ direction)
+    row["predicted_cosine"] = theory.kernel_recursion(model.config, T)[0][-1]
+    return row, predicted, direction
 
 
 @torch.inference_mode()
 def cure(settings: Settings):
-    """Is a newborn unbiased whose MLPs pass on nothing that all hidden units share? (ours; two minutes)"""
+    """Is a newborn unbiased whose MLPs pass on nothing that all hidden units share? (ours; a minute)"""
     experiment, specs, lengths = begin("cure", "ours", settings)
     rows = []
-    for spec, row, _ in all_on_tokens(experiment, specs, lengths, ("gpt2", "centered", "projected")):
-        law, _ = theory.kernel_recursion(spec.config, row["sequence_length"], row["init"])
-        rows.append(row | {"predicted_cosine": law[-1]})
+    for spec in specs:
+        for scheme in ("gpt2", "centered"):
+            model = replace(spec, scheme=scheme).load(experiment.device, experiment.dtype)
+            for T in lengths:
+                counts = count_predictions(model, T, settings.num_sequences, None, settings.input_seed)
+                found = preference(model, counts)
+                predicted, _ = theory.kernel_recursion(spec.config, T, scheme)
+                key = {"model": spec.name, "seed": spec.seed, "init": scheme, "sequence_length": T}
+                key |= {"predicted_cosine": predicted[-1]}
+                rows.append(key | chosen(found, "mean_cosine", "top1_count", "uniform_max_count", "log10_p"))
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
-    draw(experiment, rows, question, "seed", "init", {"predicted_cosine": "kernel recursion"}, style="o")
-    columns = ("model", "seed", "init", "mean_cosine", "top1_token", "top1_count", "log10_p")
-    return experiment.save(rows, columns)
+    plot(experiment, rows, question, "seed", "init", {"predicted_cosine": "kernel recursion"}, style="o")
+    return experiment.save(rows)
 
 
 @torch.inference_mode()
@@ -405,14 +379,15 @@ def width(settings: WidthSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
     experiment = Experiment("width", "ours", settings)
     rows = []
-    choices = list(itertools.product(settings.seed, ("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), WIDTHS))
-    for seed, kind, scaling, d in progress(choices, desc="width", unit=" blocks"):
+    choices = itertools.product(settings.seed, ("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), WIDTHS)
+    for seed, kind, scaling, d in progress(list(choices), desc="width", unit=" blocks"):
         std = {"1/sqrt(d)": d**-0.5, "0.02": STD}[scaling]
         config = ModelConfig(1, 1, 1, 1, d_model=d, d_ff=4 * d, mlp=kind, sublayers="mlp")
         model = newborn(config, seed, None, "normal", experiment.device, experiment.dtype)
         (block,) = model.model.layers
         for weight in block.mlp.parameters():
             weight.mul_(std / STD)
+        inputs = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
         row = {
             "mlp": kind,
             "d_model": d,
@@ -420,11 +395,10 @@ def width(settings: WidthSettings):
             "scaling": f"weight std {scaling}",
             "theory": theory.one_block_cosine(kind, std * math.sqrt(d), d),
         }
-        inputs = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
         rows.append(row | pairwise_cosine(block.mlp(inputs)))
     rows = mean_over_seeds(rows, COSINES)
     question = "How does one block's contraction depend on its width?"
-    draw(experiment, rows, question, "d_model", "mlp", {"theory": "quadrature"}, panel="scaling", log="xy")
+    plot(experiment, rows, question, "d_model", "mlp", {"theory": "quadrature"}, panel="scaling", log="xy")
     return experiment.save(rows)
 
 
@@ -432,7 +406,7 @@ def width(settings: WidthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment, one after the other (under eight minutes)"""
+    """Run every experiment, one after the other (six minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
     for function, defaults in EXPERIMENTS.values():
         function(replace(defaults, **given))
@@ -449,7 +423,6 @@ EXPERIMENTS = {
     "variance": Command(
         variance, replace(BLOCKS, model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32)
     ),
-    "overlap": Command(overlap, Settings(num_sequences=400)),
     "predict": Command(predict, Settings(num_sequences=400)),
     "cure": Command(cure, Settings(num_sequences=120)),
     "width": Command(width, WidthSettings(num_sequences=600, dtype="float32")),

@@ -43,7 +43,7 @@ def keyed_generator(*key) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
-def draw(seed, name, shape, std, count=None) -> Tensor:
+def draw_weight(seed, name, shape, std, count=None) -> Tensor:
     """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its first `count` numbers, flat."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
@@ -70,10 +70,10 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
     if "norm" in name:
         return torch.ones(shape)
     if name.startswith(("model.embed_tokens", "lm_head")):
-        return draw(seed if embedding_seed is None else embedding_seed, name, shape, STD)
+        return draw_weight(seed if embedding_seed is None else embedding_seed, name, shape, STD)
     if not name.endswith(("o_proj.weight", "down_proj.weight")):
-        return draw(seed, name, shape, STD)
-    weight = draw(seed, name, shape, residual_std(config, scheme))
+        return draw_weight(seed, name, shape, STD)
+    weight = draw_weight(seed, name, shape, residual_std(config, scheme))
     if scheme == "centered" and name.endswith("down_proj.weight"):
         weight -= weight.mean(dim=1, keepdim=True)
     return weight
@@ -104,3 +104,7 @@ def variant(model: Transformer, **changes) -> Transformer:
     if missing:
         raise ValueError(f"{changes} needs weights that the model does not have: {', '.join(missing)}")
     return other.eval()
+
+
+if __name__ == "__main__":
+    print(__doc__)

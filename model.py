@@ -96,8 +96,8 @@ PRESETS = {
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
     "nano_qwen": ModelConfig(151936, 2048, 12, 12, 768, 3072, qkv_bias=True),  # BB Tables 9-12: 347M
-    "llama_60m": ModelConfig(32000, 2048, 10, 8, 768, 1536),  # Gu et al.: 60M without tables
-    "gpt2_1b": ModelConfig(50257, 1024, 24, 32, 2048, 8192, **GPT2),  # BB Table 1c: 1.3B
+    "llama_60m": ModelConfig(32000, 2048, 10, 8, 768, 1536),  # Gu et al.: 60M without embedding and head
+    "gpt2_1b": ModelConfig(50257, 1024, 24, 32, 2048, 8192, **GPT2),  # BB Table 1c: 1.2B in its blocks
     "tiny_gpt2": ModelConfig(4096, 256, 6, 8, 256, 1024, **GPT2),
     "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),
     "tiny_qwen": ModelConfig(4096, 256, 6, 8, 256, 704, qkv_bias=True),
@@ -145,7 +145,7 @@ def rope_table(config: ModelConfig, x: Tensor):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     if x.device.type == "cpu":
-        return kernels.rotate(x, cos, sin)  # the same, faster
+        return kernels.rotate(x, cos, sin)  # what the next two lines give, but for rounding, and faster
     left, right = x.chunk(2, dim=-1)  # (B, T, H, Dh/2) each
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -157,7 +157,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sees every key.
     """
     if q.device.type == "cpu":
-        return kernels.causal_attention(q, k, v)  # the same, faster
+        return kernels.causal_attention(q, k, v)  # what the next lines give, but for rounding, and faster
     is_causal = q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
 
@@ -179,21 +179,20 @@ class Attention(nn.Module):
         self.head_norm = RMSNorm(Dh, HEADNORM_EPSILON) if config.attn_calibration == "headnorm" else None
 
     def forward(self, x: Tensor, rope, last_only, on_heads) -> Tensor:
-        B, T, _ = x.shape
+        T = x.shape[1]
         Dh = self.config.head_size
-        queries = 1 if last_only else T
+        first = T - 1 if last_only else 0  # a position's output needs its own query alone; Q are computed
         cos, sin = rope  # (T, 1, Dh/2) each
-        q = self.q_proj(x[:, -queries:]).view(B, queries, -1, Dh)
-        k = self.k_proj(x).view(B, T, -1, Dh)
-        v = self.v_proj(x).view(B, T, -1, Dh).transpose(1, 2)  # (B, G, T, Dh)
-        q = rotate(self.q_norm(q), cos[-queries:], sin[-queries:]).transpose(1, 2)  # (B, H, queries, Dh)
+        q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
+        k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
+        v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
+        q = rotate(self.q_norm(q), cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
         k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)  # (B, G, T, Dh)
-        heads = self.calibrate(causal_attention(q, k, v), T)  # (B, H, queries, Dh)
+        heads = self.calibrate(causal_attention(q, k, v), T)  # (B, H, Q, Dh)
         if on_heads is not None:
             replacement = on_heads(heads, q, k, v)
-            if replacement is not None:
-                heads = replacement
-        return self.o_proj(heads.transpose(1, 2).reshape(B, queries, -1))  # from (B, queries, H Dh)
+            heads = heads if replacement is None else replacement
+        return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
         """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO)."""
@@ -248,12 +247,11 @@ class Block(nn.Module):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy, in nats, of targets (n,) under states (n, d) and a head (V, d), in less memory.
+    """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in nats, in less memory.
 
-    Equals F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), which holds n V logits
-    three times over. Here the logits of CHUNK positions are made, used for the loss and both gradients, and
-    forgotten; so the gradients are there before the backward pass, which scales them. Products are in
-    autocast's dtype, sums in float32 at least.
+    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over. Here CHUNK
+    positions' logits are made, used for the loss and both gradients, and forgotten; the backward pass only
+    scales the gradients. Products are in autocast's dtype, sums in float32 at least.
     """
 
     @staticmethod
@@ -263,8 +261,10 @@ class CrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         weight = head.to(dtype)
         loss = states.new_zeros((), dtype=exact)
-        d_states = torch.empty_like(states)
-        d_head = torch.zeros_like(head)
+        d_states = d_head = None
+        if with_gradients:
+            d_states = torch.empty_like(states)
+            d_head = torch.zeros_like(head)  # 467 MB at V = 152,000, d = 768
         size = max(CHUNK, len(states) // 32)
         for start in range(0, len(states), size):
             part = slice(start, start + size)
@@ -298,8 +298,8 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # by itself it draws
-        self.model = nn.ModuleDict({"embed_tokens": table, "layers": layers, "norm": norm})
+        embedding = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # by itself it draws
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
 
@@ -311,7 +311,7 @@ class Transformer(nn.Module):
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        With `last_only`, (B, d): the last block then computes its last query alone; the result is the same.
+        With `last_only`, (B, d): the same of the last position, for which the last block computes no other.
         `on_state(layer, x)` sees the stream before (layer 0) and after each block (1..L), x (B, T or 1, d).
         `on_heads(layer, heads, q, k, v)` sees the calibrated heads (B, H, T or 1, Dh) just before the output
         projection, and the q, k, v they came from; a returned tensor takes the heads' place.
@@ -345,7 +345,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self):
-        """The head's matrix, (V, d): the token table's, if they are tied."""
+        """The head's matrix, (V, d): the embedding matrix, if they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens: Tensor, targets=None) -> Tensor:
@@ -355,3 +355,7 @@ class Transformer(nn.Module):
             return self.unembed(states)
         loss = torch.compiler.disable(CrossEntropy.apply)  # which would unroll its loop, in a second a turn
         return loss(states.flatten(0, 1), self.head_weight, targets.flatten(), torch.is_grad_enabled())
+
+
+if __name__ == "__main__":
+    print(__doc__)

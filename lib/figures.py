@@ -1,15 +1,21 @@
 """How is a result drawn? What was measured in colour, theory dashed in black, the question as title.
 
-curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
+    curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
+
+Names are shown as they are: no mathematics, no blanks in place of "_".
 """
 
 import math
+import os
+import re
 import textwrap
+import warnings
 
 import numpy as np
 from matplotlib import cycler, rcParams
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.font_manager import fontManager
+from matplotlib.ticker import AutoLocator, LogLocator, MaxNLocator
 
 from lib.files import atomic_file
 from lib.runtime import rank
@@ -23,12 +29,17 @@ STYLE = {
     "axes.spines.right": False,
     "axes.prop_cycle": cycler(color=COLOURS),
 }
+# Where installed, these show what DejaVu Sans lacks: Chinese, Japanese and Korean.
+FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans")
+FALLBACK_FONTS += ("Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "Malgun Gothic", "Unifont")
 DASHES = ("--", ":")  # of the first theory, and the second
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
     """A figure with its title, and a (rows, columns) grid of axes of `width` times `height` inches."""
-    rcParams.update(STYLE)
+    installed = {font.name for font in fontManager.ttflist}
+    fallbacks = [name for name in FALLBACK_FONTS if name in installed]
+    rcParams.update(STYLE | {"font.family": ["DejaVu Sans", *fallbacks]})
     figure = Figure(figsize=(width * columns + 0.8, height * rows + 0.6), layout="constrained")
     figure.suptitle(textwrap.fill(title, round(11 * width * columns)), fontsize=12)
     return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
@@ -42,47 +53,73 @@ def legend_below(figure, axes) -> None:
 
 def save_figure(figure, path) -> None:
     """Rank 0 writes a matplotlib figure as a PNG, atomically."""
-    if rank() == 0:
-        with atomic_file(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=120)
+    if rank() > 0:
+        return
+    for axes in figure.axes:
+        plain_ticks(axes.xaxis)
+        plain_ticks(axes.yaxis)
+    with atomic_file(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # no font here has it: a box is drawn
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def plain_ticks(axis) -> None:
+    """Ticks of a logarithmic axis as numbers, where matplotlib has formulas; of layers at whole numbers."""
+    if axis.get_scale() == "log":
+        low, high = axis.get_view_interval()
+        locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
+        if high < 5 * low:
+            locator = MaxNLocator(5)
+        axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
+    elif "layer" in axis.get_label_text() and isinstance(axis.get_major_locator(), AutoLocator):
+        axis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
+
+
+def short_names(names, longest=32):
+    """What to call the models of one figure: all names as they are, or, if one is long, what differs in them.
+
+    Words that all begin or end with are left out: /models/a/final-checkpoint and /models/b/final-checkpoint
+    are …a… and …b…. Of what is still too long the middle is left out.
+    """
+    names = [str(name) for name in names]
+    if max(map(len, names)) <= longest:
+        return names
+    if len(set(names)) > 1:
+        start = re.sub(r"\w*$", "", os.path.commonprefix(names))
+        names = ["…" * bool(start) + name.removeprefix(start) for name in names]
+        end = re.sub(r"^\w*", "", os.path.commonprefix([name[::-1] for name in names])[::-1])
+        names = [name.removesuffix(end) + "…" * bool(end) for name in names]
+    third = longest // 3
+    return [name if len(name) <= longest else f"{name[:third]}…{name[-2 * third :]}" for name in names]
+
+
+# ---- curves ------------------------------------------------------------------------------------------------
 
 
 def curves(
     points, path, title, *, x, y, series, panel="", theories=None, band="", log="", style="o-", **options
 ) -> None:
-    """Draw `y` over `x`, a colour for each value of `series`, a panel for each value of `panel`.
+    """Draw `y` over `x`, one colour for each value of `series`, one panel for each value of `panel`.
 
     `theories` maps the keys of theories, drawn dashed, to their legends; a point may have None. `band` is the
     key of a half width to shade. `log` names logarithmic axes. Options are those of matplotlib's `Axes.set`.
     """
     panels = unique(points, panel) if panel else [None]
+    titles = short_names(panels)
     columns = min(3, len(panels))
     figure, grid = new_figure(title, math.ceil(len(panels) / columns), columns, sharex=True, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    for value, axes in zip(panels, grid.flat):
-        drawn = [point for point in points if not panel or point[panel] == value]
-        for name in unique(points, series):  # also where a panel has none: colours go by series
-            line = [point for point in drawn if point[series] == name]
-            heights = np.array([point[y] for point in line])
-            places = [point[x] for point in line]
-            (curve,) = axes.plot(places, heights, style, label=plain(name))
-            if band:
-                width = np.array([point[band] for point in line])
-                ends = (heights - width, heights + width)
-                axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
-            draw_theories(axes, line, x, theories or {})
+    for value, name, axes in zip(panels, titles, grid.flat):
+        drawn = points
         if panel:
-            axes.set_title(f"{plain(panel)}: {value}", fontsize=10)
-        place = points[0][x]
-        if not isinstance(place, str):
-            axes.xaxis.set_major_locator(MaxNLocator(7, integer=isinstance(place, int)))
+            drawn = [point for point in points if point[panel] == value]
+            axes.set_title(f"{plain(panel)}: {name}", fontsize=10)
+        plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
+        if isinstance(points[0][x], int):
+            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
         for name in log:
-            axis = axes.xaxis if name == "x" else axes.yaxis
             axes.set(**{f"{name}scale": "log"})
-            low, high = axis.get_view_interval()
-            locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
-            axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
         axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()
@@ -92,23 +129,32 @@ def curves(
     save_figure(figure, path)
 
 
+def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
+    """Draw the points of each name that a series has, also of one without points: colours go by names."""
+    for name, label in zip(names, short_names(names)):
+        line = [point for point in points if point[series] == name]
+        places = [point[x] for point in line]
+        heights = np.array([point[y] for point in line])
+        (curve,) = axes.plot(places, heights, style, label=f" {label}")  # matplotlib hides what begins with _
+        if band:
+            width = np.array([point[band] for point in line])
+            ends = (heights - width, heights + width)
+            axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
+        for key, dash in zip(theories, DASHES):
+            prediction = sorted((point[x], point[key]) for point in line if point[key] is not None)
+            if prediction:
+                marker = "_" if len(prediction) == 1 else ""  # a point has no line
+                axes.plot(*zip(*prediction), color="black", ls=dash, lw=1.1, marker=marker, ms=18, zorder=3)
+
+
 def unique(points, key):
     """The values of a key, each once, in the points' order."""
     return list(dict.fromkeys(point[key] for point in points))
 
 
-def plain(name):
-    """A key, or a value, as a figure shows it."""
-    return str(name).replace("_", " ")
-
-
-def draw_theories(axes, line, x, theories) -> None:
-    """Draw the theories of a line of points, dashed."""
-    for key, dash in zip(theories, DASHES):
-        law = sorted((point[x], point[key]) for point in line if point[key] is not None)
-        if law:
-            marker = "_" if len(law) == 1 else ""  # a point has no line
-            axes.plot(*zip(*law), color="black", ls=dash, lw=1.1, marker=marker, ms=18, zorder=3)
+def plain(key):
+    """A column's name, in words."""
+    return key.replace("_", " ")
 
 
 # ---- lineage -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
 
     experiment = Experiment("probe", "BB Table 1", settings)
     rows = ...                                        # on experiment.device, in experiment.dtype
-    draw_probe(rows, experiment.folder / "probe.png")
+    plot_probe(rows, experiment.folder / "probe.png")
     return experiment.save(rows, columns=("model", "seed"))
 """
 
@@ -107,12 +107,17 @@ def write_json(result, path) -> None:
 
 
 def print_rows(rows, columns=()) -> None:
-    """Print rows as a table; of layers and positions 0, the powers of two and the last."""
-    for along in ("layer", "position"):
-        numbers = [row.get(along) or 0 for row in rows]
-        rows = [row for row, n in zip(rows, numbers) if n & (n - 1) == 0 or n == max(numbers)]
+    """Print rows as a table; of layers and positions 0, the powers of two and the last, and say so."""
     present = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in columns or present if name in present]
+    left_out = []
+    for along in ("layer", "position"):
+        if along in names:
+            numbers = {row[along] for row in rows}
+            shown = {n for n in numbers if n & (n - 1) == 0 or n == max(numbers)}
+            rows = [row for row in rows if row[along] in shown]
+            if shown < numbers:
+                left_out.append(f"{len(shown)} of {len(numbers)} {along}s")
     lines = [names]
     for row in rows:
         values = [row.get(name) for name in names]
@@ -120,20 +125,23 @@ def print_rows(rows, columns=()) -> None:
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print(*[text.rjust(width) for text, width in zip(line, widths)])
+    if left_out:
+        print(f"({', '.join(left_out)}; the JSON has all)")
 
 
 def mean_over_seeds(samples, measured):
-    """One row for samples that differ in the `measured` values only: their means.
+    """One row for samples that differ in numbers alone: the means of the `measured`, and of others the first.
 
-    `seed_std` is the standard deviation of the first measured value. The columns' order is kept.
+    The others are theory's, which may differ in their last bits. `seed_std` is the standard deviation of the
+    first measured one. The columns' order is kept.
     """
     groups = defaultdict(list)
     for sample in samples:
-        key = tuple(item for item in sample.items() if item[0] not in measured)
+        key = tuple(item for item in sample.items() if not isinstance(item[1], float))
         groups[key].append(sample)
     rows = []
-    for key, group in groups.items():
+    for group in groups.values():
         values = {name: np.array([sample[name] for sample in group]) for name in measured}
         means = {name: float(value.mean()) for name, value in values.items()}
-        rows.append(dict(key) | means | {"seed_std": float(values[measured[0]].std())})
+        rows.append(group[0] | means | {"seed_std": float(values[measured[0]].std())})
     return rows

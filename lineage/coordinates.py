@@ -29,7 +29,7 @@ from scipy import stats
 from scipy.special import softmax
 from torch import Tensor
 
-from init import STD, draw, keyed_generator
+from init import STD, draw_weight, keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage import parts
@@ -168,7 +168,7 @@ def closest_births(source, parameter, count, seeds):
     m = len(unit)
 
     def cosine_of(seed):
-        birth = draw(seed, parameter, shape, STD, m).numpy()
+        birth = draw_weight(seed, parameter, shape, STD, m).numpy()
         return float(birth @ unit) / float(np.linalg.norm(birth))
 
     best = []

@@ -1,10 +1,10 @@
-"""Is it more than chance? Streaming cosines over all pairs, and the odds of a count or a mean (BB B.2).
+"""Is it more than chance? Streaming cosines over all pairs, the odds of a count, and intervals (BB B.2).
 
     >>> from measure import cosines
     >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
     -88.6
 
-Probabilities are logs throughout: p itself underflows (the paper prints 0.00).
+Probabilities are logs: p itself underflows (the paper prints 0.00).
 """
 
 import functools
@@ -22,8 +22,6 @@ from init import keyed_generator
 from lib.runtime import sum_over_ranks
 from lib.settings import UserError
 
-SMALLEST_LOG10_P = -300.0  # of Student's t, whose tail scipy gives no further
-
 # ---- cosines of all pairs ----------------------------------------------------------------------------------
 
 
@@ -38,7 +36,6 @@ class CosineStatistics:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.sum = torch.zeros(d, dtype=torch.float64, device=device)
         self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
-        self.pairs = torch.zeros(3, dtype=torch.float64, device=device)  # number, sum, sum of squares
 
     def update(self, states: Tensor) -> None:
         """Add states (n, d), normalised without an epsilon."""
@@ -46,13 +43,10 @@ class CosineStatistics:
         self.count += len(unit)
         self.sum += unit.sum(dim=0)
         self.outer.addmm_(unit.T, unit)
-        even = len(unit) // 2 * 2  # disjoint pairs within a batch, so that ranks make no difference
-        cosine = (unit[0:even:2] * unit[1:even:2]).sum(dim=1)
-        self.pairs += torch.stack((self.count.new_tensor(even / 2), cosine.sum(), cosine.square().sum()))
 
     def reduce(self) -> "CosineStatistics":
         """Sum over the ranks, in place."""
-        for tensor in (self.count, self.sum, self.outer, self.pairs):
+        for tensor in (self.count, self.sum, self.outer):
             sum_over_ranks(tensor)
         return self
 
@@ -60,8 +54,8 @@ class CosineStatistics:
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
         return self.sum / self.count
 
-    def mean_and_std(self):
-        """Mean and standard deviation of the cosine over all n(n - 1)/2 pairs, n >= 2.
+    def summary(self):
+        """Mean and standard deviation over all n(n - 1)/2 pairs, n >= 2, as columns of a row.
 
         UserError if a state was zero or not finite.
         """
@@ -70,20 +64,7 @@ class CosineStatistics:
         n = self.count.item()
         mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
         mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
-        return mean, max(0.0, mean_square - mean**2) ** 0.5
-
-    def summary(self):
-        """`mean_and_std`, as columns of a row."""
-        mean, std = self.mean_and_std()
-        return {"mean_cosine": mean, "std_cosine": std}
-
-    def log10_p(self):
-        """One-sample t-test of the cosines of disjoint pairs, which are independent, against a mean of 0."""
-        n, total, squares = self.pairs.tolist()
-        if n < 2:
-            return None
-        variance = max((squares - total**2 / n) / (n - 1), 1e-30)
-        return student_log10_p(total / math.sqrt(n * variance), n - 1)
+        return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
 
 
 def pairwise_cosine(states: Tensor):
@@ -101,12 +82,6 @@ def floored_cosine(states: Tensor, epsilon):
 
 
 # ---- odds --------------------------------------------------------------------------------------------------
-
-
-def student_log10_p(t, dof):
-    """log10 of the two-sided p of Student's t, from -300 on."""
-    log_p = math.log(2) + student.logsf(abs(t), dof)
-    return min(0.0, max(SMALLEST_LOG10_P, log_p / math.log(10)))
 
 
 def binomial_log10_p(count, n, num_choices):
@@ -133,12 +108,15 @@ def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
 # ---- intervals ---------------------------------------------------------------------------------------------
 
 
-def interval(values, name="mean"):
-    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
+def interval(values, name="mean", least=-math.inf, largest=math.inf):
+    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t.
+
+    The interval ends where values do: those of a rate are between 0, the `least`, and 1, the `largest`.
+    """
     values = np.asarray(values, np.float64)
     mean = values.mean()
     error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {name: mean, "low": mean - error, "high": mean + error}
+    return {name: mean, "low": max(least, mean - error), "high": min(largest, mean + error)}
 
 
 def wilson(successes, n, confidence=0.95):

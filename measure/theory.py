@@ -1,4 +1,4 @@
-"""What should we see? Every law of the contraction at birth, without a free parameter (BB 4, A.1-A.3).
+"""What should we see? Predictions of the contraction at birth, without a free parameter (BB 4, A.1-A.3).
 
     >>> from measure import theory
     >>> [round(c, 4) for c in theory.relu_recursion(3)]  # BB Proposition 2
@@ -6,7 +6,7 @@
 
 Two ideas carry most of it. A random layer is wide, so a pre-activation is Gaussian: cosines go from layer to
 layer by one scalar function, the activation's kernel. And attention at birth is close to uniform: position i
-averages positions 1..i. Where a law is asymptotic (in width, length or both), its docstring says in what.
+averages positions 1..i. What is asymptotic (in width, length or both) says so in its docstring.
 """
 
 import functools
@@ -177,43 +177,51 @@ def aggregated_std(config: ModelConfig, T) -> Tensor:
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
-@functools.cache
-def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
-    """Cosines before (0) and after each block: of two sequences' last states, and the mean within a sequence.
+def covariance_updates(config: ModelConfig, scheme):
+    """What a newborn's attention and MLP add to covariances, each a function of cosines C (..., T, T).
 
-    In the limit of infinite width the newborn is two (T, T) matrices: S_ij, the covariance of positions i and
-    j within a sequence, and R_ij, between two. A norm scales by D_i = S_ii + epsilon; attention averages; the
-    MLP applies its kernel; projections multiply by fan-in times weight variance. Inputs are N(0, 0.02^2).
-    Two finite-width terms are kept, without which their effects would be zero: SwiGLU's k_0, and the variance
-    of the attention's logits, to first order. Scheme `centered` does not pass k_0 on where it is a mean that
-    all hidden units share, as SwiGLU's is not; `projected` never. `residual`: do sublayers add to an input?
-    Calibrations are not in it.
+    Attention averages uniformly, and to first order in the variance of its logits is drawn to keys that are
+    alike; the MLP applies its kernel. Projections multiply by fan-in times weight variance. Scheme `centered`
+    passes no k_0 on where it is a mean that all hidden units share, as SwiGLU's is not.
     """
     d = config.d_model
+    logit_std = 1.0 if config.qk_norm else d * STD**2  # of q k^T / sqrt(Dh), for inputs of RMS 1
+    logit_variance = math.expm1(logit_std**2)
     residual_variance = residual_std(config, scheme) ** 2
-    logit_variance = math.expm1((d * STD**2) ** 2)
-    kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
-    if scheme == "projected" or (scheme == "centered" and config.mlp != "swiglu"):
-        kernel[0] = 0
-
     attention_gain = d * STD**2 * config.num_heads * config.head_size * residual_variance
     mlp_gain = config.d_ff * residual_variance
+    kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
+    if scheme == "centered" and config.mlp != "swiglu":
+        kernel[0] = 0
 
-    def attention(C):  # uniform averaging, and to first order the pull of keys that are alike
+    def attention(C):
         uniform = average(C)
         return attention_gain * (uniform + logit_variance * C * (average(C * C) - uniform * uniform))
 
     def mlp(C):
         return mlp_gain * evaluate(kernel, C)
 
-    blocks = {"full": (attention, mlp), "attention": (attention,), "mlp": (mlp,)}
+    return {"full": (attention, mlp), "attention": (attention,), "mlp": (mlp,)}[config.sublayers]
+
+
+@functools.cache
+def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
+    """Cosines before (0) and after each block: of two sequences' last states, and the mean within a sequence.
+
+    In the limit of infinite width the newborn is two (T, T) matrices: S_ij, the covariance of positions i and
+    j within a sequence, and R_ij, between two, for inputs N(0, 0.02^2). A norm divides both by sqrt(D_i D_j),
+    D_i = S_ii + epsilon. Two finite-width terms are kept, without which their effects would be zero: SwiGLU's
+    k_0, and the variance of attention's logits. `residual`: do sublayers add to their input? Calibrations are
+    not in it.
+    """
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
     stream[0].fill_diagonal_(STD**2)
     inter = [0.0]
     intra = [1 / T]  # a position is like itself alone
+    updates = covariance_updates(config, scheme)
     for _ in range(config.num_layers):
-        for sublayer in blocks[config.sublayers]:
-            output = sublayer(stream / scales(stream[0], config.norm_epsilon))  # of cosines
+        for update in updates:
+            output = update(stream / scales(stream[0], config.norm_epsilon))  # of cosines
             stream = stream + output if residual else output
         S, R = stream
         inter.append((R[-1, -1] / S[-1, -1]).item())
@@ -248,7 +256,7 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor):
 def normed(norm: nn.Module, mean: Tensor, K: Tensor):
     """What a norm makes of states of mean (d,) and covariance K (T, T), all positions taken like the last.
 
-    Returns their normed mean (d,), the squares of the gains (d,), and K before the gains (T, T).
+    Returns the normed mean m (d,), the squared gains (d,), and the covariance before gains C = K / D (T, T).
     """
     gain = norm.weight.double()
     has_mean = isinstance(norm, nn.LayerNorm)
@@ -260,46 +268,54 @@ def normed(norm: nn.Module, mean: Tensor, K: Tensor):
     return m, gain.square(), K / D
 
 
+def attention_update(attention: nn.Module, m: Tensor, gains: Tensor, C: Tensor):
+    """What attention adds to mean (d,) and covariance (T, T)."""
+    config = attention.config
+    output = attention.o_proj.weight.double()  # (d, H Dh)
+    values = attention.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
+    values = values.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)  # (H Dh, d)
+    gain = (output.square() @ (values.square() @ gains)).mean()
+    return output @ (values @ m), gain * average(C)
+
+
+def mlp_update(mlp: MLP, m: Tensor, gains: Tensor, C: Tensor):
+    """What an MLP adds to mean (d,) and covariance (T, T).
+
+    Cov(h, h') is Var h at one position, and between two the slope times the cosine of their noise.
+    """
+    expected, variance, slope = hidden_moments(mlp, m, gains * C[-1, -1])
+    down = mlp.down_proj.weight.double()  # (d, d_ff)
+    power = down.square().mean(0)  # (d_ff,), of what a hidden unit adds to a dimension
+    covariance = (power @ slope) * C / scales(C)
+    covariance.diagonal().add_(power @ (variance - slope))
+    return down @ expected, covariance
+
+
 @torch.inference_mode()
 def mean_field(model: Transformer, T):
-    """The contraction direction from the weights, (d,) of unit length, for T random tokens.
+    """The contraction direction from the weights, (d,) of norm 1, for T random tokens.
 
-    Carries through the layers what all sequences share, a mean vector, and the covariance K (T, T) over
-    positions of what they do not. Attention adds W_O W_V of the normed mean, and averages K; the MLP adds
-    W_down E h, each pre-activation Gaussian about its mean. Neglected: that early positions have means of
-    their own, that attention is not quite uniform, biases of q, k and v, and calibrations.
+    A state is what all sequences share, a mean (d,), and Gaussian noise, whose covariance over positions,
+    K (T, T), is that of each dimension. The three equations, with M for uniform attention:
+
+        norm:       m = gain mean / sqrt(D)    C = K / D        D = mean square of mean, + K_TT + epsilon
+        attention:  mean += W_O W_V m          K += |W_O W_V gain|^2 M C M^T
+        MLP:        mean += W_down E h         K += |W_down|^2 Cov(h, h')   h = phi(W_up (m + gain noise))
+
+    Neglected: that early positions have means of their own, that attention is not quite uniform, biases of q,
+    k and v, and calibrations.
     """
-    config = model.config
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
     K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
     for block in model.model.layers:
         if block.self_attn is not None:
-            m, gains, k = normed(block.input_layernorm, mean, K)
-            output = block.self_attn.o_proj.weight.double()
-            values = block.self_attn.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)
-            values = values.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)
-            mean = mean + output @ (values @ m)
-            K = K + (output.square() @ (values.square() @ gains)).mean() * average(k)
+            added, covariance = attention_update(block.self_attn, *normed(block.input_layernorm, mean, K))
+            mean = mean + added
+            K = K + covariance
         if block.mlp is not None:
-            m, gains, k = normed(block.post_attention_layernorm, mean, K)
-            expected, variance, slope = hidden_moments(block.mlp, m, gains * k[-1, -1])
-            down = block.mlp.down_proj.weight.double()
-            power = down.square().mean(0)  # of what a hidden unit adds to a dimension
-            mean = mean + down @ expected
-            K = K + (power @ slope) * k / scales(k)
-            K.diagonal().add_(power @ (variance - slope))
+            added, covariance = mlp_update(block.mlp, *normed(block.post_attention_layernorm, mean, K))
+            mean = mean + added
+            K = K + covariance
     m, _, _ = normed(model.model.norm, mean, K)
     return (m / m.norm()).cpu()
-
-
-@torch.inference_mode()
-def project_out_mean_output(model: Transformer) -> None:
-    """Make every down projection blind to its hidden units' mean output for unit-variance noise, in place."""
-    for block in model.model.layers:
-        mean = torch.zeros_like(block.post_attention_layernorm.weight, dtype=torch.float64)
-        expected, _, _ = hidden_moments(block.mlp, mean, torch.ones_like(mean))
-        direction = expected / expected.norm()
-        down = block.mlp.down_proj.weight
-        passed = down.double() @ direction
-        down.copy_(down.double() - torch.outer(passed, direction))

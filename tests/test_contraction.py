@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from conftest import assert_refused, run_here
@@ -15,6 +14,7 @@ from contraction import EXPERIMENTS
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from measure import theory
+from measure.cosines import uniform_counts
 from model import PRESETS, ModelConfig, Transformer, rope_table
 
 SEEDS = (1, 2)
@@ -82,9 +82,9 @@ def test_layers(kind, results):
         with torch.inference_mode():
             model.hidden(vectors(LENGTH), on_state=lambda layer, x, states=states: states.append(x[:, -1]))
         streams.append(states)
-    law, _ = theory.kernel_recursion(model.config, LENGTH)
+    theories, _ = theory.kernel_recursion(model.config, LENGTH)
     rows = select(results["layers"]["rows"], variant=kind)
-    for row, *states, expected in zip(rows, *streams, law, strict=True):
+    for row, *states, expected in zip(rows, *streams, theories, strict=True):
         assert_cosines(row, states)
         assert row["theory"] == expected
 
@@ -119,12 +119,12 @@ def test_mlp(stack, results):
     x = vectors(1)[:, 0]
     stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
     mlp = "relu" if stack == "standard_relu" else "gelu"
-    laws = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
+    theories = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
     recursion, _ = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
     rows = select(results["mlp"]["rows"], stack=stack)
-    for row, *states, law in zip(rows, *stacks, laws.get(stack, recursion), strict=True):
+    for row, *states, expected in zip(rows, *stacks, theories.get(stack, recursion), strict=True):
         assert_cosines(row, states, dict(abs=1e-5))  # float32 states that shrink by a hundred in each MLP0
-        assert row["theory"] == law
+        assert row["theory"] == expected
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -157,12 +157,12 @@ def test_amplify(results):
         stacks["mlp0_mlp0"].append(second.view(x.shape)[:, -1])
         stacks["mlp0_attn0"].append(first.mean(1))
     c = 1 / math.pi
-    laws = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
-    laws["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
+    theories = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
+    theories["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
     for stack, states in stacks.items():
         (row,) = select(results["amplify"]["rows"], stack=stack)
         assert_cosines(row, states, dict(abs=1e-5))
-        assert row["theory"] == pytest.approx(laws[stack], rel=1e-12)
+        assert row["theory"] == pytest.approx(theories[stack], rel=1e-12)
 
 
 @pytest.mark.parametrize("stack", ["attn0", "attention"])
@@ -204,9 +204,9 @@ def test_variance(results):
             model.hidden(vectors(LENGTH), on_heads=on_heads)
     rows = results["variance"]["rows"]
     assert [row["std"] for row in rows] == pytest.approx(torch.stack(values).mean(0).tolist(), rel=1e-5)
-    law = theory.aggregated_std(CONFIG, LENGTH).tolist()
-    assert [row["theory"] for row in rows] == law
-    uniform = [law[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
+    expected = theory.aggregated_std(CONFIG, LENGTH).tolist()
+    assert [row["theory"] for row in rows] == expected
+    uniform = [expected[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
     assert [row["uniform_theory"] for row in rows] == pytest.approx(uniform, rel=1e-12)
 
 
@@ -214,8 +214,8 @@ def test_variance(results):
 
 
 PREDICTIONS = [("ablation", kind) for kind in ("full", "mlp", "attention")]
-PREDICTIONS += [("cure", kind) for kind in ("gpt2", "centered", "projected")]
-PREDICTIONS += [("overlap", "gpt2"), ("predict", "gpt2")]
+PREDICTIONS += [("cure", kind) for kind in ("gpt2", "centered")]
+PREDICTIONS += [("predict", "gpt2")]
 
 
 @pytest.mark.parametrize("name, kind", PREDICTIONS)
@@ -228,34 +228,29 @@ def test_predictions(name, kind, results):
             model = init.newborn(replace(CONFIG, sublayers=kind), seed, embedding_seed=0)
             inputs = vectors(LENGTH)
         else:
-            (row,) = select(rows, seed=seed, init=kind)
-            scheme = "centered" if kind == "centered" else "gpt2"
-            model = init.newborn(CONFIG, seed, embedding_seed=0, scheme=scheme)
+            (row,) = select(rows, seed=seed, **({"init": kind} if name == "cure" else {}))
+            model = init.newborn(CONFIG, seed, embedding_seed=0, scheme=kind)
             inputs = random_tokens(0, range(COUNT), LENGTH, CONFIG.vocab_size)
-        if kind == "projected":
-            theory.project_out_mean_output(model)
         head = model.head_weight.detach().double()
         with torch.inference_mode():
             states = model.hidden(inputs)[:, -1].double()
         tokens = (states @ head.T).argmax(1).tolist()
         direction = F.normalize(states, dim=1).mean(0)
-        assert row["top1_count"] == tokens.count(row["top1_token"]) == max(map(tokens.count, tokens))
-        assert row["direction_token"] == (head @ direction).argmax()
         assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
+        largest = max(map(tokens.count, tokens))
         if name == "ablation":
-            disjoint = F.cosine_similarity(states[::2], states[1::2])
-            p = scipy.stats.ttest_1samp(disjoint, 0).pvalue
-            assert row["cosine_log10_p"] == pytest.approx(math.log10(p), abs=1e-4)  # two float32 cosines
-        else:
-            assert row["direction_count"] == tokens.count(row["direction_token"])
+            assert row["ratio"] == largest / uniform_counts(COUNT, CONFIG.vocab_size, 1)[0]
+            continue
+        assert row["top1_count"] == largest
+        assert row["predicted_cosine"] == theory.kernel_recursion(CONFIG, LENGTH, kind)[0][-1]
         if name == "predict":
+            assert tokens.count(row["top1_token"]) == largest
+            assert row["direction_token"] == (head @ direction).argmax()
+            assert row["direction_count"] == tokens.count(row["direction_token"])
             foreseen = theory.mean_field(model, LENGTH)
             cosine = F.cosine_similarity(foreseen, direction, dim=0).item()
             assert row["direction_cosine"] == pytest.approx(cosine, abs=1e-6)  # float32 states
             assert row["predicted_token"] == (head @ foreseen).argmax()
-        if name in ("predict", "cure"):
-            law, _ = theory.kernel_recursion(CONFIG, LENGTH, kind)
-            assert row["predicted_cosine"] == law[-1]
 
 
 def test_width(results):

@@ -8,7 +8,6 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from scipy.integrate import quad
 
 from lib.settings import UserError
 from measure import cosines
@@ -38,24 +37,25 @@ def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
     pairs = []
     for a, b in itertools.combinations(states.double().numpy(), 2):
         pairs.append(np.dot(a, b) / math.sqrt(np.dot(a, a) * np.dot(b, b)))
-    mean, std = statistics.mean_and_std()
-    assert mean == pytest.approx(np.mean(pairs), abs=1e-12)  # float64 sums of numbers up to 1
-    assert std == pytest.approx(np.std(pairs), abs=1e-6)  # the root of a difference: half the digits
+    row = statistics.summary()
+    assert row["mean_cosine"] == pytest.approx(np.mean(pairs), abs=1e-12)  # float64 sums of numbers up to 1
+    assert row["std_cosine"] == pytest.approx(np.std(pairs), abs=1e-6)  # a difference's root: half the digits
     torch.testing.assert_close(statistics.direction(), F.normalize(states.double()).mean(0))
-    assert cosines.pairwise_cosine(states) == pytest.approx({"mean_cosine": mean, "std_cosine": std})
+    # batches are sums in another order, of which the std keeps half the digits
+    assert cosines.pairwise_cosine(states) == pytest.approx(row, abs=1e-6)
 
 
 def test_lengths_play_no_part():
     states = torch.tensor([[1e-30, 0.0], [-1e30, 0.0]])
     # float64, and a standard deviation that is the root of a difference
-    assert statistics_of(states).mean_and_std() == pytest.approx((-1, 0), abs=1e-7)
+    assert statistics_of(states).summary() == pytest.approx({"mean_cosine": -1, "std_cosine": 0}, abs=1e-7)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_cosine_statistics_refuse_states_without_direction(bad):
     statistics = statistics_of(torch.tensor([[1.0, 2.0, 3.0], [bad, bad, bad]]))
     with pytest.raises(UserError, match="zero or not finite"):
-        statistics.mean_and_std()
+        statistics.summary()
 
 
 def test_floored_cosine_is_that_of_torch():
@@ -96,47 +96,16 @@ def test_uniform_baseline_by_all_outcomes(n, V):
     assert cosines.uniform_counts(n, V, n, repetitions=4000) == expected
 
 
-# ---- the odds of a mean ------------------------------------------------------------------------------------
+# ---- intervals ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dof", [2, 98, 65_535, 10**6])
-@pytest.mark.parametrize("t", [0.3, 4.4, 20, 60])
-def test_student_tail_against_its_integral(t, dof):
-    """The density at t times the integral of what it falls to, which does not underflow; cut at -300."""
-
-    def fall(u: float) -> float:
-        return (1 + (2 * t * u + u * u) / (dof + t * t)) ** (-(dof + 1) / 2)
-
-    scale = (dof + t * t) / (dof + 1) / t
-    pieces = itertools.pairwise([0, 1, 4, 16, 64, 256, 1024, math.inf])
-    area = sum(quad(fall, a * scale, b * scale, epsabs=0, epsrel=1e-11)[0] for a, b in pieces)
-    log10_p = (math.log(2 * area) + scipy.stats.t.logpdf(t, dof)) / math.log(10)
-    # quad and scipy are both good to some 1e-10 of log p
-    assert cosines.student_log10_p(t, dof) == pytest.approx(max(-300, log10_p), rel=1e-8, abs=1e-8)
-
-
-def test_student_tails_at_their_ends():
-    assert cosines.student_log10_p(0.0, 5) == 0
-    for t in (240.0, -240.0, math.inf):
-        assert cosines.student_log10_p(t, 499) == -300
-
-
-@pytest.mark.parametrize("n, batch_size", [(40, 40), (41, 7), (64, 3)])
-def test_t_test_of_disjoint_pairs_against_scipy(n, batch_size):
-    """Pairs are (0, 1), (2, 3), ... of each batch, whose odd last state has no partner."""
-    states = normal(n, 6, seed=n).double() + 0.4
-    pairs = []
-    for batch in states.split(batch_size):
-        even = batch[: len(batch) // 2 * 2]
-        pairs.append(F.cosine_similarity(even[::2], even[1::2]))
-    p = scipy.stats.ttest_1samp(torch.cat(pairs), 0).pvalue
-    assert statistics_of(states, batch_size).log10_p() == pytest.approx(math.log10(p), rel=1e-9)  # float64
-
-
-def test_t_test_needs_two_pairs_and_survives_identical_ones():
-    assert statistics_of(normal(5, 6), batch_size=1).log10_p() is None
-    assert statistics_of(torch.ones(3, 2)).log10_p() is None
-    assert -300 <= statistics_of(torch.ones(20, 2)).log10_p() < -100
+@pytest.mark.parametrize("least, largest", [(-math.inf, math.inf), (0, 1)])
+def test_interval_against_scipy_and_within_a_rates_bounds(least, largest):
+    values = [0.0, 0.0, 0.1, 0.2, 1.0]
+    low, high = scipy.stats.t.interval(0.95, 4, loc=0.26, scale=scipy.stats.sem(values))
+    assert low < 0 and high < 1
+    expected = {"rate": 0.26, "low": max(low, least), "high": min(high, largest)}
+    assert cosines.interval(values, "rate", least, largest) == pytest.approx(expected)
 
 
 def test_wilson_interval_by_its_formula():

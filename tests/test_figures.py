@@ -1,28 +1,34 @@
 """lib/figures.py: the curves that are drawn are the points that were given, theory beside them."""
 
+import logging
+import warnings
+
 import pytest
 from matplotlib.figure import Figure
 
 from lib import figures
 
+NAMES = ("costs $1 and $2", "_100%_模型")
 POINTS = [
     {"model": model, "layer": layer, "n": 10**layer, "c": c, "std": 0.1, "theory": None if layer == 1 else -c}
-    for model, c in (("costs $1 and $2", 0.5), ("b_c", 0.25))
+    for model, c in zip(NAMES, (0.5, 0.25))
     for layer in (0, 1, 2)
 ]
 
 
 @pytest.fixture
 def drawn(tmp_path, monkeypatch):
-    """Draw curves of POINTS, and return the figure in place of writing it."""
+    """Draw curves of some points, and return the figure as it was written."""
 
-    def draw(**keywords) -> Figure:
+    def draw(points, **keywords) -> Figure:
         caught = []
+        save = Figure.savefig
         with monkeypatch.context() as patch:
-            patch.setattr(figures, "save_figure", lambda figure, path: caught.append(figure))
+            patch.setattr(
+                Figure, "savefig", lambda figure, *a, **k: caught.append(figure) or save(figure, *a, **k)
+            )
             keywords = {"x": "layer", "y": "c", "series": "model", **keywords}
-            figures.curves(POINTS, tmp_path / "x.png", "Why?", **keywords)
-        caught[0].draw_without_rendering()
+            figures.curves(points, tmp_path / "x.png", "Why?", **keywords)
         return caught[0]
 
     return draw
@@ -34,11 +40,67 @@ def lines(axes) -> list[list[tuple]]:
     return [line for line in pairs if line]
 
 
+def labels(axis) -> list[str]:
+    """The tick labels that are seen."""
+    return [tick.label1.get_text() for tick in axis.get_major_ticks() + axis.get_minor_ticks()]
+
+
 def test_a_line_for_each_series_and_each_theory(drawn):
-    figure = drawn(theories={"theory": "the theory"})
+    figure = drawn(POINTS, theories={"theory": "the theory"})
     (axes,) = figure.axes
     first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
     second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
     assert lines(axes) == [*first, *second]
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["costs $1 and $2", "b c", "the theory"]
+    names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
+    assert names == [*NAMES, "the theory"]
+
+
+def test_names_of_any_script_are_drawn_without_a_warning(drawn, caplog):
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        drawn(POINTS)
+    assert not caplog.records
+
+
+def test_an_installed_font_stands_in_for_what_is_missing(drawn, monkeypatch):
+    """DejaVu Serif is one that matplotlib brings along; another one is not installed, and not asked for."""
+    monkeypatch.setattr(figures, "FALLBACK_FONTS", ("No Such Font", "DejaVu Serif"))
+    (axes,) = drawn(POINTS).axes
+    assert axes.title.get_fontfamily() == ["DejaVu Sans", "DejaVu Serif"]
+
+
+@pytest.mark.parametrize("low, high", [(0.31, 0.48), (1, 90), (1e-7, 3)])
+def test_logarithmic_ticks_are_plain_numbers(low, high, drawn):
+    points = [{"model": "a", "layer": 1, "c": c} for c in (low, high)]
+    (axes,) = drawn(points, log="y").axes
+    seen = [text.replace("\N{MINUS SIGN}", "-") for text in labels(axes.yaxis) if text]
+    assert len(seen) >= 3 and all(float(text) > 0 for text in seen)
+
+
+@pytest.mark.parametrize("layers", [(1,), (1, 2), range(1, 31)])
+def test_layers_are_ticked_at_whole_numbers(layers, drawn):
+    points = [{"model": "a", "layer": layer, "c": 0.5} for layer in layers]
+    (axes,) = drawn(points).axes
+    (other,) = drawn(
+        [{**point, "c": point["layer"], "at": 0.5} for point in points], x="at", ylabel="layer"
+    ).axes
+    for axis in (axes.xaxis, other.yaxis):
+        places = axis.get_majorticklocs()
+        assert len(places) and all(place == round(place) for place in places)
+
+
+@pytest.mark.parametrize(
+    "names, shown",
+    [
+        (["nano_gpt2", "nano_llama"], ["nano_gpt2", "nano_llama"]),
+        ([f"/models/{name}/face-format/final-checkpoint" for name in "ab"], ["…a…", "…b…"]),
+        (
+            ["/models/of/many/a/long/run", "/models/of/many/a/long/run/step_0000005"],
+            ["…run", "…run/step_0000005"],
+        ),
+        (["a_long_word" * 10, "short"], ["a_long_wor…long_worda_long_word", "short"]),
+    ],
+)
+def test_long_names_are_shown_by_what_differs(names, shown):
+    assert figures.short_names(names) == shown
+    assert max(map(len, shown)) <= 32

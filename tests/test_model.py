@@ -12,57 +12,32 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import KINDS, SMALL, random_model
+from lib.folders import KEYS
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import init
 import model as textbook
 from lib import kernels
+from lib.checkpoint import config_json
 from lib.runtime import training_flops
 from model import PRESETS, ModelConfig, Transformer, rope_table
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 
 
-def shape_of(c: ModelConfig) -> dict:
-    """A configuration in transformers' words."""
-    return dict(
-        vocab_size=c.vocab_size,
-        hidden_size=c.d_model,
-        intermediate_size=c.d_ff,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.kv_heads,
-        max_position_embeddings=c.context_length,
-        rms_norm_eps=c.norm_epsilon,
-        tie_word_embeddings=c.tie_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        attn_implementation="eager",
-    )
-
-
-def reference(name: str):
-    """transformers' model of the same shape."""
-    shape = shape_of(KINDS[name])
-    if name == "llama3":
-        shape["rope_parameters"] |= {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    if name == "qwen2":
-        return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
-    if name == "qwen3":
-        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=20))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+def reference(shape: dict):
+    """transformers' model of a configuration in their words, with the plainest attention."""
+    config = transformers.AutoConfig.for_model(**shape)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "gpt2"])
 @pytest.mark.parametrize("T", [60, 600])
 def test_logits_equal_transformers(name, T):
-    model, theirs = random_model(KINDS[name]), reference(name).eval()
+    model, theirs = random_model(KINDS[name]), reference(config_json(KINDS[name]))
     missing, unexpected = theirs.load_state_dict(model.state_dict(), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected  # a tied head is no tensor of its own
     theirs.tie_weights()
@@ -77,9 +52,10 @@ def test_gpt2_style_equals_gpt_neox():
     """GPT-NeoX without parallel residual is a RoPE GPT-2 that packs q, k, v by head and has linear biases."""
     config = replace(KINDS["gpt2"], tie_embeddings=False)
     model = random_model(config)
-    shape = shape_of(config) | dict(layer_norm_eps=1e-5, hidden_act="gelu", use_parallel_residual=False)
-    shape["rope_parameters"]["partial_rotary_factor"] = 1.0
-    theirs = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**shape)).eval()
+    shape = {theirs: getattr(config, ours) for ours, theirs in KEYS.items()}
+    shape |= {"model_type": "gpt_neox", "layer_norm_eps": 1e-5, "use_parallel_residual": False}
+    shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    theirs = reference(shape)
     ours, state = model.state_dict(), {k: torch.zeros_like(v) for k, v in theirs.state_dict().items()}
     state["gpt_neox.embed_in.weight"] = ours["model.embed_tokens.weight"]
     state["lm_head.weight"] = ours["lm_head.weight"]
@@ -306,11 +282,14 @@ def test_training_flops_against_torchs_counter(name):
 
 
 def test_presets_are_the_papers():
-    sizes = {"nano_gpt2": 124e6, "nano_llama": 134e6, "nano_qwen": 347e6, "gpt2_1b": 1.31e9}
-    for name, size in sizes.items():
+    """All parameters, and those of the blocks, which BB's "1.2B" and Gu et al.'s 60M count alone."""
+    sizes = {"nano_gpt2": (124e6, 85e6), "nano_llama": (134e6, 85e6), "nano_qwen": (347e6, 113e6)}
+    sizes |= {"gpt2_1b": (1.31e9, 1.21e9), "llama_60m": (108e6, 59e6)}
+    for name, (size, of_blocks) in sizes.items():
         with torch.device("meta"):
             model = Transformer(PRESETS[name])
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(size, rel=0.005)
+        assert sum(p.numel() for p in model.model.layers.parameters()) == pytest.approx(of_blocks, rel=0.005)
 
 
 def test_loss_in_chunks_is_the_plain_one(monkeypatch):
@@ -326,7 +305,31 @@ def test_loss_in_chunks_is_the_plain_one(monkeypatch):
     for mine, plain in zip(*results, strict=True):
         torch.testing.assert_close(mine, plain, atol=1e-12, rtol=1e-12)
     with torch.no_grad():
-        assert torch.equal(model(TOKENS, targets), results[0][0])
+        torch.testing.assert_close(model(TOKENS, targets), results[0][0], atol=1e-12, rtol=1e-12)
+
+
+class Shapes(TorchDispatchMode):
+    """While this lasts, the shapes of all tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(value.shape) for value in tree_leaves(result) if isinstance(value, torch.Tensor)}
+        return result
+
+
+def test_a_loss_without_gradients_makes_no_tensor_of_the_heads_size():
+    """Of nano_qwen that would be 467 MB."""
+    model = random_model(KINDS["llama"])
+    head = tuple(model.head_weight.shape)
+    with Shapes() as trained:
+        model(TOKENS, TOKENS)
+    with torch.no_grad(), Shapes() as evaluated:
+        model(TOKENS, TOKENS)
+    assert head in trained.seen and head not in evaluated.seen
 
 
 def test_compiled_model_gives_the_same_numbers():

@@ -1,6 +1,7 @@
 """probe.py against exact arithmetic, a plain loop, and the same command run otherwise."""
 
 import math
+import runpy
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_sc
 from test_cosines import exact_log10_p
 
 import init
+import model
 import probe
 from lib import checkpoint, data, inputs
 from lib.files import read_json
@@ -38,8 +40,8 @@ def test_a_row_means_what_it_says(name):
             units.append((state / state.norm()).numpy())
     for batch_size in (1, 7, 64):
         counts = probe.count_predictions(model, 9, 60, batch_size, input_seed=2)
-        assert counts["token_counts"].tolist() == tokens
-        assert counts["dimension_counts"].tolist() == dimensions
+        assert counts.tokens.tolist() == tokens
+        assert counts.dimensions.tolist() == dimensions
     row = probe.preference(model, counts)
     cosines = [units[i] @ units[j] for i in range(60) for j in range(i)]
     draws = np.random.default_rng(0)
@@ -123,3 +125,9 @@ def test_importing_needs_no_optional_package():
     script = "import sys, contraction, init, model, probe, seedprint, sinks, train\n"
     done = run_script("-c", script + "print({'datasets', 'transformers'} & sys.modules.keys())")
     assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("module", [model, init])
+def test_a_script_without_flags_says_what_it_is(module, capsys):
+    runpy.run_path(module.__file__, run_name="__main__")
+    assert capsys.readouterr().out == module.__doc__ + "\n"

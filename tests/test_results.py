@@ -38,15 +38,27 @@ def test_nan_is_no_json(tmp_path):
 
 
 def test_means_over_seeds():
-    """Groups by all that was not measured, in order of appearance; numpy's mean and standard deviation."""
+    """Groups in order of appearance, which no theory's last bit splits; numpy's mean and std."""
     values = np.random.default_rng(0).normal(size=(3, 2, 2))  # of 3 seeds and 2 layers: c and std
     samples = []
     for of_layers in values:
         for layer, (c, std) in zip((4, 2), of_layers):
-            samples.append({"layer": layer, "c": c, "std": std})
+            theory = math.nextafter(0.1, 1) if len(samples) > 3 else 0.1
+            samples.append({"layer": layer, "c": c, "std": std, "theory": theory})
     rows = results.mean_over_seeds(samples, ("c", "std"))
     for row, layer, group in zip(rows, (4, 2), values.swapaxes(0, 1), strict=True):
         c, std = group.mean(0)
         # sums of three numbers in another order
-        expected = {"layer": layer, "c": c, "std": std, "seed_std": group[:, 0].std()}
+        expected = {"layer": layer, "c": c, "std": std, "theory": 0.1, "seed_std": group[:, 0].std()}
         assert row == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_table_says_which_layers_it_leaves_out(capsys):
+    rows = [{"layer": layer, "head": head, "c": 0.123456} for layer in range(13) for head in (0, 1)]
+    results.print_rows(rows, ("layer", "c"))
+    *lines, said = capsys.readouterr().out.splitlines()
+    assert said == "(6 of 13 layers; the JSON has all)"
+    assert lines[::2] == ["layer      c", *[f"{layer:5} 0.1235" for layer in (0, 1, 2, 4, 8, 12)]]
+    results.print_rows(rows[:4], ("head", "c"))  # what is no column says nothing of the table
+    results.print_rows([{"layer": layer} for layer in (1, 2)])
+    assert "JSON" not in capsys.readouterr().out

@@ -13,6 +13,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 import init
+from lib.inputs import random_vectors
 from measure import theory
 from model import MLP, PRESETS, ModelConfig
 
@@ -102,17 +103,6 @@ def test_relu_recursion():
     assert 1 - 1e-4 < cosines[-1] < 1
 
 
-def test_amplifier_against_monte_carlo():
-    """Averages of T states that share one component of weight sqrt(c)."""
-    T = 20
-    c = 1 / math.pi
-    d = 400_000
-    shared = normal(d) * math.sqrt(c)
-    means = [shared + math.sqrt((1 - c) / T) * normal(d, seed=k) for k in (1, 2)]
-    measured = F.cosine_similarity(*means, dim=0).item()
-    assert theory.amplifier(c, T) == pytest.approx(measured, abs=5 / math.sqrt(d))  # five standard errors
-
-
 # ---- averaging: what attention does ------------------------------------------------------------------------
 
 
@@ -183,24 +173,31 @@ def test_mlp_only_recursion_is_a_scalar_one(mlp):
     assert theory.kernel_recursion(config, 5)[0] == pytest.approx(expected, rel=1e-9)  # float64
 
 
-def test_recursion_without_mlp():
-    config = replace(PRESETS["nano_gpt2"], sublayers="attention", norm_epsilon=0.0)
-    inter, intra = theory.kernel_recursion(config, 40)
-    assert inter == [0.0] * 13  # attention alone shares nothing between sequences
-    assert intra[0] == pytest.approx(1 / 40)
-    narrow = replace(config, d_model=24)  # logits of variance 1e-4: attention is uniform
-    _, intra = theory.kernel_recursion(narrow, 40, residual=False)
-    assert intra[1] == pytest.approx(theory.averaging_stack(40, 1)[0], abs=1e-4)
-
-
-def test_both_cures_cure_gelu_and_centering_does_not_cure_swiglu():
+def test_centering_cures_gelu_and_not_swiglu():
     last = {}
-    for name, scheme in itertools.product(("tiny_gpt2", "tiny_llama"), ("gpt2", "centered", "projected")):
+    for name, scheme in itertools.product(("tiny_gpt2", "tiny_llama"), ("gpt2", "centered")):
         inter, _ = theory.kernel_recursion(PRESETS[name], 8, scheme=scheme)
         last[name, scheme] = inter[-1]
-    for cured in (("tiny_gpt2", "centered"), ("tiny_gpt2", "projected"), ("tiny_llama", "projected")):
-        assert last[cured] == pytest.approx(0, abs=1e-12)  # float64
+    assert last["tiny_gpt2", "centered"] == pytest.approx(0, abs=1e-12)  # float64
     assert last["tiny_llama", "centered"] == last["tiny_llama", "gpt2"] > 0
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_recursion_within_a_sequence_against_newborns(qk_norm):
+    """Normed queries and keys have logits of variance 1, so that attention is far from uniform."""
+    config = replace(PRESETS["tiny_gpt2"], qk_norm=qk_norm)
+    cosines = []
+
+    def on_state(layer, x):
+        unit = F.normalize(x.double(), dim=2)
+        cosines.append(unit.mean(1).square().sum(1).mean().item())  # of all pairs of positions
+
+    for seed in range(3):
+        with torch.inference_mode():
+            init.newborn(config, seed).hidden(random_vectors(0, range(8), 64, 256), on_state=on_state)
+    _, intra = theory.kernel_recursion(config, 64)
+    # Width 256 and the first order in the logits' variance leave 0.011; without that order it is 0.028.
+    assert intra == pytest.approx(np.reshape(cosines, (3, 7)).mean(0).tolist(), abs=0.015)
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
@@ -245,16 +242,3 @@ def test_mean_field_against_the_model(name):
         mean = F.normalize(model.hidden(tokens, last_only=True).double()).mean(0)
     # what the theory neglects is not small here; chance would give 0 +- 0.18
     assert torch.dot(direction, mean / mean.norm()) > 0.9
-
-
-@pytest.mark.parametrize("name", ["tiny_gpt2", "tiny_llama"])
-def test_projected_down_projections_pass_no_mean_output(name):
-    model = init.newborn(name, 3)
-    theory.project_out_mean_output(model)
-    zero = torch.zeros(256, dtype=torch.float64)
-    for before, block in zip(init.newborn(name, 3).model.layers, model.model.layers):
-        expected, _, _ = theory.hidden_moments(block.mlp, zero, zero + 1)
-        plain = before.mlp.down_proj.weight.double()
-        projected = block.mlp.down_proj.weight.double()
-        assert (projected @ expected).norm() < 1e-5 * (plain @ expected).norm()  # float32 weights
-        assert projected.std().item() == pytest.approx(plain.std().item(), rel=0.01)  # one direction of many
