@@ -25,7 +25,7 @@ from lib.data import load_tokenizer
 from lib.figures import BLUE, VERMILION, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
-from lib.runtime import default_batch_size, progress, share, sum_over_ranks
+from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
@@ -90,7 +90,7 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
     Returns `token_counts` (V,) and `dimension_counts` (d,), how often each token has the largest logit and
     each dimension the largest final state; `cosines`, CosineStatistics of the final states; and `layers`,
     CosineStatistics of the last position's stream before and after each block (an empty list for tokens).
-    Under torchrun each rank takes a share of the batches, and all return the sums.
+    Under torchrun each rank takes a shard of the batches, and all return the sums.
     """
     config = model.config
     device = model.model.norm.weight.device
@@ -107,7 +107,7 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
             layers[layer].update(x[:, -1])
 
     # whole batches: the same results for any number of ranks
-    batches = share(math.ceil(num_sequences / batch_size))
+    batches = shard(math.ceil(num_sequences / batch_size))
     total = min(len(batches) * batch_size, num_sequences)
     with progress(total=total, desc=f"{T} tokens", unit=" sequences") as bar:
         for batch in batches:

@@ -245,7 +245,7 @@ def accumulate(model, tokens, settings: Settings, step, device, dtype):
     """This rank's part of a step's mean loss; the gradient over all ranks is added to `parameter.grad`."""
     T = settings.sequence_length
     batch_size = settings.global_batch_size
-    parts = parts_of_share(batch_size, settings.micro_batch_size)
+    parts = parts_of_shard(batch_size, settings.micro_batch_size)
     total = torch.zeros((), device=device)
     for part in parts:
         sequences = [step * batch_size + i for i in part]  # beyond the data's end a new epoch begins
@@ -258,10 +258,10 @@ def accumulate(model, tokens, settings: Settings, step, device, dtype):
     return total
 
 
-def parts_of_share(count, size):
-    """This rank's share of range(count), in parts of `size`; the last one may be smaller."""
-    share = runtime.share(count)
-    return [share[start : start + size] for start in range(0, len(share), size)]
+def parts_of_shard(count, size):
+    """This rank's shard of range(count), in parts of `size`; the last one may be smaller."""
+    shard = runtime.shard(count)
+    return [shard[start : start + size] for start in range(0, len(shard), size)]
 
 
 def loss_sum(model, inputs, targets, device, dtype):
@@ -274,7 +274,7 @@ def loss_sum(model, inputs, targets, device, dtype):
 def evaluate(model, inputs, targets, batch_size, device, dtype):
     """Mean loss, in nats a token, of windows (n, T), some at a time, shared among the ranks."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in parts_of_share(len(inputs), batch_size):
+    for part in parts_of_shard(len(inputs), batch_size):
         total += loss_sum(model, inputs[part], targets[part], device, dtype)
     return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 

@@ -83,8 +83,8 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def share(count):
-    """This rank's share of range(count): contiguous, every index in exactly one rank's share."""
+def shard(count):
+    """This rank's shard of range(count): contiguous, every index in exactly one shard."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 

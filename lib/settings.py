@@ -67,7 +67,7 @@ def at_least(least, kind=int):
     return Annotated[kind, msgspec.Meta(ge=least, le=LARGEST_COUNT)]
 
 
-def closest(name, choices, what):
+def check_choice(name, choices, what):
     """`name`, if it is one of `choices`; UserError, which names the closest one or all of them, if not."""
     if name in choices:
         return name
@@ -89,7 +89,7 @@ def read_command(commands, words, document):
                 print(f"  {name:12} {inspect.getdoc(command.function).splitlines()[0]}")
         sys.exit(0)
     elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
-        closest(words[0], list(filter(None, commands)), "subcommand")
+        check_choice(words[0], list(filter(None, commands)), "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(commands)}")
     function, defaults = commands[name]
@@ -143,7 +143,7 @@ def from_values(kind, values, place):
     """The dataclass `kind` of a place's values; UserError for unknown names, wrong types, strange numbers."""
     fields = [field.name for field in dataclasses.fields(kind)]
     for name in values:
-        closest(name, fields, f"setting in {place}:")
+        check_choice(name, fields, f"setting in {place}:")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:

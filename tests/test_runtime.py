@@ -1,4 +1,4 @@
-"""lib/runtime.py: devices, shares of the work, and files and folders that survive a failure."""
+"""lib/runtime.py: devices, formats, and shards of the work."""
 
 import itertools
 import re
@@ -55,11 +55,11 @@ def test_unwritable_out(tmp_path):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 64])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_partition_the_range(monkeypatch, count, world):
-    shares = []
+def test_shards_partition_the_range(monkeypatch, count, world):
+    shards = []
     monkeypatch.setattr(runtime, "world_size", lambda: world)
     for rank in range(world):
         monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
-        shares.append(runtime.share(count))
-    assert list(itertools.chain(*shares)) == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        shards.append(runtime.shard(count))
+    assert list(itertools.chain(*shards)) == list(range(count))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
