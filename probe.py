@@ -21,12 +21,12 @@ import torch
 
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.data import load_tokenizer
 from lib.figures import BLUE, VERMILION, new_figure, save_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
+from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default

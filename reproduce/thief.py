@@ -23,8 +23,8 @@ from scipy.stats import ortho_group
 from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
-from lib.data import load_tokenizer
 from lib.settings import Command, RunSettings, UserError, run_script
+from lib.tokenizers import load_tokenizer
 from model import Transformer
 from seedprint import Models
 

@@ -11,8 +11,8 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 # each other, without a circle.
 FLOORS = """
 lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf / lib.parts / lib.folders
-/ lib.data / lib.checkpoint / lib.inputs / lib.results / lib.figures / lib.runs / measure.cosines
-/ measure.theory / measure.attention / measure.lineage / measure.census / measure.verdict
+/ lib.tokenizers / lib.data / lib.checkpoint / lib.inputs / lib.results / lib.figures / lib.runs
+/ measure.cosines / measure.theory / measure.attention / measure.lineage / measure.census / measure.verdict
 / probe train sinks seedprint / contraction / reproduce
 """.split("/")
 
