@@ -235,19 +235,39 @@ def test_killed_and_resumed():
 
 def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, monkeypatch):
     """Then --resume, and nothing but the folder, goes on to the same bits."""
-    accumulate = train.accumulate
+    accumulate = train.Training.accumulate
 
-    def interrupted(model, tokens, settings, step, device, dtype):
-        if step == 4:
+    def interrupted(training):
+        if training.step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(model, tokens, settings, step, device, dtype)
+        return accumulate(training)
 
-    monkeypatch.setattr(train, "accumulate", interrupted)
+    monkeypatch.setattr(train.Training, "accumulate", interrupted)
     done = run_here("train.py", *words_of(small(tokens, tmp_path / "a")))
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "a")) == 5 and steps_with_state(tmp_path / "a")[-1] == "05"
     done = run_here("train.py", "--resume", "--out", tmp_path / "a")
     assert done.returncode == 0, done.stderr
+    assert same_bits(tmp_path / "a", whole)
+
+
+def test_a_kill_in_the_last_evaluation_loses_no_step(tokens, whole, tmp_path, monkeypatch):
+    """It was saved before; what the evaluation would have added to its row is made again."""
+    held_out_loss = train.Training.held_out_loss
+
+    def killed(training):
+        if training.step == 12:
+            raise KeyboardInterrupt
+        return held_out_loss(training)
+
+    settings = small(tokens, tmp_path / "a")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train.Training, "held_out_loss", killed)
+        train.train(settings)
+    assert steps_with_state(tmp_path / "a")[-1] == "12" and "val_loss" not in rows_of(tmp_path / "a")[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "update", lambda *_: pytest.fail("no step is made again"))
+        train.train(replace(settings, resume=True))
     assert same_bits(tmp_path / "a", whole)
 
 
@@ -369,13 +389,17 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["--sequence-length", "129"], ["--sequence-length 129", "context"]),
+        (["--sequence-length", "257"], ["--sequence-length 257", "context"]),
         (["--data", "none"], ["no data set in none", "python -m lib.data"]),
         (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], ["has the calibration none"]),
+        (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
+        (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
+        (["--init-from", "runs/other", "--init", "gpt2"], ["--init", "leave one out"]),
     ],
 )
 def test_refusals(tokens, tmp_path, words, expected):
-    assert_refused(run_here("train.py", *words_of(small(tokens, tmp_path / "new")), *words), *expected)
+    settings = small(tokens, tmp_path / "new", model=train.Settings().model)
+    assert_refused(run_here("train.py", *words_of(settings), *words), *expected)
     assert not checkpoint.steps(tmp_path / "new")
 
 
