@@ -79,10 +79,7 @@ def train(settings: Settings):
 
     Returns the run folder.
     """
-    if settings.resume:
-        settings = runs.resumed_settings(settings, vars(settings), MAY_CHANGE)
-    elif checkpoint.steps(settings.out):
-        raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
+    settings = runs.merged_settings(settings, MAY_CHANGE)
     settings, device, dtype = runtime.start(settings)
     check_settings(settings, device)
     with runs.sole_owner(Path(settings.out)):
@@ -339,21 +336,18 @@ def load_model(settings: Settings, tokens):
 
 
 def completed_settings(settings: Settings, flags):
-    """What a command line means that gives these flags: to resume, what it leaves out is as in settings.json.
+    """What a command line with these flags means: to resume, what it leaves out is as in settings.json.
 
     UserError for flags that --init-from would leave without effect.
     """
-    if settings.resume:
-        defaults = Settings()
-        in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}
-        return runs.resumed_settings(settings, flags | in_config, MAY_CHANGE)
-    if settings.init_from:
-        fixed = {"model", "seed", "embedding_seed"}
-        if "@" not in settings.init_from:  # a newborn can be drawn in several ways
-            fixed.add("init")
-        for name in sorted(fixed & flags):
-            raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
-    return settings
+    fixed = {"model", "seed", "embedding_seed"} if settings.init_from else set()
+    if settings.init_from and "@" not in settings.init_from:  # a newborn can be drawn in several ways
+        fixed.add("init")
+    for name in sorted(fixed & flags):
+        raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
+    defaults = Settings()
+    in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    return runs.merged_settings(settings, MAY_CHANGE, flags | in_config)
 
 
 COMMANDS = {"": Command(train, Settings(), completed_settings)}

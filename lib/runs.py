@@ -24,17 +24,22 @@ from lib.settings import LARGEST_NUMBER, UserError, from_values
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
 
 
-def resumed_settings(settings, changed, may_change):
-    """The settings of the run in `out` as it was begun, but for those of the names `changed` that may change.
+def merged_settings(settings, may_change, given=None):
+    """The settings of a run: as they are, or with --resume as it was begun, save those that may change.
 
-    UserError if there is no run, or for another value of what may not change.
+    Names that are not `given` (None: all are) are as it was begun, too; a dtype "auto" is. UserError for a
+    folder that holds another run, or none to resume, and for a change that may not be.
     """
+    if not settings.resume:
+        if checkpoint.steps(settings.out):
+            raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
+        return settings
     path = Path(settings.out, "settings.json")
     if not path.exists() and not checkpoint.steps(settings.out):
         raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
     begun = from_values(type(settings), read_json(path), path)
     changes = {"resume": True, "out": settings.out}
-    for name in changed:
+    for name in vars(settings) if given is None else given:
         value = getattr(settings, name)
         if name in may_change:
             changes[name] = value
