@@ -81,91 +81,77 @@ def train(settings: Settings):
     """
     settings = runs.merged_settings(settings, MAY_CHANGE)
     settings, device, dtype = runtime.start(settings)
-    check_settings(settings, device)
-    with runs.sole_owner(Path(settings.out)):
-        training = Training(settings, device, dtype)
-        training.run()
-    return training.folder
-
-
-def check_settings(settings: Settings, device) -> None:
-    """UserError for what cannot be trained, before any text is prepared."""
-    compiler = os.environ.get("CXX", "g++")
-    if settings.compile and device.type == "cpu" and shutil.which(compiler) is None:
-        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
-    if settings.global_batch_size < runtime.world_size():
-        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    if not settings.resume:
-        config = PRESETS[settings.model]
-        if settings.init_from:
-            config = checkpoint.parse_spec(settings.init_from).config
-        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
+    check_settings(settings)
+    run = Path(settings.out)
+    with runs.sole_owner(run):
+        Training(settings, run, device, dtype).go_on()
+    return run
 
 
 class Training:
     """A run on its way: data, model and optimizer, and the number of steps that were made."""
 
-    def __init__(self, settings: Settings, device, dtype):
+    def __init__(self, settings: Settings, run, device, dtype):
         self.settings = settings
+        self.run = run
         self.device = device
         self.dtype = dtype
-        self.folder = Path(settings.out)
         self.is_master = runtime.rank() == 0  # the process that writes and speaks
         self.tokens = open_data(settings, device)
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
-        raw_model, state, moments = load_model(settings, self.tokens)
-        self.raw_model = raw_model.to(device).train()
-        self.optimizer = make_optimizer(self.raw_model, settings)
+        model, state, moments = load_model(settings, self.tokens)
+        self.raw_model = model.to(device).train()
+        self.optimizer = make_optimizer(model, settings)
         self.is_newborn = state is None
         self.step = 0
         if state is not None:
             self.step = state.step
-            checkpoint.restore(self.optimizer, self.raw_model, state, moments)
-        self.model = torch.compile(self.raw_model) if settings.compile else self.raw_model
+            checkpoint.restore(self.optimizer, model, state, moments)
+        self.model = torch.compile(model) if settings.compile else model
         if runtime.world_size() > 1:  # gradients are stored once
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        flops = runtime.training_flops(self.raw_model, settings.sequence_length)  # of a token
+        self.step_tokens = settings.global_batch_size * settings.sequence_length
+        flops = runtime.training_flops(model, settings.sequence_length)  # of a token
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
 
-    def run(self) -> None:
+    def go_on(self) -> None:
         """Train up to --max-iters or a signal. A step is saved first, then evaluated, which may take long."""
         settings = self.settings
         if self.step > settings.max_iters:
-            raise UserError(f"--max-iters {settings.max_iters}: {self.folder} is at step {self.step} already")
+            raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
         if self.is_master:
-            runs.begin_logs(settings, self.folder, -1 if self.is_newborn else self.step)
+            runs.begin_logs(settings, self.run, -1 if self.is_newborn else self.step)
             if self.is_newborn:
-                runs.append_row(self.folder, {"step": 0})
+                runs.append_row(self.run, {"step": 0})
                 self.save()
         stopped = False
         with runtime.listening_for_signals() as signals:
-            self.evaluate_if_due()  # the newborn, or a step whose evaluation was not reached
+            self.evaluate_if_due()  # the newborn, or a step that was killed in its evaluation
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
-                is_last = stopped or self.step == settings.max_iters
-                is_kept = settings.keep == "powers" and runs.is_power_of_two(self.step)
+                step = self.step
+                is_last = stopped or step == settings.max_iters
+                is_kept = settings.keep == "powers" and runs.is_power_of_two(step)
                 if self.is_master:
-                    runs.append_row(self.folder, row)
-                    if self.step % settings.log_every == 0:
+                    runs.append_row(self.run, row)
+                    if step % settings.log_every == 0:
                         self.print_progress(row)
-                    if is_last or is_kept or self.step % settings.save_every == 0:
+                    if is_last or is_kept or step % settings.save_every == 0:
                         self.save()
                 self.evaluate_if_due()
         if self.is_master:
-            runs.prune(self.folder, settings.keep, self.step)
-            runs.draw_loss(self.folder)
-            print(
-                f"{self.folder} is at step {self.step}; --resume goes on, with a larger --max-iters if done"
-            )
+            runs.prune(self.run, settings.keep, self.step)
+            if stopped:
+                runs.draw_loss(self.run)
+            print(f"{self.run} is at step {self.step}; --resume goes on, with a larger --max-iters if done")
         runtime.wait_for_all(self.device)
 
     def update(self, signals):
         """Make a step. Returns its row of metrics.jsonl, and whether any process was told to stop."""
-        settings = self.settings
         begun = time.perf_counter()
         # learning rate of this step
-        rate = learning_rate(self.step, settings)
+        rate = learning_rate(self.step, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # micro-steps: gradients add up; ranks sum their losses and signals, so that all stop together
@@ -173,81 +159,67 @@ class Training:
         sums = torch.stack([loss, loss.new_tensor(len(signals))])
         loss, num_signals = runtime.sum_over_ranks(sums).tolist()
         # clip
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), settings.grad_clip).item()
+        parameters = self.raw_model.parameters()
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise runs.diverged(self.folder, self.step, f"loss {loss}, gradient norm {grad_norm}")
+            raise runs.diverged(self.run, self.step, f"loss {loss}, gradient norm {grad_norm}")
         # step
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        num_tokens = settings.global_batch_size * settings.sequence_length
-        speed = num_tokens / (time.perf_counter() - begun)
+        speed = self.step_tokens / (time.perf_counter() - begun)
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
         row |= {"tokens_per_second": speed, "mfu": speed / self.peak}
         return row, num_signals > 0
 
     def accumulate(self):
         """This rank's part of a step's mean loss; all ranks' gradient is added to `parameter.grad`."""
-        T = self.settings.sequence_length
-        batch_size = self.settings.global_batch_size
+        settings = self.settings
+        batch_size = settings.global_batch_size
         total = torch.zeros((), device=self.device)
-        parts = micro_batches(batch_size, self.settings.micro_batch_size)
+        parts = micro_batches(batch_size, settings.micro_batch_size)
         for part in parts:
             sequences = [self.step * batch_size + i for i in part]  # beyond the data's end a new epoch begins
-            inputs, targets = self.tokens.batch(self.settings.data_seed, sequences, T)  # (n, T) each
+            windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
             # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
             self.model.require_backward_grad_sync = part == parts[-1]
-            loss = self.loss_sum(self.model, inputs, targets) / (batch_size * T)
+            loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
             (loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
             total += loss.detach()
         return total
 
-    def loss_sum(self, model, inputs, targets):
-        """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is torch.bfloat16):
-            return model(inputs.to(self.device), targets.to(self.device))
-
     def evaluate_if_due(self) -> None:
         """Log the held-out loss of this step, in nats/token, and its sinks if tracked; print a sample."""
         settings = self.settings
+        model = self.raw_model
         if self.step % settings.eval_every != 0 and self.step != settings.max_iters:
             return
-        loss = self.held_out_loss()
+        loss = evaluate(model, *self.held_out, settings.micro_batch_size, self.device, self.dtype)
         if not math.isfinite(loss):
-            raise runs.diverged(self.folder, self.step, f"held-out loss {loss}")
+            raise runs.diverged(self.run, self.step, f"held-out loss {loss}")
         values = {"val_loss": loss}
         if settings.track_sinks:
-            inputs = self.held_out[0].to(self.device)
-            values |= attention.summary(attention.sink_signs(self.raw_model, inputs))
+            inputs = self.held_out[0].to(self.device)  # (n, T)
+            values |= attention.summary(attention.sink_signs(model, inputs))
         if self.is_master:
-            runs.amend_row(self.folder, self.step, values)
-            runs.draw_loss(self.folder)
-            sample = generate(self.raw_model, self.tokenizer, 48, self.step)
+            runs.amend_row(self.run, self.step, values)
+            runs.draw_loss(self.run)
+            sample = generate(model, self.tokenizer, 48, self.step)
             print(f"step {self.step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
-
-    @torch.no_grad()
-    def held_out_loss(self):
-        """Mean loss of the held-out windows, shared among the ranks."""
-        inputs, targets = self.held_out  # (n, T) each
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for part in micro_batches(len(inputs), self.settings.micro_batch_size):
-            total += self.loss_sum(self.raw_model, inputs[part], targets[part])
-        return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 
     def save(self) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept."""
         state = checkpoint.TrainingState(self.step, self.tokens.meta.fingerprint)
-        folder = self.folder / f"step_{self.step:07}"
+        folder = self.run / f"step_{self.step:07}"
         checkpoint.save(folder, self.raw_model, self.optimizer, state, self.tokenizer)
-        runs.prune(self.folder, self.settings.keep, self.step)
+        runs.prune(self.run, self.settings.keep, self.step)
 
     def print_progress(self, row) -> None:
         """Print a step's loss, its speed, and the time left."""
-        settings = self.settings
         speed = row["tokens_per_second"]
-        tokens_left = (settings.max_iters - self.step) * settings.global_batch_size * settings.sequence_length
-        left = timedelta(seconds=round(tokens_left / speed))
-        text = f"step {self.step}/{settings.max_iters}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
+        last = self.settings.max_iters
+        left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
+        text = f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
         print(f"{text}  MFU {100 * row['mfu']:.1f} %  {left} left", flush=True)
 
 
@@ -263,6 +235,21 @@ def micro_batches(count, size):
     """This rank's shard of range(count), in parts of `size`; the last one may be smaller."""
     shard = runtime.shard(count)
     return [shard[start : start + size] for start in range(0, len(shard), size)]
+
+
+def loss_sum(model, inputs, targets, device, dtype):
+    """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
+    with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
+        return model(inputs.to(device), targets.to(device))
+
+
+@torch.no_grad()
+def evaluate(model, inputs, targets, batch_size, device, dtype):
+    """Mean loss, in nats/token, of windows (n, T), some at a time, shared among the ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part in micro_batches(len(inputs), batch_size):
+        total += loss_sum(model, inputs[part], targets[part], device, dtype)
+    return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 
 
 def make_optimizer(model, settings: Settings):
@@ -333,6 +320,20 @@ def load_model(settings: Settings, tokens):
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
+
+
+def check_settings(settings: Settings) -> None:
+    """UserError for what cannot be trained, before any text is prepared."""
+    compiler = os.environ.get("CXX", "g++")
+    if settings.compile and settings.device == "cpu" and shutil.which(compiler) is None:
+        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
+    if settings.global_batch_size < runtime.world_size():
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
+    if not settings.resume:
+        config = PRESETS[settings.model]
+        if settings.init_from:
+            config = checkpoint.parse_spec(settings.init_from).config
+        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
 
 
 def completed_settings(settings: Settings, flags):

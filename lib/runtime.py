@@ -148,8 +148,8 @@ def seconds_of(work, *arguments):
 
 
 @functools.cache
-def matmul_speed(size, device, dtype, count=3):
-    """FLOP/s of a product of two matrices (size, size): the best of a few, of which the first allocates."""
+def matmul_speed(size, device, dtype, count=2):
+    """FLOP/s of a product of two matrices (size, size): the best of `count`, of which the first warms up."""
     matrix = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / min(seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(count))
 

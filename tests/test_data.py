@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_refused, run_here, run_script
+from conftest import ROOT, assert_refused, run_here
 
 from lib import data
 from lib.settings import UserError
@@ -155,11 +155,8 @@ def test_windows_and_batches(corpus, tmp_path):
     ("name", "right", "wrong", "word"),  # what is written in the place of what; None: the file goes
     [
         ("meta.json", None, "", "python -m lib.data SOURCE"),
-        ("tokenizer.txt", None, "", "tokenizer.txt is missing"),
         ("val.bin", "", "x", "bytes, not"),
         ("meta.json", '"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
-        ("meta.json", '"uint16"', '"uint32"', "tokens"),
-        ("meta.json", '"tokenizer.txt"', '"../x"', "../x"),
     ],
 )
 def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word):
@@ -213,23 +210,3 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     result = run_here("lib.data", *words)
     assert result.returncode == 0, result.stderr
     assert_refused(run_here("lib.data", *words), "exists", "--out")
-
-
-def test_memory_is_bounded(tmp_path):
-    """A source of 40 MB in one file costs little more than one of 4 MB: tokens are written as they come."""
-    code = """if True:
-        import sys
-        from lib import data
-        for file in sys.argv[1:]:
-            data.prepare(data.Settings(source=(file,), tokenizer="bytes", held_out=0.1, out=f"{file}.set"))
-            print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])  # kB
-    """
-    files = []
-    for megabytes in (4, 40):
-        file = tmp_path / f"{megabytes}.txt"
-        file.write_text("".join(f"{i:9} {'word ' * 20}\n" for i in range(megabytes * 10**6 // 111)))
-        files.append(file)
-    result = run_script("-c", code, *files)
-    assert result.returncode == 0, result.stderr
-    small, large = map(int, result.stdout.split())
-    assert large < small + 30_000  # all of the text would be 36,000 more, its tokens twice that

@@ -51,7 +51,7 @@ def test_ranks_take_the_first_ones_choice(tmp_path):
             return 1.0 + (runtime.rank() == first) * (dtype is torch.bfloat16)
         runtime.matmul_speed = speed
         settings, _, _ = runtime.start(RunSettings(device="cpu", out=sys.argv[2]))
-        print(runtime.rank(), settings.dtype)
+        print(f"{runtime.rank()} {settings.dtype}\\n", end="")  # at once: ranks share a pipe
     """)
     for fast, expected in ((0, "bfloat16"), (1, "float32")):
         done = run_script(script, fast, tmp_path, ranks=2)
