@@ -52,6 +52,7 @@ def test_ranks_take_the_first_ones_choice(tmp_path):
         runtime.matmul_speed = speed
         settings, _, _ = runtime.start(RunSettings(device="cpu", out=sys.argv[2]))
         print(f"{runtime.rank()} {settings.dtype}\\n", end="")  # at once: ranks share a pipe
+        torch.distributed.destroy_process_group()
     """)
     for fast, expected in ((0, "bfloat16"), (1, "float32")):
         done = run_script(script, fast, tmp_path, ranks=2)
