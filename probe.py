@@ -20,12 +20,12 @@ import torch
 
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.data import load_tokenizer
 from lib.figures import BLUE, VERMILION, new_figure, save_figure, short_names
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
-from lib.runtime import default_batch_size, progress, share, sum_over_ranks
+from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
+from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
@@ -113,14 +113,14 @@ class Counts:
 def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, vectors=False) -> Counts:
     """Feed random sequences of tokens, or of Gaussian `vectors` in place of embedded tokens.
 
-    Cosines of layers are there for vectors. Under torchrun each rank takes a share of the batches, and all
+    Cosines of layers are there for vectors. Under torchrun each rank takes a shard of the batches, and all
     return the sums.
     """
     config = model.config
     device = model.model.norm.weight.device
     batch_size = batch_size or default_batch_size(device, T)
     counts = Counts(config, device, with_layers=vectors)
-    batches = share(math.ceil(num_sequences / batch_size))  # whole ones: the same for any number of ranks
+    batches = shard(math.ceil(num_sequences / batch_size))  # whole ones: the same for any number of ranks
     for batch in progress(batches, desc=f"{T} tokens", unit=" sequences", unit_scale=batch_size):
         indices = range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
         if vectors:

@@ -19,9 +19,7 @@ import shutil
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -30,69 +28,42 @@ from torch.nn.parallel import DistributedDataParallel
 from init import SCHEMES, keyed_generator, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
-from lib.settings import Command, RunSettings, UserError, at_least, read_settings, run_script
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import attention
 from model import CHOICES, PRESETS
 
 
 @dataclass
 class Settings(RunSettings):
-    """What `train.py` can be told."""
+    """Options of train.py."""
 
-    model: Literal[tuple(PRESETS)] = "tiny_llama"
-    """preset to train; its vocabulary is the tokenizer's"""
-    seed: int = 42
-    """seed of the weights"""
-    embedding_seed: int | None = None
-    """seed of embedding and head; None: the seed"""
-    init: Literal[SCHEMES] = "gpt2"
-    """how the weights are drawn"""
-    init_from: str | None = None
-    """start from this checkpoint folder or PRESET@SEED, in place of --model"""
-    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"
-    """scaling of the aggregated heads (BB 6.2)"""
-    data: str | None = None
-    """prepared data set; None: that of source and tokenizer, made if missing"""
-    source: tuple[str, ...] = ("python",)
-    """text of the default data set, as in python -m lib.data"""
-    tokenizer: str = "bpe:4096"
-    """tokenizer of the default data set, as in python -m lib.data"""
-    data_seed: int = 0
-    """seed of the order of the training sequences"""
-    sequence_length: at_least(2) = 256
-    """tokens in a sequence"""
-    global_batch_size: at_least(1) = 32
-    """sequences in a step, over all ranks"""
-    micro_batch_size: at_least(1) = 32
-    """sequences in a forward pass"""
-    max_iters: at_least(1) = 600
-    """number of steps; at the last one the learning rate is a tenth of its peak"""
-    warmup_iters: at_least(0) = 100
-    """steps of linear warm-up"""
-    learning_rate: at_least(1e-12, float) = 1e-3
-    """peak of the learning rate"""
-    weight_decay: at_least(0, float) = 0.1
-    """weight decay of matrices; gains and biases have none"""
-    grad_clip: at_least(1e-12, float) = 1.0
-    """largest norm of the gradient"""
-    log_every: at_least(1) = 10
-    """steps between printed lines"""
-    eval_every: at_least(1) = 100
-    """steps between evaluations"""
-    eval_sequences: at_least(1) = 64
-    """held-out sequences of an evaluation, always the same"""
-    track_sinks: bool = False
-    """log alpha_1 and the sink rate at evaluations, as sinks.py rate"""
-    save_every: at_least(1) = 100
-    """steps between checkpoints to resume from"""
-    keep: Literal["powers", "all", "last"] = "powers"
-    """checkpoints to keep: of steps that are powers of two, all, or none; always birth and the newest two"""
-    compile: bool = field(default_factory=torch.cuda.is_available)
-    """compile the model; on a CPU that takes a C++ compiler"""
-    resume: bool = False
-    """go on from the newest whole checkpoint in --out, with that run's settings"""
-    out: str = "runs/default"
-    """run folder"""
+    model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train; its vocabulary is the tokenizer's
+    seed: int = 42  # seed of the weights
+    embedding_seed: int | None = None  # seed of embedding and head; None: the seed
+    init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
+    init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
+    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of aggregated heads (BB 6.2)
+    data: str | None = None  # prepared data set; None: that of source and tokenizer, made if missing
+    source: tuple[str, ...] = ("python",)  # text of the default data set, as in python -m lib.data
+    tokenizer: str = "bpe:4096"  # tokenizer of the default data set, as in python -m lib.data
+    data_seed: int = 0  # seed of the order of the training sequences
+    sequence_length: at_least(2) = 256  # tokens in a sequence
+    global_batch_size: at_least(1) = 32  # sequences in a step, over all ranks
+    micro_batch_size: at_least(1) = 32  # sequences in a forward pass
+    max_iters: at_least(1) = 600  # number of steps; at the last, the learning rate is a tenth of its peak
+    warmup_iters: at_least(0) = 100  # steps of linear warm-up
+    learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
+    weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; gains and biases have none
+    grad_clip: at_least(1e-12, float) = 1.0  # largest norm of the gradient
+    log_every: at_least(1) = 10  # steps between printed lines
+    eval_every: at_least(1) = 100  # steps between evaluations
+    eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
+    track_sinks: bool = False  # log alpha_1 and the sink rate at evaluations, as sinks.py rate
+    save_every: at_least(1) = 100  # steps between checkpoints to resume from
+    keep: Literal["powers", "all", "last"] = "powers"  # steps to keep beside birth and the newest two
+    compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
+    resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
+    out: str = "runs/default"  # run folder
 
 
 # What may change with --resume; a new max_iters changes the learning rate's schedule, too.
@@ -108,118 +79,148 @@ def train(settings: Settings):
 
     Returns the run folder.
     """
-    settings, device, dtype = runtime.start(settings)
     settings = runs.merged_settings(settings, MAY_CHANGE)
-    compiler = os.environ.get("CXX", "g++")
-    if settings.compile and device.type == "cpu" and shutil.which(compiler) is None:
-        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
-    if settings.global_batch_size < runtime.world_size():
-        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    if not settings.resume:  # a mistake is told before any text is prepared
-        config = PRESETS[settings.model]
-        if settings.init_from:
-            config = checkpoint.parse_spec(settings.init_from).config
-        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
+    settings, device, dtype = runtime.start(settings)
+    check_settings(settings)
     run = Path(settings.out)
     with runs.sole_owner(run):
-        train_alone(settings, run, device, dtype)
+        Training(settings, run, device, dtype).go_on()
     return run
 
 
-def train_alone(settings: Settings, run, device, dtype) -> None:
-    """Train in a run folder that is this process group's alone."""
-    T = settings.sequence_length
-    is_master = runtime.rank() == 0
-    tokens = open_data(settings, device)
-    tokenizer = tokens.load_tokenizer()
-    raw_model, state, moments = load_model(settings, tokens)
-    raw_model = raw_model.to(device).train()
-    optimizer = make_optimizer(raw_model, settings)
-    step = 0
-    if state is not None:
-        step = state.step
-        if step > settings.max_iters:
-            raise UserError(f"--max-iters {settings.max_iters}: {run} is at step {step} already")
-        checkpoint.restore(optimizer, raw_model, state, moments)
-    model = torch.compile(raw_model) if settings.compile else raw_model
-    if runtime.world_size() > 1:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # gradients are stored once
-    peak = runtime.matmul_peak(device, dtype) / runtime.training_flops(raw_model, T)  # tokens a second
-    evaluation_windows = tokens.held_out(settings.eval_sequences, T)
-    if is_master:
-        runs.begin_logs(settings, run, None if state is None else step)
+class Training:
+    """A run on its way: data, model and optimizer, and the number of steps that were made."""
 
-    def evaluate_and_sample(step):
-        """Held-out loss of the model as it is, and its sinks if they are tracked; prints a sample."""
-        loss = evaluate(raw_model, *evaluation_windows, settings.micro_batch_size, device, dtype)
+    def __init__(self, settings: Settings, run, device, dtype):
+        self.settings = settings
+        self.run = run
+        self.device = device
+        self.dtype = dtype
+        self.is_master = runtime.rank() == 0  # the process that writes and speaks
+        self.tokens = open_data(settings, device)
+        self.tokenizer = self.tokens.load_tokenizer()
+        self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
+        model, state, moments = load_model(settings, self.tokens)
+        self.raw_model = model.to(device).train()
+        self.optimizer = make_optimizer(model, settings)
+        self.is_newborn = state is None
+        self.step = 0
+        if state is not None:
+            self.step = state.step
+            checkpoint.restore(self.optimizer, model, state, moments)
+        self.model = torch.compile(model) if settings.compile else model
+        if runtime.world_size() > 1:  # gradients are stored once
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.step_tokens = settings.global_batch_size * settings.sequence_length
+        flops = runtime.training_flops(model, settings.sequence_length)  # of a token
+        self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
+
+    def go_on(self) -> None:
+        """Train up to --max-iters or a signal. A step is saved first, then evaluated, which may take long."""
+        settings = self.settings
+        if self.step > settings.max_iters:
+            raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
+        if self.is_master:
+            runs.begin_logs(settings, self.run, -1 if self.is_newborn else self.step)
+            if self.is_newborn:
+                runs.append_row(self.run, {"step": 0})
+                self.save()
+        stopped = False
+        with runtime.listening_for_signals() as signals:
+            self.evaluate_if_due()  # the newborn, or a step that was killed in its evaluation
+            while self.step < settings.max_iters and not stopped:
+                row, stopped = self.update(signals)
+                step = self.step
+                is_last = stopped or step == settings.max_iters
+                is_kept = settings.keep == "powers" and runs.is_power_of_two(step)
+                if self.is_master:
+                    runs.append_row(self.run, row)
+                    if step % settings.log_every == 0:
+                        self.print_progress(row)
+                    if is_last or is_kept or step % settings.save_every == 0:
+                        self.save()
+                self.evaluate_if_due()
+        if self.is_master:
+            runs.prune(self.run, settings.keep, self.step)
+            if stopped:
+                runs.draw_loss(self.run)
+            print(f"{self.run} is at step {self.step}; --resume goes on, with a larger --max-iters if done")
+        runtime.wait_for_all(self.device)
+
+    def update(self, signals):
+        """Make a step. Returns its row of metrics.jsonl, and whether any process was told to stop."""
+        begun = time.perf_counter()
+        # learning rate of this step
+        rate = learning_rate(self.step, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # micro-steps: gradients add up; ranks sum their losses and signals, so that all stop together
+        loss = self.accumulate()
+        sums = torch.stack([loss, loss.new_tensor(len(signals))])
+        loss, num_signals = runtime.sum_over_ranks(sums).tolist()
+        # clip
+        parameters = self.raw_model.parameters()
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip).item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise runs.diverged(self.run, self.step, f"loss {loss}, gradient norm {grad_norm}")
+        # step
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        speed = self.step_tokens / (time.perf_counter() - begun)
+        row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
+        row |= {"tokens_per_second": speed, "mfu": speed / self.peak}
+        return row, num_signals > 0
+
+    def accumulate(self):
+        """This rank's part of a step's mean loss; all ranks' gradient is added to `parameter.grad`."""
+        settings = self.settings
+        batch_size = settings.global_batch_size
+        total = torch.zeros((), device=self.device)
+        parts = micro_batches(batch_size, settings.micro_batch_size)
+        for part in parts:
+            sequences = [self.step * batch_size + i for i in part]  # beyond the data's end a new epoch begins
+            windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
+            # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
+            self.model.require_backward_grad_sync = part == parts[-1]
+            loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
+            (loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
+            total += loss.detach()
+        return total
+
+    def evaluate_if_due(self) -> None:
+        """Log the held-out loss of this step, in nats/token, and its sinks if tracked; print a sample."""
+        settings = self.settings
+        model = self.raw_model
+        if self.step % settings.eval_every != 0 and self.step != settings.max_iters:
+            return
+        loss = evaluate(model, *self.held_out, settings.micro_batch_size, self.device, self.dtype)
         if not math.isfinite(loss):
-            raise runs.diverged(run, step, f"held-out loss {loss}")
-        row = {"val_loss": loss}
+            raise runs.diverged(self.run, self.step, f"held-out loss {loss}")
+        values = {"val_loss": loss}
         if settings.track_sinks:
-            row |= attention.summary(attention.sink_signs(raw_model, evaluation_windows[0].to(device)))
-        if is_master:
-            sample = generate(raw_model, tokenizer, 48, step)
-            print(f"step {step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
-        return row
+            inputs = self.held_out[0].to(self.device)  # (n, T)
+            values |= attention.summary(attention.sink_signs(model, inputs))
+        if self.is_master:
+            runs.amend_row(self.run, self.step, values)
+            runs.draw_loss(self.run)
+            sample = generate(model, self.tokenizer, 48, self.step)
+            print(f"step {self.step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
 
-    def save(step) -> None:
-        """Write the checkpoint of a step, and remove those that need not be kept."""
-        state = checkpoint.TrainingState(step, tokens.meta.fingerprint)
-        checkpoint.save(run / f"step_{step:07}", raw_model, optimizer, state, tokenizer)
-        runs.prune(run, settings.keep, step)
+    def save(self) -> None:
+        """Write the checkpoint of this step, and remove those that need not be kept."""
+        state = checkpoint.TrainingState(self.step, self.tokens.meta.fingerprint)
+        folder = self.run / f"step_{self.step:07}"
+        checkpoint.save(folder, self.raw_model, self.optimizer, state, self.tokenizer)
+        runs.prune(self.run, self.settings.keep, self.step)
 
-    durations = []
-    stopped = False
-    with runtime.listening_for_signals() as signals:
-        if state is None:  # the newborn
-            row = {"step": 0} | evaluate_and_sample(step)
-            if is_master:
-                runs.append_row(run, row)
-                save(step)
-        while step < settings.max_iters and not stopped:
-            begun = time.perf_counter()
-            # learning rate of this step
-            rate = learning_rate(step, settings)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            # micro-steps: gradients add up; ranks sum their losses and signals, so that all stop together
-            part = accumulate(model, tokens, settings, step, device, dtype)
-            sums = torch.stack([part, part.new_tensor(len(signals))])
-            loss, num_signals = runtime.sum_over_ranks(sums).tolist()
-            stopped = num_signals > 0
-            # clip
-            grad_norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), settings.grad_clip).item()
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise runs.diverged(run, step, f"loss {loss}, gradient norm {grad_norm}")
-            # step
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            seconds = time.perf_counter() - begun
-            durations.append(seconds)
-            is_last = stopped or step == settings.max_iters
-            # evaluation
-            speed = settings.global_batch_size * T / seconds
-            row = {"step": step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
-            row |= {"tokens_per_second": speed, "mfu": speed / peak}
-            if step % settings.eval_every == 0 or step == settings.max_iters:
-                row |= evaluate_and_sample(step)
-            # log
-            if is_master:
-                runs.append_row(run, row)
-                if step % settings.log_every == 0:
-                    print_progress(settings, row, fmean(durations), peak)
-                    durations.clear()
-                if "val_loss" in row or is_last:
-                    runs.draw_loss(run)
-            # checkpoint
-            is_kept = settings.keep == "powers" and runs.is_power_of_two(step)
-            if is_master and (is_last or is_kept or step % settings.save_every == 0):
-                save(step)
-    if is_master:
-        runs.prune(run, settings.keep, step)
-        print(f"{run} is at step {step}; --resume goes on, with a larger --max-iters if it is done")
-    runtime.wait_for_all(device)
+    def print_progress(self, row) -> None:
+        """Print a step's loss, its speed, and the time left."""
+        speed = row["tokens_per_second"]
+        last = self.settings.max_iters
+        left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
+        text = f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
+        print(f"{text}  MFU {100 * row['mfu']:.1f} %  {left} left", flush=True)
 
 
 def learning_rate(step, settings: Settings):
@@ -228,6 +229,27 @@ def learning_rate(step, settings: Settings):
         return settings.learning_rate * (step + 1) / settings.warmup_iters
     done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
     return settings.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def micro_batches(count, size):
+    """This rank's shard of range(count), in parts of `size`; the last one may be smaller."""
+    shard = runtime.shard(count)
+    return [shard[start : start + size] for start in range(0, len(shard), size)]
+
+
+def loss_sum(model, inputs, targets, device, dtype):
+    """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
+    with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
+        return model(inputs.to(device), targets.to(device))
+
+
+@torch.no_grad()
+def evaluate(model, inputs, targets, batch_size, device, dtype):
+    """Mean loss, in nats/token, of windows (n, T), some at a time, shared among the ranks."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for part in micro_batches(len(inputs), batch_size):
+        total += loss_sum(model, inputs[part], targets[part], device, dtype)
+    return (runtime.sum_over_ranks(total) / inputs.numel()).item()
 
 
 def make_optimizer(model, settings: Settings):
@@ -241,60 +263,18 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
-def accumulate(model, tokens, settings: Settings, step, device, dtype):
-    """This rank's part of a step's mean loss; the gradient over all ranks is added to `parameter.grad`."""
-    T = settings.sequence_length
-    batch_size = settings.global_batch_size
-    parts = parts_of_share(batch_size, settings.micro_batch_size)
-    total = torch.zeros((), device=device)
-    for part in parts:
-        sequences = [step * batch_size + i for i in part]  # beyond the data's end a new epoch begins
-        inputs, targets = tokens.batch(settings.data_seed, sequences, T)  # (n, T) each
-        # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
-        model.require_backward_grad_sync = part == parts[-1]
-        loss = loss_sum(model, inputs, targets, device, dtype) / (batch_size * T)
-        (loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
-        total += loss.detach()
-    return total
-
-
-def parts_of_share(count, size):
-    """This rank's share of range(count), in parts of `size`; the last one may be smaller."""
-    share = runtime.share(count)
-    return [share[start : start + size] for start in range(0, len(share), size)]
-
-
-def loss_sum(model, inputs, targets, device, dtype):
-    """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
-    with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
-        return model(inputs.to(device), targets.to(device))
-
-
-@torch.no_grad()
-def evaluate(model, inputs, targets, batch_size, device, dtype):
-    """Mean loss, in nats a token, of windows (n, T), some at a time, shared among the ranks."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for part in parts_of_share(len(inputs), batch_size):
-        total += loss_sum(model, inputs[part], targets[part], device, dtype)
-    return (runtime.sum_over_ranks(total) / inputs.numel()).item()
-
-
 @torch.no_grad()
 def generate(model, tokenizer, length, step):
-    """A sample of the model's text from BOS, at temperature 0.8; a function of the weights and `step`.
-
-    Where there is no BOS it is from the first token, whatever that is.
-    """
-    ids = [tokenizer.bos or 0]
-    vocab_size = tokenizer.vocab_size
+    """A sample from BOS (none: from token 0) at temperature 0.8, a function of the weights and the step."""
+    tokens = [tokenizer.bos or 0]
     device = model.model.norm.weight.device
     generator = keyed_generator("sample", step)
     for _ in range(length):
-        window = torch.tensor([ids[-model.config.context_length :]], device=device)  # (1, T)
-        logits = model.unembed(model.hidden(window, last_only=True))[0, :vocab_size]
+        window = torch.tensor([tokens[-model.config.context_length :]], device=device)  # (1, T)
+        logits = model.unembed(model.hidden(window, last_only=True))[0, : tokenizer.vocab_size]
         probabilities = (logits.double().cpu() / 0.8).softmax(0).numpy()
-        ids.append(int(generator.choice(vocab_size, p=probabilities)))
-    return tokenizer.decode(ids[1:])
+        tokens.append(int(generator.choice(len(probabilities), p=probabilities)))
+    return tokenizer.decode(tokens[1:])
 
 
 # ---- data and model ----------------------------------------------------------------------------------------
@@ -309,13 +289,9 @@ def open_data(settings: Settings, device):
     runtime.wait_for_all(device)
     tokens = data.TokenData(folder)
     if settings.data is None:
-        is_same = (settings.source, settings.tokenizer) == (tokens.meta.source, tokens.meta.tokenizer)
-        if is_same and Path(settings.tokenizer).is_file():  # which may be another one by now
-            content = data.load_tokenizer(settings.tokenizer).content
-            is_same = content == tokens.tokenizer_file.read_bytes()
-        if not is_same:
-            made = f"{tokens.meta.source} by {tokens.meta.tokenizer}"
-            raise UserError(f"{folder} was made of {made}: prepare another one, and name it by --data")
+        made_of = (tokens.meta.source, tokens.meta.tokenizer)
+        if made_of != (settings.source, settings.tokenizer):
+            raise UserError(f"{folder} was made of {made_of}: prepare another one, and name it by --data")
     tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
     return tokens
 
@@ -343,22 +319,39 @@ def load_model(settings: Settings, tokens):
     return model, state, moments
 
 
-def settings_of(words) -> Settings:
-    """The settings of a command line; what it leaves out is as the run has it that is resumed."""
-    read = partial(read_settings, words=words, document=__doc__)
-    return runs.merged_settings(read(Settings()), MAY_CHANGE, read)
+# ---- settings ----------------------------------------------------------------------------------------------
 
 
-def print_progress(settings: Settings, row, seconds, peak) -> None:
-    """Print the loss, the speed of steps that take so many seconds, and the time left."""
-    step = row["step"]
-    speed = settings.global_batch_size * settings.sequence_length / seconds
-    left = timedelta(seconds=round((settings.max_iters - step) * seconds))
-    text = f"step {step}/{settings.max_iters}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
-    print(f"{text}  MFU {100 * speed / peak:.1f} %  {left} left", flush=True)
+def check_settings(settings: Settings) -> None:
+    """UserError for what cannot be trained, before any text is prepared."""
+    compiler = os.environ.get("CXX", "g++")
+    if settings.compile and settings.device == "cpu" and shutil.which(compiler) is None:
+        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
+    if settings.global_batch_size < runtime.world_size():
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
+    if not settings.resume:
+        config = PRESETS[settings.model]
+        if settings.init_from:
+            config = checkpoint.parse_spec(settings.init_from).config
+        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
 
 
-COMMANDS = {"": Command(train, settings_of)}
+def completed_settings(settings: Settings, flags):
+    """What a command line with these flags means: to resume, what it leaves out is as in settings.json.
+
+    UserError for flags that --init-from would leave without effect.
+    """
+    fixed = {"model", "seed", "embedding_seed"} if settings.init_from else set()
+    if settings.init_from and "@" not in settings.init_from:  # a newborn can be drawn in several ways
+        fixed.add("init")
+    for name in sorted(fixed & flags):
+        raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
+    defaults = Settings()
+    in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    return runs.merged_settings(settings, MAY_CHANGE, flags | in_config)
+
+
+COMMANDS = {"": Command(train, Settings(), completed_settings)}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

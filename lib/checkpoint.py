@@ -25,7 +25,7 @@ from init import birth_value, newborn
 from lib import formats
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
 from lib.formats import Weights, parameter_shapes, read_config
-from lib.settings import UserError, closest, from_values
+from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
@@ -115,7 +115,7 @@ def parse_spec(text, scheme="gpt2"):
     match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
     if match:
         preset, seed, embedding_seed = match.groups()
-        closest(preset, PRESETS, "preset")
+        check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = f"a checkpoint folder, a .gguf file, smollm2, or a newborn: {presets}"

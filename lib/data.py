@@ -7,65 +7,50 @@
     python -m lib.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
 
 A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
-`python+site`, `docstrings+site` (with the installed packages), `backcopy` (letters on which attention sinks
-grow), a .txt or .jsonl file, or a glob of such. A tokenizer is bpe:N (trained here on the source),
-a SentencePiece .model file, a tokenizer.json, a .gguf file or `smollm2` (a model's own), tiktoken:gpt2, or
-bytes.
+`backcopy` (letters on which attention sinks grow), a .txt or .jsonl file, or a glob of such. Tokenizers are
+those of lib/tokenizers.py.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
 .json, or .txt with the name of one that needs no file. Every document begins with BOS, if the tokenizer has
-one, and its hash alone decides whether it is held out. Where that leaves a split empty, as with a single
-document, the last share of the tokens is held out.
+one. The last hundredth of the tokens is held out, from a document's beginning where one is near.
 """
 
 import ast
-import contextlib
 import functools
 import glob
 import hashlib
-import io
 import itertools
 import json
 import os
-import random
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import sentencepiece
-import tiktoken
-import tokenizers
 import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, smollm2
-from lib.formats import open_gguf
+from lib.files import atomic_folder, check_regular, read_json
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
+from lib.tokenizers import load_tokenizer
 
-CONTROL = 3  # the type of tokens like <|endoftext|> in .gguf files
 PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
 @dataclass
 class Settings:
-    """What data set to make, from what text."""
+    """Options of python -m lib.data."""
 
-    source: Positional[tuple[str, ...]] = ("python",)
-    """python, docstrings, either +site, backcopy, files, globs"""
-    tokenizer: str = "bpe:4096"
-    """bpe:N, a SentencePiece .model file, a tokenizer.json, a .gguf file, smollm2, tiktoken:gpt2, or bytes"""
-    held_out: float = 0.01
-    """share of the documents in the validation split"""
-    out: str | None = None
-    """folder to make; None: data/SOURCE-TOKENIZER"""
+    source: Positional[tuple[str, ...]] = ("python",)  # python, docstrings, backcopy, files, globs
+    tokenizer: str = "bpe:4096"  # bpe:N, .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2, bytes
+    held_out: float = 0.01  # share of the tokens in the validation split
+    out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -80,10 +65,9 @@ def texts_of(name):
     """The texts of one name in a source."""
     if name == "backcopy":
         return backcopy()
-    kind = name.removesuffix("+site")
-    if kind in ("python", "docstrings"):
-        codes = (file.read_text("utf-8", "replace") for file in python_files(name.endswith("+site")))
-        return codes if kind == "python" else map(docstrings, codes)
+    if name in ("python", "docstrings"):
+        codes = (file.read_text("utf-8", "replace") for file in python_files())
+        return codes if name == "python" else map(docstrings, codes)
     files = sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]
     for file in files:
         if not os.path.isfile(file):
@@ -93,15 +77,10 @@ def texts_of(name):
     return itertools.chain.from_iterable(map(read, files))
 
 
-def python_files(with_installed):
-    """This Python's own files, sorted; those of installed packages too, if wanted."""
-    paths = sysconfig.get_paths()
-    files = set(Path(paths["stdlib"]).rglob("*.py"))
-    if with_installed:
-        files.update(Path(paths["purelib"]).rglob("*.py"), Path(paths["platlib"]).rglob("*.py"))
-        return sorted(files)
-    installed = {"site-packages", "dist-packages"}
-    return sorted(file for file in files if installed.isdisjoint(file.parts))
+def python_files():
+    """The files of this Python's standard library, sorted, without installed packages."""
+    files = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
+    return sorted(file for file in files if not {"site-packages", "dist-packages"} & set(file.parts))
 
 
 def read(file):
@@ -151,207 +130,6 @@ def backcopy(count=2**17, length=127):
         yield document.tobytes().decode()
 
 
-# ---- tokenizers --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """Text to token numbers and back, whatever the library."""
-
-    vocab_size: int
-    bos: int | None  # begins a document
-    encode: Callable  # list of texts -> list of lists of token numbers
-    decode: Callable  # list of token numbers -> text
-    file: str  # that it is kept in
-    content: bytes  # of the file
-    piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
-
-    def text(self, token):
-        """What a token says; "" for one that the tokenizer has not."""
-        if token >= self.vocab_size:
-            return ""
-        return self.piece(token) if self.piece else self.decode([token])
-
-    def save(self, folder) -> None:
-        """Write its file, and beside a tokenizer.json what `transformers` wants to know."""
-        (folder / self.file).write_bytes(self.content)
-        if self.file == "tokenizer.json":
-            config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            if self.bos is not None:
-                config["bos_token"] = self.text(self.bos)
-            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def load_tokenizer(name, texts=()):
-    """One of the names in this file's first lines, `bpe:N` trained on `texts`; UserError for all else.
-
-    >>> tokenizer = load_tokenizer("bytes")
-    >>> tokenizer.encode(["def f"])
-    [[100, 101, 102, 32, 102]]
-    """
-    if Path(name).name == "tokenizer.txt":
-        name = read_bytes(Path(name)).decode(errors="replace")
-    if name == "bytes":
-        return bytes_tokenizer()
-    if name.startswith("tiktoken:"):
-        return tiktoken_tokenizer(name)
-    if name.startswith("bpe:"):
-        return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    path = smollm2() if name == "smollm2" else Path(name)
-    if not os.path.isfile(path):
-        expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
-        raise UserError(f"no tokenizer '{name}': expected {expected}")
-    if path.suffix == ".gguf":
-        return json_tokenizer(name, *gguf_tokenizer(path))
-    content = read_bytes(path, LARGEST_TOKENIZER)
-    if path.suffix == ".json":
-        return json_tokenizer(name, content, bos_beside(path))
-    return sentencepiece_tokenizer(name, content)
-
-
-def bytes_tokenizer():
-    """The UTF-8 bytes of a text, and BOS, 256."""
-
-    def encode(texts):
-        return [list(text.encode()) for text in texts]
-
-    def decode(tokens):
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    return Tokenizer(257, 256, encode, decode, "tokenizer.txt", b"bytes")
-
-
-def tiktoken_tokenizer(name):
-    """One of tiktoken's, which it downloads once."""
-    try:
-        coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
-    except Exception as error:  # its download raises whatever the network library does
-        hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to the folder of its cache"
-        raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
-    encode = coder.encode_ordinary_batch
-    return Tokenizer(coder.n_vocab, coder.eot_token, encode, coder.decode, "tokenizer.txt", name.encode())
-
-
-def sentencepiece_tokenizer(name, model):
-    """The tokenizer of a SentencePiece file's bytes; what has no BOS begins documents with EOS, if any."""
-    try:
-        coder = sentencepiece.SentencePieceProcessor(model_proto=model)
-        coder.id_to_piece(list(range(coder.vocab_size())))
-    except (RuntimeError, UnicodeDecodeError):
-        raise UserError(f"{name} is no SentencePiece model") from None
-    bos = next((token for token in (coder.bos_id(), coder.eos_id()) if token != -1), None)
-    size = coder.vocab_size()
-    return Tokenizer(size, bos, coder.encode, coder.decode, "tokenizer.model", model, coder.id_to_piece)
-
-
-def json_tokenizer(name, content, bos=None):
-    """The tokenizer of a tokenizer.json's bytes.
-
-    `bos` is BOS, as text; None: what the tokenizer puts before a text, if anything.
-    """
-    with refusing(name):
-        coder = tokenizers.Tokenizer.from_buffer(content)
-        coder.no_truncation()
-        coder.no_padding()
-        begun = coder.encode("a")
-        vocab_size = 1 + max(coder.get_vocab().values())
-        if vocab_size > len(content):
-            raise ValueError(f"it numbers tokens up to {vocab_size:,}")
-    if bos is None and begun.special_tokens_mask[:1] == [1]:
-        bos = begun.tokens[0]
-
-    def encode(texts):
-        with refusing(name):
-            return [encoding.ids for encoding in coder.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def decode(tokens):
-        with refusing(name):
-            return coder.decode(tokens, skip_special_tokens=False)
-
-    bos = coder.token_to_id(bos) if bos is not None else None
-    return Tokenizer(vocab_size, bos, encode, decode, "tokenizer.json", content)
-
-
-@contextlib.contextmanager
-def refusing(name):
-    """UserError for whatever the tokenizers library raises: panics of its Rust are no Exception."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"{name} is no tokenizer.json that can be used: {error}") from None
-
-
-def bos_beside(path):
-    """BOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it has none."""
-    config = path.with_name("tokenizer_config.json")
-    token = read_json(config).get("bos_token") if config.exists() else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def gguf_tokenizer(path):
-    """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and BOS, as text, or None."""
-    file = open_gguf(path)
-    if not file.has_known_tokenizer:
-        raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
-    values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
-    with refusing(path):
-        tokens = values["tokens"]
-        numbers = {token: number for number, token in enumerate(tokens)}
-        merges = [tuple(merge.split(" ")) for merge in values["merges"]]
-        coder = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges))
-        coder.add_special_tokens([tokens[i] for i in np.flatnonzero(values["token_type"] == CONTROL)])
-        bos = tokens[values["bos_token_id"]] if "bos_token_id" in values else None
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
-    coder.decoder = tokenizers.decoders.ByteLevel()
-    return coder.to_str().encode(), bos
-
-
-# What is trained here keeps every byte of a text, but for U+2581, which is SentencePiece's blank.
-BPE = {
-    "model_type": "bpe",
-    "byte_fallback": True,
-    "split_digits": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "add_dummy_prefix": False,
-    "allow_whitespace_only_pieces": False,  # a run of spaces is a token for each, as in GPT-2
-    "max_sentence_length": 2**20,  # bytes; what is longer is left out
-    "num_threads": 2,  # the file says how many there were, and should be the same on any machine
-    "minloglevel": 2,
-}
-
-
-def train_bpe(name, texts, sample=400_000):
-    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`.
-
-    The sample is always the same one; SentencePiece's own is not repeatable.
-    """
-    generator = random.Random(0)
-    lines = []
-    all_lines = (line for text in texts for line in text.splitlines() if line.strip())
-    for i, line in enumerate(all_lines):
-        if i < sample:
-            lines.append(line)
-        elif (place := generator.randrange(i + 1)) < sample:
-            lines[place] = line
-    model = io.BytesIO()
-    try:
-        size = int(name.removeprefix("bpe:"))
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), vocab_size=size, model_writer=model, **BPE
-        )
-    except (RuntimeError, OSError, ValueError, OverflowError) as error:
-        reason = str(error).split("] ")[-1] or "its N is too small, or the source empty"
-        raise UserError(f"cannot train {name} (bpe:N, N tokens) on this source: {reason}") from None
-    return model.getvalue()
-
-
 # ---- files -------------------------------------------------------------------------------------------------
 
 
@@ -384,38 +162,38 @@ def prepare(settings: Settings):
 
 
 def write_tokens(folder, texts, tokenizer, held_out):
-    """Write train.bin and val.bin as the texts come; returns what meta.json says of them."""
+    """Write train.bin as the texts come, and move its end to val.bin; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {held_out}".encode() + tokenizer.content)
-    size = 0  # bytes
-    count = {"train": 0, "val": 0}  # documents
-    paths = {split: folder / f"{split}.bin" for split in count}
+    num_bytes = 0
+    num_documents = 0
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
-    with bar, paths["train"].open("wb") as train, paths["val"].open("wb") as val:
-        files = {"train": train, "val": val}
+    with bar, (folder / "train.bin").open("w+b") as train:
         while chunk := list(itertools.islice(texts, 32)):  # which a tokenizer's threads share
             for text, tokens in zip(chunk, tokenizer.encode(chunk)):
-                raw = text.encode()
-                digest = hashlib.sha256(raw).digest()
-                is_held_out = int.from_bytes(digest[:8], "big") < held_out * 2**64
-                split = "val" if is_held_out else "train"
-                files[split].write(np.array([*begin, *tokens], dtype))
-                count[split] += 1
-                fingerprint.update(digest)
-                size += len(raw)
-                bar.update(len(raw))
-    if 0 in count.values():  # a few documents: the last share of their tokens is held out
-        tokens = np.concatenate([np.fromfile(path, dtype) for path in paths.values()])
-        if len(tokens) < 2:
+                document = np.array([*begin, *tokens], dtype).tobytes()
+                train.write(document)
+                fingerprint.update(document)
+                size = len(text.encode())
+                bar.update(size)
+                num_bytes += size
+                num_documents += 1
+        num_tokens = train.tell() // dtype.itemsize
+        if num_tokens < 2:
             raise UserError("no text: the source is empty")
-        cut = max(1, int(len(tokens) * (1 - held_out)))
-        paths["train"].write_bytes(tokens[:cut])
-        paths["val"].write_bytes(tokens[cut:])
+        train.seek(max(1, int(num_tokens * (1 - held_out))) * dtype.itemsize)
+        held = np.frombuffer(train.read(), dtype)
+        beginnings = np.flatnonzero(np.isin(held[: len(held) // 2], begin))
+        if len(beginnings) > 0:
+            held = held[beginnings[0] :]
+        num_train = num_tokens - len(held)
+        train.truncate(num_train * dtype.itemsize)
+    held.tofile(folder / "val.bin")
     return {
-        "bytes": size,
-        "documents": count,
-        "tokens": {split: path.stat().st_size // dtype.itemsize for split, path in paths.items()},
+        "bytes": num_bytes,
+        "documents": num_documents,
+        "tokens": {"train": num_train, "val": len(held)},
         "tokenizer_file": tokenizer.file,
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.name,
@@ -433,12 +211,12 @@ class Meta:
     source: tuple[str, ...]
     tokenizer: str  # as it was asked for
     bytes: int
-    documents: dict[str, int]  # of each split, by their hashes
+    documents: int
     tokens: dict[str, int]  # of each split
     tokenizer_file: Literal["tokenizer.model", "tokenizer.json", "tokenizer.txt"]
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
-    fingerprint: str  # a hash of all documents, and of how they became tokens
+    fingerprint: str  # a hash of all tokens, of the tokenizer, and of what is held out
 
 
 class TokenData:
@@ -452,7 +230,7 @@ class TokenData:
         path = self.folder / "meta.json"
         if not os.path.exists(path):
             raise UserError(f"no data set in {folder}: prepare one by python -m lib.data SOURCE --out FOLDER")
-        self.meta = from_values(Meta, read_json(path), path)
+        self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
         self.tokenizer_file = self.folder / self.meta.tokenizer_file
         check_regular(self.tokenizer_file)
@@ -481,7 +259,8 @@ class TokenData:
         size = len(self.tokens[split])
         if size <= T:
             sizes = f"{size} tokens, not the {T + 1} of one window"
-            raise UserError(f"the {split} split of {self.folder} has {sizes}: shorten the sequences")
+            hint = "shorten the sequences, or prepare it anew with more text or another --held-out"
+            raise UserError(f"the {split} split of {self.folder} has {sizes}: {hint}")
         return (size - 1) // T
 
     def windows(self, split, numbers, T):
@@ -516,7 +295,7 @@ def describe(settings: Settings) -> None:
     """Prepare a data set, and say what there is."""
     folder = prepare(settings)
     meta = TokenData(folder).meta
-    print(f"{folder}: {meta.bytes:,} bytes in {sum(meta.documents.values()):,} documents")
+    print(f"{folder}: {meta.bytes:,} bytes in {meta.documents:,} documents")
     train, val = meta.tokens["train"], meta.tokens["val"]
     print(f"{train:,} training and {val:,} validation tokens of {meta.vocab_size:,}")
 

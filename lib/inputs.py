@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from init import STD, keyed_generator
-from lib.data import TokenData, documents, load_tokenizer
+from lib.data import TokenData, documents
 from lib.files import read_bytes
 from lib.settings import RunSettings, UserError, at_least
+from lib.tokenizers import load_tokenizer
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
 SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
@@ -54,19 +55,13 @@ def random_vectors(input_seed, indices, T, d):
 
 @dataclass
 class TextSettings(RunSettings):
-    """What a script that measures on text can be told of it."""
+    """Options of a script that measures on text."""
 
-    text: str | None = None
-    """a text file, a source of lib.data, or the folder of a data set, whose held-out text is read;
-    None: docstrings where a model has a tokenizer, else random tokens"""
-    tokenizer: str | None = None
-    """tokenizer of --text, as in python -m lib.data; None: the model's own"""
-    first_token: str | None = None
-    """put this token at position 1: its number, or bos"""
-    input_seed: int = 0
-    """seed of random tokens, and of the places in a text"""
-    num_sequences: at_least(2) = 100
-    """sequences (Gu et al.: 100)"""
+    text: str | None = None  # text file, source of lib.data or data set; None: docstrings, or random tokens
+    tokenizer: str | None = None  # tokenizer of --text, as in python -m lib.data; None: the model's own
+    first_token: str | None = None  # put this token at position 1: its number, or bos
+    input_seed: int = 0  # seed of random tokens, and of the places in a text
+    num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
 
 
 def read_tokens(settings: TextSettings, spec, T):

@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import filelock
@@ -24,28 +24,29 @@ from lib.settings import LARGEST_NUMBER, UserError, from_values
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
 
 
-def merged_settings(settings, may_change, read=None):
-    """The settings of a run: as given, or with --resume those that it was begun with and what may change.
+def merged_settings(settings, may_change, given=None):
+    """The settings of a run: as they are, or with --resume as it was begun, save those that may change.
 
-    `read(defaults)` reads the command line again, so that what it leaves out is as the run has it. UserError
-    for a folder that holds another run, or none to resume.
+    Names that are not `given` (None: all are) are as it was begun, too; a dtype "auto" is. UserError for a
+    folder that holds another run, or none to resume, and for a change that may not be.
     """
-    run = Path(settings.out)
     if not settings.resume:
-        if checkpoint.steps(run):
-            raise UserError(f"{run} holds a run: go on with --resume, or choose another --out")
+        if checkpoint.steps(settings.out):
+            raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
         return settings
-    path = run / "settings.json"
-    if not path.exists() and not checkpoint.steps(run):
-        raise UserError(f"no run in {run} to resume: check --out, or begin one without --resume")
+    path = Path(settings.out, "settings.json")
+    if not path.exists() and not checkpoint.steps(settings.out):
+        raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
     begun = from_values(type(settings), read_json(path), path)
-    if read is not None:
-        settings = read(begun)
-    for name, value in asdict(begun).items():
-        if name not in may_change and value != getattr(settings, name):
-            flag = "--" + name.replace("_", "-")
-            raise UserError(f"{run} was begun with {flag} {value}: resume with the same")
-    return settings
+    changes = {"resume": True, "out": settings.out}
+    for name in vars(settings) if given is None else given:
+        value = getattr(settings, name)
+        if name in may_change:
+            changes[name] = value
+        elif value != getattr(begun, name) and (name, value) != ("dtype", "auto"):
+            was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
+            raise UserError(f"{settings.out} was begun with {was}: resume with the same")
+    return replace(begun, **changes)
 
 
 @contextlib.contextmanager
@@ -84,17 +85,14 @@ def load_newest(run):
 
 
 def begin_logs(settings, run, step) -> None:
-    """Write settings.json, and keep the log's rows up to a step, None at birth: later ones come again."""
+    """Write settings.json, and keep the log's rows up to a step: later ones come again."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    with atomic_file(run / "metrics.jsonl") as temporary, temporary.open("w") as file:
-        for row in read_log(run):
-            if step is not None and row["step"] <= step:
-                file.write(json.dumps(row) + "\n")
+    write_log(run, [row for row in read_log(run) if row["step"] <= step])
 
 
 def read_log(run):
-    """The rows of metrics.jsonl, one a step; lines that are no row, as of a full disk, are left out."""
+    """The rows of metrics.jsonl, one for each step; what is no row, as after a full disk, is left out."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return
@@ -106,14 +104,25 @@ def read_log(run):
                 yield row
 
 
+def write_log(run, rows) -> None:
+    """Write metrics.jsonl anew."""
+    with atomic_file(run / "metrics.jsonl") as temporary:
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def append_row(run, row) -> None:
-    """Add a row to metrics.jsonl."""
+    """Add a step's row to metrics.jsonl."""
     path = run / "metrics.jsonl"
     try:
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}") from None
+
+
+def amend_row(run, step, values) -> None:
+    """Add values to a step's row of metrics.jsonl."""
+    write_log(run, [row | values if row["step"] == step else row for row in read_log(run)])
 
 
 def is_power_of_two(step):
@@ -126,29 +135,26 @@ def prune(run, keep, newest) -> None:
     known = [folder for folder in checkpoint.steps(run) if folder.name <= f"step_{newest:07}"]
     for folder in known[:-2]:
         step = int(folder.name.removeprefix("step_"))
-        try:
-            if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
-                (folder / "state.json").unlink(missing_ok=True)
-                (folder / "optimizer.safetensors").unlink(missing_ok=True)
-            else:
-                doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-                folder.rename(doomed)  # at once: no half of a checkpoint is ever seen
-                shutil.rmtree(doomed)
-        except OSError as error:
-            raise UserError(f"cannot remove {folder}: {error.strerror}") from None
+        if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
+            (folder / "state.json").unlink(missing_ok=True)
+            (folder / "optimizer.safetensors").unlink(missing_ok=True)
+        else:
+            doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+            folder.rename(doomed)  # at once: no half of a checkpoint is ever seen
+            shutil.rmtree(doomed)
 
 
 def diverged(run, step, what):
-    """What to say of a loss that is no number; the step's own checkpoint, if saved, is renamed: it is bad."""
+    """What to say of a loss that is no number; the bad checkpoint of its step, if saved, is put aside."""
     bad = run / f"step_{step:07}"
     if bad.exists() and runtime.rank() == 0:
         aside = run / f"diverged_{step:07}"
         shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
         bad.rename(aside)
     good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
-    hint = "other weights"
-    if good:
-        hint = f"--init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
+    if not good:
+        return UserError(f"step {step}: {what}; begin with other weights")
+    hint = f"--init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
     return UserError(f"step {step}: {what}; try {hint}")
 
 
@@ -159,6 +165,6 @@ def draw_loss(run) -> None:
         for key, split in (("loss", "training"), ("val_loss", "held out")):
             if isinstance(row.get(key), float) and abs(row[key]) < LARGEST_NUMBER:
                 points.append({"step": row["step"], "split": split, "loss": row[key]})
-    options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats a token"}
+    options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats/token"}
     if points:
         curves(points, run / "loss.png", "Does the loss fall?", **options)

@@ -12,7 +12,6 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from lib.settings import RunSettings, UserError
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
+LEAST_GAIN = 1.5  # in speed of products, from which on bfloat16 is worth its casts
 
 # ---- device ------------------------------------------------------------------------------------------------
 
@@ -46,7 +46,9 @@ def start(settings: RunSettings):
         return settings, device, torch.float32
     dtype = settings.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" or bfloat16_is_fast() else "float32"
+        dtype = choose_dtype(device)
+        if rank() == 0:
+            print(f"--dtype auto: {dtype} on {device.type}")
     settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
     return settings, device, settings.torch_dtype
 
@@ -64,9 +66,15 @@ def choose_device(name):
     return device
 
 
-def bfloat16_is_fast():
-    """Does this CPU multiply bfloat16 matrices by instructions of their own?"""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def choose_dtype(device):
+    """What `--dtype auto` means here; all ranks take rank 0's choice. Flags of a CPU mislead: it is timed."""
+    if device.type == "cuda":
+        return "bfloat16"
+    gain = 0.0
+    if rank() == 0:
+        gain = matmul_speed(1024, device, torch.bfloat16) / matmul_speed(1024, device, torch.float32)
+    gain = sum_over_ranks(torch.tensor(gain)).item()
+    return "bfloat16" if gain >= LEAST_GAIN else "float32"
 
 
 def default_batch_size(device, sequence_length):
@@ -87,8 +95,8 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def share(count):
-    """This rank's share of range(count): contiguous, every index in exactly one rank's share."""
+def shard(count):
+    """This rank's shard of range(count): contiguous, every index in exactly one shard."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
@@ -127,16 +135,13 @@ def listening_for_signals():
 
 
 def training_flops(model, T):
-    """FLOPs of a token in a training step on T tokens: two for each weight, and in attention's two products.
-
-    Of these the masked half does not count, whatever kernels do. A backward pass costs two forward ones.
-    """
+    """FLOPs of a token in a training step: six for each weight of a product, and attention's causal half."""
     config = model.config
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
     if not config.tie_embeddings:
         weights -= config.vocab_size * config.d_model  # a look-up is no product
-    attention = 2 * config.num_layers * config.num_heads * config.head_size * (T + 1) / 2
-    return 3 * 2 * (weights + attention)
+    attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
+    return 6 * (weights + attention)
 
 
 def seconds_of(work, *arguments):
@@ -147,9 +152,13 @@ def seconds_of(work, *arguments):
 
 
 @functools.cache
-def matmul_peak(device, dtype):
-    """FLOP/s of a large square matrix product, all ranks together, median of 9: the limit of MFU."""
-    size = 8192 if device.type == "cuda" else 2048
+def matmul_speed(size, device, dtype, count=2):
+    """FLOP/s of a product of two matrices (size, size): the best of `count`, of which the first warms up."""
     matrix = torch.randn(size, size, device=device).to(dtype)
-    times = [seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(10)]
-    return world_size() * 2 * size**3 / median(times[1:])  # the first one allocates
+    return 2 * size**3 / min(seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(count))
+
+
+def matmul_peak(device, dtype):
+    """FLOP/s of large products on all ranks together: the limit of MFU."""
+    size = 8192 if device.type == "cuda" else 2048
+    return world_size() * matmul_speed(size, device, dtype, 10)

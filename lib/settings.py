@@ -12,6 +12,7 @@ A config file is the user's own Python; each public name in it must be a setting
 import dataclasses
 import difflib
 import inspect
+import itertools
 import os
 import re
 import runpy
@@ -36,13 +37,11 @@ class UserError(Exception):
 
 
 class Command(NamedTuple):
-    """A function, and its default settings, or a function of the command line's words that returns them.
-
-    A script's COMMANDS maps the names of its subcommands to these; "" is meant where none is named.
-    """
+    """What a name in a script's COMMANDS does; "" is meant where none is named."""
 
     function: Callable
-    defaults: object
+    defaults: object  # the settings of a command line without words
+    complete: Callable | None = None  # settings, names of the flags that were given -> the settings meant
 
 
 @dataclasses.dataclass
@@ -56,10 +55,8 @@ class OutputSettings:
 class RunSettings(OutputSettings):
     """Options of every experiment that runs a model: where to compute, and how precisely."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to compute; auto: cuda, then cpu"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """number format of the blocks; auto: bfloat16 where it is fast"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where faster
 
     @property
     def torch_dtype(self):
@@ -72,53 +69,56 @@ def at_least(least, kind=int):
     return Annotated[kind, msgspec.Meta(ge=least, le=LARGEST_COUNT)]
 
 
-def closest(name, choices, what):
-    """`name`, if it is one of `choices`; UserError, which names the closest one or all of them, if not."""
-    if name in choices:
-        return name
-    matches = difflib.get_close_matches(name, choices, n=1)
-    hint = f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(choices)}"
-    raise UserError(f"unknown {what} {name!r}: {hint}")
+def check_choice(name, choices, what) -> None:
+    """UserError, which names the closest choice or all of them, if a name is not one of the choices."""
+    if name not in choices:
+        matches = difflib.get_close_matches(name, choices, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(choices)}"
+        raise UserError(f"unknown {what} {name!r}: {hint}")
+
+
+# ---- from words to settings --------------------------------------------------------------------------------
 
 
 def read_command(commands, words, document):
     """The function that a command line asks for, and its settings; the document is the script's."""
+    subcommands = [name for name in commands if name]
     name = ""
-    if words and words[0] in commands:
+    if words and words[0] in subcommands:
         name, *words = words
         document = commands[name].function.__doc__
     elif len(commands) > 1 and words[:1] in (["-h"], ["--help"]):
         print(f"{document.strip()}\n\nsubcommands, each with a --help of its own:")
-        for name, command in commands.items():
-            if name:
-                print(f"  {name:12} {inspect.getdoc(command.function).splitlines()[0]}")
+        for subcommand in subcommands:
+            print(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
         sys.exit(0)
     elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
-        closest(words[0], list(filter(None, commands)), "subcommand")
+        check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
-        raise UserError(f"name a subcommand: {', '.join(commands)}")
-    function, defaults = commands[name]
-    if callable(defaults):
-        return function, defaults(words)
-    return function, read_settings(defaults, words, document, name)
+        raise UserError(f"name a subcommand: {', '.join(subcommands)}")
+    command = commands[name]
+    settings = read_settings(command.defaults, words, document, name)
+    if command.complete is not None:
+        settings = command.complete(settings, named_flags(words))
+    return command.function, settings
 
 
 def read_settings(defaults, words, document, subcommand=""):
-    """The settings of a command line: `defaults`, then a config file's values, then flags.
+    """The settings of a command line: `defaults`, then config files' values, then flags.
 
-    The config file is a word ending in .py before the first flag. A mistake in a flag ends the process with
+    A config file is a word ending in .py before the first flag. A mistake in a flag ends the process with
     status 2, as tyro has it; other mistakes raise UserError.
     """
-    words = list(words)
-    for position, word in enumerate(words):
-        if word.startswith("-"):
-            break
+    before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    positional = []
+    for word in before_flags:
         if word.endswith(".py"):
-            defaults = read_config_file(words.pop(position), defaults)
-            break
+            defaults = read_config_file(word, defaults)
+        else:
+            positional.append(word)
     settings = tyro.cli(
         type(defaults),
-        args=words,
+        args=positional + words[len(before_flags) :],
         default=defaults,
         prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
         description=f"{inspect.cleandoc(document)}\n\nA CONFIG.py before the flags has lines NAME = VALUE.",
@@ -128,6 +128,12 @@ def read_settings(defaults, words, document, subcommand=""):
         if getattr(settings, field.name) == () and field.default != ():
             raise UserError(f"{field.name}: expected one value or more")
     return from_values(type(settings), vars(settings), "command line")
+
+
+def named_flags(words):
+    """The settings that flags name: {"learning_rate", "compile"} for --learning-rate=1 --no-compile."""
+    names = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    return {name.removeprefix("no_") for name in names}
 
 
 def read_config_file(path, defaults):
@@ -147,11 +153,14 @@ def from_values(kind, values, place):
     """The dataclass `kind` of a place's values; UserError for unknown names, wrong types, strange numbers."""
     fields = [field.name for field in dataclasses.fields(kind)]
     for name in values:
-        closest(name, fields, f"setting in {place}:")
+        check_choice(name, fields, f"setting in {place}:")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{place}: {error}") from None
+
+
+# ---- what a script does ------------------------------------------------------------------------------------
 
 
 def is_first_process():
@@ -165,8 +174,8 @@ def run_script(commands, document) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # also into a pipe
     try:
         function, settings = read_command(commands, sys.argv[1:], document)
-        if is_first_process() and function.__doc__:
-            print(f"{script}: {inspect.getdoc(function).splitlines()[0]}")
+        if is_first_process():
+            print(f"{script}: {function.__doc__.splitlines()[0]}")
         function(settings)
     except UserError as error:
         if is_first_process():

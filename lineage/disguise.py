@@ -24,8 +24,8 @@ from scipy.stats import ortho_group
 from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
-from lib.data import load_tokenizer
 from lib.settings import Command, OutputSettings, UserError, run_script
+from lib.tokenizers import load_tokenizer
 from model import Transformer
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them

@@ -11,7 +11,7 @@ import transformers
 from conftest import KINDS, ROOT, random_model
 
 import init
-from lib import checkpoint, folders
+from lib import checkpoint, formats
 from lib.checkpoint import Newborn, chosen_models, final_states, parse_spec
 from lib.files import read_json, sha256
 from lib.settings import UserError
@@ -77,7 +77,7 @@ def test_mistral_and_a_tied_head_stored_twice(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama_mqa_tied"])
     for window, context_length in ((4096, 700), (16, 16)):  # up to its window, a Mistral is plain
         edit_config(folder, model_type="mistral", sliding_window=window)
-        assert folders.read_config(tmp_path / "a").context_length == context_length
+        assert formats.read_config(tmp_path / "a").context_length == context_length
     edit_config(folder, sliding_window=None)
     weights = safetensors.torch.load_file(tmp_path / "a" / "model.safetensors")
     head = weights["model.embed_tokens.weight"].clone()

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from conftest import KINDS, random_model, run_here
 
-from lib import checkpoint, folders
+from lib import checkpoint, formats
 from lib.files import read_json
 from lib.settings import UserError
 
@@ -49,12 +49,12 @@ def test_weights_do_not_hang_on_how_they_are_stored(suffix, is_sharded, folder):
 def test_a_single_file_in_place_of_its_folder(folder):
     """With config.json beside it, and without: then the token table tells the width."""
     file = folder / "model.safetensors"
-    assert folders.Weights(file).config.d_model == 32
+    assert formats.Weights(file).config.d_model == 32
     (folder / "config.json").unlink()
-    source = folders.Weights(file, any_architecture=True)
+    source = formats.Weights(file, any_architecture=True)
     assert (source.config, source.width) == (None, 32)
     with pytest.raises(UserError, match="config.json is missing"):
-        folders.Weights(file)
+        formats.Weights(file)
 
 
 def test_a_checkpoint_of_nano_gpt(tmp_path):
@@ -78,10 +78,10 @@ def test_a_mapped_tensor_is_read_as_it_is(tmp_path):
     """An OrderedDict with versions of its modules, as training scripts save it; changes stay the reader's."""
     module = torch.nn.Linear(3, 2).bfloat16()
     torch.save({"state_dict": module.state_dict(), "p": dict(module.named_parameters())}, tmp_path / "a.pt")
-    stored = folders.open_tensors([tmp_path / "a.pt"])
+    stored = formats.open_tensors([tmp_path / "a.pt"])
     assert {name: tensor.shape for name, tensor in stored.items()} == {"weight": (2, 3), "bias": (2,)}
     torch.save({"wte.weight": module.weight}, tmp_path / "x.bin")
-    source = folders.Weights(tmp_path / "x.bin", any_architecture=True)
+    source = formats.Weights(tmp_path / "x.bin", any_architecture=True)
     for _ in range(2):
         read = source.read("wte.weight")
         assert torch.equal(read, module.weight) and torch.equal(read, stored["weight"].read())
@@ -145,7 +145,7 @@ HOSTILE = {
 def test_hostile_files_are_refused_and_nothing_runs(name, tmp_path):
     HOSTILE[name](tmp_path / "x.bin")
     with pytest.raises(UserError, match="x.bin"):
-        folders.open_tensors([tmp_path / "x.bin"])
+        formats.open_tensors([tmp_path / "x.bin"])
     assert not (tmp_path / "proof").exists()
 
 
@@ -155,7 +155,7 @@ def test_shards_may_not_lead_elsewhere(folder):
         index = {"weight_map": {"model.norm.weight": name}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(UserError, match="index.json"):
-            folders.Weights(folder)
+            formats.Weights(folder)
 
 
 def test_headers_of_gigabytes_and_of_numbers_without_end(tmp_path):
@@ -165,7 +165,7 @@ def test_headers_of_gigabytes_and_of_numbers_without_end(tmp_path):
     for data in ((2**33).to_bytes(8, "little") + b"{}", len(header).to_bytes(8, "little") + header):
         path.write_bytes(data)
         with pytest.raises(UserError, match="a header of sane size"):
-            folders.open_tensors([path])
+            formats.open_tensors([path])
 
 
 def test_quantised_weights_are_refused(folder):
@@ -174,4 +174,4 @@ def test_quantised_weights_are_refused(folder):
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "deepseek_v3"}')
     with pytest.raises(UserError, match="F8_E4M3.*dequantize"):
-        folders.Weights(folder, any_architecture=True)
+        formats.Weights(folder, any_architecture=True)

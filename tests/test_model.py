@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import KINDS, SMALL, random_model
-from lib.folders import KEYS
+from lib.formats import KEYS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,4 +1,4 @@
-"""lib/runtime.py: devices, shares of the work, and files and folders that survive a failure."""
+"""lib/runtime.py: devices, formats, and shards of the work."""
 
 import itertools
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_script
 
 from lib import runtime
 from lib.settings import RunSettings, UserError
@@ -20,14 +21,43 @@ def test_device_and_dtype(tmp_path, monkeypatch):
     settings, *chosen = start(device="cpu", dtype="float32")
     assert chosen == [torch.device("cpu"), torch.float32]
     assert (settings.device, settings.dtype) == ("cpu", "float32")
-    for is_fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda is_fast=is_fast: is_fast)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        assert start(device="cpu")[2] == expected
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert start()[1].type == "cpu"
     with pytest.raises(UserError, match="--device cpu"):
         start(device="cuda")
+
+
+def test_bfloat16_where_it_is_measured_to_be_fast(tmp_path, monkeypatch, capsys):
+    """At 1.5 times float32's speed; the choice is the first thing that an experiment says."""
+    settings = RunSettings(out=str(tmp_path), device="cpu")
+    for gain, expected in ((1.49, "float32"), (1.51, "bfloat16")):
+        speeds = {torch.float32: 1e11, torch.bfloat16: gain * 1e11}
+        monkeypatch.setattr(runtime, "matmul_speed", lambda size, device, dtype, s=speeds: s[dtype])
+        assert runtime.start(settings)[2] == getattr(torch, expected)
+        assert capsys.readouterr().out == f"--dtype auto: {expected} on cpu\n"
+
+
+def test_ranks_take_the_first_ones_choice(tmp_path):
+    """Each has measured something else."""
+    script = tmp_path / "script.py"
+    script.write_text("""if True:
+        import sys
+        sys.path.insert(0, ".")
+        import torch
+        from lib import runtime
+        from lib.settings import RunSettings
+        first = int(sys.argv[1])
+        def speed(size, device, dtype):
+            return 1.0 + (runtime.rank() == first) * (dtype is torch.bfloat16)
+        runtime.matmul_speed = speed
+        settings, _, _ = runtime.start(RunSettings(device="cpu", out=sys.argv[2]))
+        print(f"{runtime.rank()} {settings.dtype}\\n", end="")  # at once: ranks share a pipe
+        torch.distributed.destroy_process_group()
+    """)
+    for fast, expected in ((0, "bfloat16"), (1, "float32")):
+        done = run_script(script, fast, tmp_path, ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert f"0 {expected}\n" in done.stdout and f"1 {expected}\n" in done.stdout
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
@@ -55,11 +85,11 @@ def test_unwritable_out(tmp_path):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 64])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_partition_the_range(monkeypatch, count, world):
-    shares = []
+def test_shards_partition_the_range(monkeypatch, count, world):
+    shards = []
     monkeypatch.setattr(runtime, "world_size", lambda: world)
     for rank in range(world):
         monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
-        shares.append(runtime.share(count))
-    assert list(itertools.chain(*shares)) == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        shards.append(runtime.shard(count))
+    assert list(itertools.chain(*shards)) == list(range(count))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1

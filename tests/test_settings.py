@@ -1,34 +1,33 @@
 """lib/settings.py: flags, config files, subcommands, and what a mistake in them is answered with."""
 
+import importlib
+import inspect
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import pytest
-from conftest import ROOT, plain
+from conftest import ROOT, plain, run_here
 
 from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
+
+# Whose help is read: every script with settings.
+SCRIPTS = ("train", "lib.data")
 
 
 @dataclass
 class Settings(RunSettings):
     """One setting of every type."""
 
-    steps: at_least(1) = 100
-    """optimizer steps, how many"""
-    rate: at_least(0, float) = 0.5
-    """learning rate, in 100 % of it"""
-    name: str = "x"
-    """what"""
-    seed: tuple[int, ...] = (1, 2)
-    """which"""
-    length: tuple[at_least(2), ...] | None = None
-    """how long, in tokens"""
-    kind: Literal["small", "large"] = "small"
-    """size"""
-    resume: bool = False
-    """go on"""
+    steps: at_least(1) = 100  # optimizer steps, how many
+    rate: at_least(0, float) = 0.5  # learning rate, in 100 % of it
+    name: str = "x"  # what
+    seed: tuple[int, ...] = (1, 2)  # which
+    length: tuple[at_least(2), ...] | None = None  # how long, in tokens
+    kind: Literal["small", "large"] = "small"  # size
+    resume: bool = False  # go on
 
 
 def rate(settings: Settings) -> None:
@@ -55,6 +54,30 @@ def test_flags():
     assert command() == (rate, Settings())
     _, given = command("--steps", 7, "--rate", "1e-3", "--seed", 5, 6, -7, "--length=64", "--resume")
     assert given == Settings(steps=7, rate=1e-3, seed=(5, 6, -7), length=(64,), resume=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_says_what_stands_behind_each_setting(script):
+    """In each command's help, each field's own trailing comment; tyro breaks lines where it likes."""
+    commands = importlib.import_module(script).COMMANDS
+    for name, command in commands.items():
+        help_text = run_here(script, *filter(None, [name]), "--help").stdout
+        if name == "" and len(commands) > 1:
+            continue  # a list of subcommands, of which this is one
+        meanings = {}
+        for kind in reversed(type(command.defaults).__mro__[:-1]):
+            meanings |= re.findall(r"^    (\w+): .* = .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE)
+        assert meanings.keys() == {field.name for field in fields(command.defaults)}
+        assert len(set(meanings.values())) == len(meanings)
+        for meaning in meanings.values():
+            assert "".join(meaning.split()) in "".join(plain(help_text).split()), meaning
+
+
+def test_flags_that_complete_a_command():
+    """A command may look at which flags were given: also those that give the default."""
+    commands = {"": Command(rate, Settings(), lambda settings, flags: (settings.steps, flags))}
+    words = ["--steps", "100", "--no-resume", "--kind=large", "--seed", "-7"]
+    assert read_command(commands, words, "?") == (rate, (100, {"steps", "resume", "kind", "seed"}))
 
 
 def test_config_file_then_flags(tmp_path):
@@ -115,13 +138,17 @@ def test_mistakes_are_one_line_and_faults_keep_their_traceback(monkeypatch, caps
         """Refuse, and try to make the terminal red."""
         raise UserError("no model \x1b[31m\nx")
 
+    def fail(settings: RunSettings) -> None:
+        """Fail, by a fault of the program."""
+        settings / 0
+
     commands = {"": Command(refuse, RunSettings())}
     assert refusal(monkeypatch, capsys, commands=commands) == "script.py: no model \\x1b[31m\\nx\n"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setenv("RANK", "1")  # under torchrun every rank meets the same mistake
     assert refusal(monkeypatch, capsys, commands=commands) == ""
-    with pytest.raises(ZeroDivisionError):
-        run_script({"": Command(lambda settings: 1 / 0, RunSettings())}, "What?")
+    with pytest.raises(TypeError):
+        run_script({"": Command(fail, RunSettings())}, "What?")
 
 
 def test_a_closed_stdout_is_no_mistake():
