@@ -44,12 +44,12 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
+from lib import gguf_tokenizers
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_bytes, read_json, smollm2
 from lib.folders import open_gguf
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 
-CONTROL = 3  # the type of tokens like <|endoftext|> in .gguf files
 PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
@@ -202,7 +202,7 @@ def load_tokenizer(name, texts=()):
         expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
     if path.suffix == ".gguf":
-        return json_tokenizer(name, *gguf_tokenizer(path))
+        return gguf_tokenizer(path)
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
         return json_tokenizer(name, content, bos_beside(path))
@@ -293,23 +293,14 @@ def bos_beside(path):
 
 
 def gguf_tokenizer(path):
-    """What tokenizer.json says of a .gguf file's tokenizer, as bytes, and BOS, as text, or None."""
-    file = open_gguf(path)
-    if not file.has_known_tokenizer:
+    """The tokenizer of a .gguf file; UserError for a kind that is not known here."""
+    values = open_gguf(path).values
+    if not gguf_tokenizers.is_known(values):
         raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
-    values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
     with refusing(path):
-        tokens = values["tokens"]
-        numbers = {token: number for number, token in enumerate(tokens)}
-        merges = [tuple(merge.split(" ")) for merge in values["merges"]]
-        coder = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges))
-        coder.add_special_tokens([tokens[i] for i in np.flatnonzero(values["token_type"] == CONTROL)])
-        bos = tokens[values["bos_token_id"]] if "bos_token_id" in values else None
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
-    coder.decoder = tokenizers.decoders.ByteLevel()
-    return coder.to_str().encode(), bos
+        if values["tokenizer.ggml.model"] == "llama":
+            return sentencepiece_tokenizer(path, gguf_tokenizers.sentencepiece_model(values))
+        return json_tokenizer(path, *gguf_tokenizers.byte_level_tokenizer(values))
 
 
 # What is trained here keeps every byte of a text, but for U+2581, which is SentencePiece's blank.
