@@ -1,4 +1,4 @@
-"""How does a .gguf file's tokenizer cut a text? A file names its kind and leaves out its rules; these are they."""
+"""How does a .gguf file's tokenizer cut a text? A file names its rules and leaves them out; here they are."""
 
 import struct
 

@@ -118,7 +118,6 @@ def read_settings(defaults, words, document, subcommand=""):
         prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
         description=f"{inspect.cleandoc(document)}\n\nA CONFIG.py before the flags has lines NAME = VALUE.",
         console_outputs=is_first_process(),
-        config=(tyro.conf.HelptextFromCommentsOff,),
     )
     for field in dataclasses.fields(settings):
         if getattr(settings, field.name) == () and field.default != ():
