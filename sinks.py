@@ -13,7 +13,6 @@ summaries of SO leave undefined is called ours. Times are those of smollm2 on 2 
 """
 
 import itertools
-import math
 import re
 import sys
 from collections import defaultdict
@@ -43,6 +42,14 @@ ACTIVE = 0.1  # of a super neuron's mean activation at position 1: from there on
 MOST_BUILDERS = 64  # that `silence` sets to zero by default
 SUPER_NEURONS = 10  # builders that `anatomy` lists, and half as many removers
 BY_POSITION = ("std", "dominance_ratio", "key_alignment", "alpha")  # links of SO's chain, in `anatomy`'s rows
+PANELS = {  # of its figure
+    "std": "std of aggregated values by position, layer 1",
+    "norm_ratio": "norm of the stream / that elsewhere",
+    "dominance_ratio": "largest / mean |dimension| of it",
+    "value_ratio": "norm of values / that elsewhere",
+    "key_alignment": "alignment of keys (1: all alike)",
+    "alpha": "attention to the position",
+}
 CONTROLS = {"constant": "D", "removers": "v", "elsewhere": "s", "random": "x"}  # and their marks
 LEAST_LEFT = 1e-3  # of the sink's dimension, in the figure
 
@@ -85,9 +92,7 @@ def measure_models(name, paper, settings: Settings, measure):
     check_lengths((lengths,) if isinstance(lengths, int) else lengths, shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
     if len(set(texts)) > 1:
-        raise UserError(
-            f"{specs[0].label} and others would read different texts: name --text and --tokenizer"
-        )
+        raise UserError(f"{specs[0].label} and others would read different texts: name --text, --tokenizer")
     experiment = Experiment(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
@@ -224,10 +229,7 @@ def anatomy(settings: Settings):
     draw_anatomy(experiment.folder / "anatomy.png", lists["rows"], lists["layers"])
     for row in lists["layers"]:
         if row["builders"]:
-            place = (
-                f"{row['checkpoint']}, layer {row['layer']}: dimension {row['dimension']} begins to dominate"
-            )
-            print(f"{place}, built by {row['builders']}")
+            print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     columns = ("checkpoint", "layer", "disparity", "others_disparity", "norm_ratio", "value_ratio")
     columns += ("key_alignment", "effective_rank", "output_tau", "alpha1", "dimension", "builders")
     return experiment.save(**lists, columns=columns, shown=lists["layers"])
@@ -266,9 +268,7 @@ def summarise(layer, block, chain, activity, links):
         "value_ratio": first["value_norm"] / others["value_norm"],
         "key_alignment": first["key_alignment"],
         "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
-        "output_tau": attention.output_tau(
-            block.self_attn.o_proj.weight, chain.values.std(layer, 1).flatten()
-        ),
+        "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.values.std(layer, axes=1)),
         "alpha1": first["alpha"],
         "dimension": None,
         "builders": None,
@@ -282,27 +282,24 @@ def summarise(layer, block, chain, activity, links):
 def draw_anatomy(path, rows, layers) -> None:
     """Draw six links of the chain, one colour per model."""
     question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
-    figure, ((std, norm, disparity), (value, key, alpha)) = new_figure(question, 2, 3, height=3)
-    std.set_title("std of aggregated values by position, layer 1", fontsize=10)
-    norm.set_title("norm of the stream / that elsewhere", fontsize=10)
-    disparity.set_title("largest / mean |dimension| of it", fontsize=10)
-    value.set_title("norm of values / that elsewhere", fontsize=10)
-    key.set_title("alignment of keys (1: all alike)", fontsize=10)
-    alpha.set_title("attention to the position", fontsize=10)
-    for label, points in by_checkpoint(rows).items():
-        summaries = by_checkpoint(layers)[label]
-        numbers = range(1, len(summaries) + 1)
-        links = {name: np.array([point[name] for point in points]) for name in BY_POSITION}
-        links = {name: link.reshape(len(numbers), -1) for name, link in links.items()}  # (L, T)
-        (line,) = std.loglog(range(1, links["std"].shape[1] + 1), links["std"][0], label=label)
-        for axes, name in ((norm, "norm_ratio"), (value, "value_ratio")):
-            axes.semilogy(numbers, [row[name] for row in summaries], "o-", ms=3, color=line.get_color())
-        for axes, name in ((disparity, "dominance_ratio"), (key, "key_alignment"), (alpha, "alpha")):
-            axes.plot(numbers, links[name][:, 0], "o-", ms=3, color=line.get_color())
-            axes.plot(numbers, np.median(links[name][:, 1:], axis=1), ":", color=line.get_color())
-    disparity.set_yscale("log")
-    key.set_xlabel("layer")
-    legend_below(figure, std)
+    figure, grid = new_figure(question, 2, 3, height=3)
+    for axes, (key, title) in zip(grid.flat, PANELS.items()):
+        axes.set_title(title, fontsize=10)
+        for label, points in by_checkpoint(rows).items():
+            summaries = by_checkpoint(layers)[label]
+            numbers = range(1, len(summaries) + 1)
+            if key in BY_POSITION:
+                link = np.array([point[key] for point in points]).reshape(len(numbers), -1)  # (L, T)
+            if key == "std":
+                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
+            elif key in BY_POSITION:
+                (line,) = axes.plot(numbers, link[:, 0], "o-", ms=3)
+                axes.plot(numbers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
+            else:
+                axes.semilogy(numbers, [row[key] for row in summaries], "o-", ms=3)
+    grid[0, 2].set_yscale("log")
+    grid[1, 1].set_xlabel("layer")
+    legend_below(figure, grid[0, 0])
     save_figure(figure, path)
 
 
@@ -329,46 +326,48 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
-    Each is made in all layers at once (`changed` is "all"), then in layer 1. alpha_k is the mean over heads,
-    and over the layers after that of the first builder, the super neuron (after layer 1, if none are).
-    All sequences run at once, for mu.
+    Each is made in all layers at once (`changed` is "all"), then in layer 1. The super neuron is the first
+    builder. All sequences run at once, for mu.
     """
-    k = settings.position
-    L = model.config.num_layers
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = Activity(model, tokens)
     neurons = activity.describe(activity.builders(activity.layer, 1))
-    (neuron,) = neurons
-    seen_from = neuron["layer"] if neuron["layer"] < L else min(1, L - 1)
-    places = {"all": range(1, L + 1), 1: (1,)}
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
-    cases = list(itertools.product(places.items(), kinds))
+    cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
-    for (place, layers), (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        on_heads = attention.replace_values(model, k, layers, kind, factor)
-        alpha, activation = attended(model, tokens, k, neuron, on_heads)
-        alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
-        is_active = activation >= ACTIVE * neuron["first"]
-        key = {"position": k, "changed": place, "intervention": kind, "factor": factor}
-        row = key | interval(alpha, "alpha_k") | {"woke": is_active.float().mean().item()}
-        for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
-            row[name] = some.mean().item() if len(some) else None
-        rows.append(row)
+    for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
+        on_heads = attention.replace_values(model, settings.position, changed, kind, factor)
+        alpha, activation = attended(model, tokens, settings.position, neurons[0], on_heads)
+        case = {"position": settings.position, "changed": changed, "intervention": kind, "factor": factor}
+        rows.append(case | alpha_row(alpha, activation >= ACTIVE * neurons[0]["first"]))
         for size, value in zip(activation.tolist(), alpha.tolist()):
-            points.append(key | {"activation": size, "alpha_k": value})
+            points.append(case | {"activation": size, "alpha_k": value})
     return {"rows": rows, "points": points, "super_neurons": neurons}
 
 
 def attended(model, tokens, k, neuron, on_heads):
-    """Attention to position k in each layer, (n, L), and the neuron's |activation| there, (n,)."""
+    """alpha_k of each sequence, (n,), and the neuron's |activation| at position k, (n,).
+
+    alpha_k is the mean over heads, and over the layers after the neuron's (after layer 1, if none are).
+    """
     activations = {}
 
     def on_units(layer, units):
         activations[layer] = units[:, k - 1].float().abs().cpu()  # (n, d_ff)
 
     with hidden_units(model, on_units):
-        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
-    return alpha, activations[neuron["layer"]][:, neuron["neuron"]]
+        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
+    L = model.config.num_layers
+    seen_from = neuron["layer"] if neuron["layer"] < L else min(1, L - 1)
+    return alpha[:, seen_from:].double().mean(1), activations[neuron["layer"]][:, neuron["neuron"]]
+
+
+def alpha_row(alpha, is_active):
+    """alpha_k (n,) in all sequences, and in those where the super neuron is active or inactive, (n,)."""
+    row = interval(alpha, "alpha_k") | {"woke": is_active.float().mean().item()}
+    for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
+        row[name] = some.mean().item() if len(some) else None
+    return row
 
 
 # ---- ended (ours) ------------------------------------------------------------------------------------------
@@ -377,8 +376,6 @@ def attended(model, tokens, k, neuron, on_heads):
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; three minutes)"""
-    for spec in chosen_models(settings.model or (default_model(),), settings.seed):
-        named_units(settings, spec)
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
@@ -427,20 +424,17 @@ def every_silence(settings: SilenceSettings, spec, model):
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = Activity(model, tokens)
-    units = named_units(settings, spec)
-    if settings.units:
-        units = units or activity.builders(activity.layer, settings.units, share=math.inf)
-    sets = sets_of_units(settings, activity, units or activity.builders(activity.layer, MOST_BUILDERS))
-    lowest = min(layer for _, units in sets for layer, _ in units)
-    ablations = Ablations(model, tokens, min(lowest, activity.layer))
-    dimension = activity.dimension(activity.layer)
-    whole = activity.state[activity.layer, dimension].item()
+    count = settings.units or min(MOST_BUILDERS, activity.num_needed(activity.layer, share=0.99))
+    units = named_units(settings, spec) or activity.builders(activity.layer, count)
+    sets = sets_of_units(settings, activity, units)
+    start = min(layer for _, units in sets for layer, _ in units)
+    ablations = Ablations(model, tokens, min(start, activity.layer))
     rows = [silence_row("none", [], 1.0, activity.disparity[activity.layer], ablations.alpha, ablations.loss)]
     for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
         on_units = replace_units(units, activity.first if kind == "constant" else None)
         alpha, loss, state = ablations.run(on_units, activity.layer)
-        left = state[:, dimension].mean().item() / whole
-        rows.append(silence_row(kind, units, left, attention.dominance_ratio(state).mean(), alpha, loss))
+        disparity = attention.dominance_ratio(state).mean()
+        rows.append(silence_row(kind, units, activity.left(state), disparity, alpha, loss))
     return {"rows": rows}
 
 

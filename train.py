@@ -156,7 +156,7 @@ def train_alone(settings: Settings, run, device, dtype) -> None:
             raise runs.diverged(run, step, f"held-out loss {loss}")
         row = {"val_loss": loss}
         if settings.track_sinks:
-            row |= attention.summary(attention.sink_signs(raw_model, evaluation_windows[0].to(device)))
+            row |= attention.sink_statistics(raw_model, evaluation_windows[0].to(device))[0]
         if is_master:
             sample = generate(raw_model, tokenizer, 48, step)
             print(f"step {step}: held-out loss {loss:.4f}, {sample!r}", flush=True)

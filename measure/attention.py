@@ -205,8 +205,8 @@ class Chain:
 # ---- what is changed (SO's interventions) ------------------------------------------------------------------
 
 
-def replace_values(model, k, layers, kind, factor):
-    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in some layers.
+def replace_values(model, k, changed, kind, factor):
+    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in a layer, or "all".
 
     `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`:
     mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
@@ -214,7 +214,7 @@ def replace_values(model, k, layers, kind, factor):
     """
 
     def on_heads(layer, heads, q, key, v):
-        if layer not in layers:
+        if changed not in ("all", layer):
             return None
         values = heads[:, :, k - 1 : k]
         if kind == "self_mask":
@@ -240,11 +240,11 @@ def dominance_ratio(states: Tensor) -> Tensor:
 
 
 def output_tau(weight: Tensor, std: Tensor):
-    """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H Dh,) of what they read.
+    """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of what they read.
 
     Above 0, what varies more is written more strongly (SO: 0.32 in the mean). None where nothing varies.
     """
-    tau = kendalltau(weight.float().norm(dim=0).cpu().numpy(), std.numpy()).statistic
+    tau = kendalltau(weight.float().norm(dim=0).cpu().numpy(), std.flatten().numpy()).statistic
     return None if tau != tau else float(tau)
 
 

@@ -5,7 +5,7 @@
     >>> model = checkpoint.load("smollm2")
     >>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
     >>> activity = Activity(model, tokens)
-    >>> activity.builders(activity.layer, most=64)  # these two make 99 % of one dimension
+    >>> activity.builders(activity.layer, count=2)  # these two make 99 % of one dimension of 576
     [(12, 1229), (12, 1487)]
 
 Layers count from 1, units and dimensions from 0.
@@ -53,7 +53,7 @@ class Activity:
 
     @torch.inference_mode()
     def __init__(self, model: Transformer, tokens: Tensor, chain=None):
-        self.down = [block.mlp.down_proj.weight for block in model.model.layers]  # (d, d_ff) each
+        self.down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]  # (d, d_ff) each
         state, disparity, first, others = [LayerMean(len(tokens)) for _ in range(4)]
 
         def on_state(layer, x):
@@ -91,12 +91,21 @@ class Activity:
         weights = torch.stack([down[dimension].float().cpu() for down in self.down])
         return self.first * weights * self.state[layer, dimension].sign()
 
-    def builders(self, layer, most, share=0.99):
-        """The fewest (layer, unit) that build a share of the dimension after a layer, at most `most`."""
+    def builders(self, layer, count):
+        """The (layer, unit) that build most of the dimension after a layer, most first; at most `count`."""
         added = self.contributions(layer)[:layer]
+        return ranked(added, max(1, min(count, (added > 0).sum().item())))
+
+    def num_needed(self, layer, share):
+        """How many builders make a share of the dimension after a layer."""
+        added = self.contributions(layer)[:layer].clamp(min=0)  # removers are no builders
         sums = added.flatten().sort(descending=True).values.cumsum(0)
-        enough = 1 + (sums < share * self.state[layer].abs().max()).sum().item()
-        return ranked(added, max(1, min(most, enough, (added > 0).sum().item())))
+        return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
+
+    def left(self, states: Tensor):
+        """The share of the sink's dimension in states (n, d) at position 1, after the largest layer."""
+        dimension = self.dimension(self.layer)
+        return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
 
     def removers(self, count):
         """The (layer, unit) that take most away from the largest layer's dimension, most first."""

@@ -184,7 +184,7 @@ def measure_sinks(experiment, config, run: train.Settings):
         device=experiment.settings.device,
     )
     row = {"text_loss": text_loss(experiment, spec, model), "uniform_alpha1": attention.uniform_alpha(64)}
-    row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
+    row |= attention.sink_statistics(model, read_tokens(reading, spec, 64))[0]
     layers = sinks.dissect(reading, spec, model)["layers"]
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])

@@ -10,10 +10,10 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 # Floors from below: a file imports from floors below its own alone. On the last are files that may import
 # each other, without a circle.
 FLOORS = """
-lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf / lib.parts / lib.folders
-/ lib.data / lib.checkpoint / lib.inputs / lib.results / lib.figures / lib.runs / measure.cosines
-/ measure.theory / measure.attention / measure.lineage / measure.census / measure.verdict
-/ probe train sinks seedprint / contraction / reproduce
+lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_tokenizers / lib.gguf
+/ lib.parts / lib.folders / lib.data / lib.checkpoint / lib.inputs / lib.results / lib.figures / lib.runs
+/ measure.cosines / measure.theory / measure.attention / measure.units / measure.lineage / measure.census
+/ measure.verdict / probe train sinks seedprint / contraction / reproduce
 """.split("/")
 
 
