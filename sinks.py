@@ -56,6 +56,8 @@ LEAST_LEFT = 1e-3  # of the sink's dimension, in the figure
 
 @dataclass
 class Settings(TextSettings):
+    """Options of every experiment."""
+
     model: tuple[
         str, ...
     ] = ()  # presets, PRESET@SEED, checkpoints, .gguf files; default: smollm2 or a newborn
@@ -66,18 +68,24 @@ class Settings(TextSettings):
 
 @dataclass
 class RateSettings(Settings):
+    """Options of `rate`."""
+
     sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
     epsilon: Annotated[float, Meta(ge=0, le=1)] = EPSILON  # of a sink head, alpha_1 is above this (Gu et al.)
 
 
 @dataclass
 class InterveneSettings(Settings):
+    """Options of `intervene`."""
+
     position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
     factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, which multiplies the variation, or the values
 
 
 @dataclass
 class SilenceSettings(Settings):
+    """Options of `silence`."""
+
     units: at_least(1) | None = None  # builders to set to zero; None: 99 % of the dimension, 64 units at most
     unit: tuple[str, ...] | None = None  # hidden units to set to zero instead, LAYER/UNIT
 
@@ -231,7 +239,7 @@ def anatomy(settings: Settings):
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     columns = ("checkpoint", "layer", "disparity", "others_disparity", "norm_ratio", "value_ratio")
-    columns += ("key_alignment", "effective_rank", "output_tau", "alpha1", "dimension", "builders")
+    columns += ("key_alignment", "effective_rank", "output_tau", "alpha1")
     return experiment.save(**lists, columns=columns, shown=lists["layers"])
 
 
@@ -285,6 +293,7 @@ def draw_anatomy(path, rows, layers) -> None:
     figure, grid = new_figure(question, 2, 3, height=3)
     for axes, (key, title) in zip(grid.flat, PANELS.items()):
         axes.set_title(title, fontsize=10)
+        axes.set_xlabel("position" if key == "std" else "layer")
         for label, points in by_checkpoint(rows).items():
             summaries = by_checkpoint(layers)[label]
             numbers = range(1, len(summaries) + 1)
@@ -298,7 +307,6 @@ def draw_anatomy(path, rows, layers) -> None:
             else:
                 axes.semilogy(numbers, [row[key] for row in summaries], "o-", ms=3)
     grid[0, 2].set_yscale("log")
-    grid[1, 1].set_xlabel("layer")
     legend_below(figure, grid[0, 0])
     save_figure(figure, path)
 
