@@ -50,8 +50,7 @@ PANELS = {  # of its figure
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
-CONTROLS = {"constant": "D", "removers": "v", "elsewhere": "s", "random": "x"}  # and their marks
-LEAST_LEFT = 1e-3  # of the sink's dimension, in the figure
+CONTROLS = ("constant", "removers", "elsewhere", "random")  # kinds of `silence`
 
 
 @dataclass
@@ -391,26 +390,19 @@ def silence(settings: SilenceSettings):
 
 
 def draw_silence(path, rows) -> None:
-    """Draw sink rate against what is left of the sink's dimension, one colour per model."""
-    question = "How much of one dimension has to go before the sink goes? (marks: controls)"
+    """Draw sink rate against the disparity that is left, one colour per model."""
+    question = "How far must one dimension fall before the sink goes? (crosses: controls)"
     figure, ((axes,),) = new_figure(question, width=7, height=4)
+    axes.set(
+        xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink", xscale="log"
+    )
     for label, of_model in by_checkpoint(rows).items():
-        steps = [row for row in of_model if row["kind"] in ("none", "first")]
-        (line,) = axes.plot(*left_and_rate(steps), "o-", label=label)
-        for kind, marker in CONTROLS.items():
-            marks = [row for row in of_model if row["kind"] == kind]
-            axes.plot(*left_and_rate(marks), marker, color=line.get_color(), mfc="none", ms=9)
-    for kind, marker in CONTROLS.items():
-        axes.plot([], [], marker, color="black", mfc="none", label=kind)
-    axes.set(xlabel="share of the dimension that is left", ylabel="share of heads that sink", xscale="log")
-    axes.invert_xaxis()
+        steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
+        controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
+        (line,) = axes.plot(*zip(*steps), "o-", label=label)
+        axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
     legend_below(figure, axes)
     save_figure(figure, path)
-
-
-def left_and_rate(rows):
-    """The places of some rows in the figure."""
-    return [max(LEAST_LEFT, row["left"]) for row in rows], [row["sink_rate"] for row in rows]
 
 
 def named_units(settings: SilenceSettings, spec):
@@ -469,8 +461,8 @@ def sets_of_units(settings: SilenceSettings, activity, units):
 
 def silence_row(kind, units, left, disparity, alpha, loss):
     """A row of `silence`, of alpha_1 (n, L, H)."""
-    row = {"kind": kind, "num_silenced": len(units), "units": names_of(units), "left": left}
-    row |= {"disparity": float(disparity)} | rate_interval(alpha)
+    row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
+    row |= {"left": left, "disparity": float(disparity)} | rate_interval(alpha)
     return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
