@@ -57,9 +57,7 @@ CONTROLS = ("constant", "removers", "elsewhere", "random")  # kinds of `silence`
 class Settings(TextSettings):
     """Options of every experiment."""
 
-    model: tuple[
-        str, ...
-    ] = ()  # presets, PRESET@SEED, checkpoints, .gguf files; default: smollm2 or a newborn
+    model: tuple[str, ...] = ()  # presets, PRESET@SEED, checkpoints, .gguf files; (): smollm2, if it is there
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # number format of the blocks
