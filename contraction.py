@@ -303,7 +303,7 @@ def variance(settings: Settings):
     rows = []
     for spec in specs:
         model = newborn_blocks(experiment, spec, sublayers="attention", num_layers=1)
-        spread = attention.Spread()
+        spread = attention.RunningStd()
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
         predicted = theory.aggregated_std(model.config, T).tolist()

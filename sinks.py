@@ -3,9 +3,8 @@
     python sinks.py                              # `rate`: of smollm2, a real language model, if it is there
     python sinks.py anatomy --model smollm2      # SO's chain by layer, and the hidden units that begin it
     python sinks.py intervene --model smollm2    # can position 10 be made a sink?
-    python sinks.py silence --model smollm2      # which hidden units hold the sink up?
+    python sinks.py silence --model smollm2 M.gguf                # which hidden units build it? two models
     python sinks.py first --model runs/backcopy --text data/backcopy-bytes      # a position, or a token?
-    python sinks.py variance --model nano_gpt2   # Equation 2, in every layer of any model
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
 head whose alpha_1 in a sequence is above --epsilon is a sink head there. A model with a tokenizer reads the
@@ -15,17 +14,19 @@ summaries of SO leave undefined is called ours. Times are those of smollm2 on 2 
 
 import itertools
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+from msgspec import Meta
 
 from init import keyed_generator
 from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
-from lib.figures import BLUE, curves, legend_below, new_figure, save_figure
+from lib.figures import curves, legend_below, new_figure, save_figure
+from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
@@ -33,62 +34,57 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.attention import EPSILON
 from measure.cosines import interval
+from measure.units import Ablations, Activity, hidden_units, replace_units
 
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 FIRST_TOKENS = 24  # that `first` tries
-AWAKE = 0.1  # of a super neuron's mean activation at position 1: from there on it is awake elsewhere (ours)
-LINKS = {  # of SO's chain, in its order: a column of `anatomy`'s rows, and its name
-    "std": "std of aggregated values",
-    "length": "length of the stream",
+ACTIVE = 0.1  # of a super neuron's mean activation at position 1: from there on it is active elsewhere (ours)
+MOST_BUILDERS = 64  # that `silence` sets to zero by default
+SUPER_NEURONS = 10  # builders that `anatomy` lists, and half as many removers
+BY_POSITION = ("std", "dominance_ratio", "key_alignment", "alpha")  # links of SO's chain, in `anatomy`'s rows
+PANELS = {  # of its figure
+    "std": "std of aggregated values by position, layer 1",
+    "norm_ratio": "norm of the stream / that elsewhere",
     "dominance_ratio": "largest / mean |dimension| of it",
-    "value_length": "length of values",
+    "value_ratio": "norm of values / that elsewhere",
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
+CONTROLS = ("constant", "removers", "elsewhere", "random")  # kinds of `silence`
 
 
 @dataclass
 class Settings(TextSettings):
-    """What every experiment of `sinks.py` can be told."""
+    """Options of every experiment."""
 
-    model: tuple[str, ...] = ()
-    """presets, PRESET@SEED, checkpoints or smollm2 (default: smollm2, or a newborn where it is not there)"""
-    seed: tuple[int, ...] = (42,)
-    """seeds of the presets' weights"""
-    sequence_length: at_least(2) = 64
-    """tokens in a sequence (Gu et al.: 64)"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """number format of the blocks"""
+    model: tuple[str, ...] = ()  # presets, PRESET@SEED, checkpoints, .gguf files; (): smollm2, if it is there
+    seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
+    sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # number format of the blocks
 
 
 @dataclass
 class RateSettings(Settings):
-    """What `rate` can be told."""
+    """Options of `rate`."""
 
-    sequence_length: tuple[at_least(2), ...] | None = None
-    """tokens in a sequence; None: 32 to 512, as far as the model goes"""
-    epsilon: float = EPSILON
-    """a head whose alpha_1 is above this, between 0 and 1, is a sink head (Gu et al.)"""
+    sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
+    epsilon: Annotated[float, Meta(ge=0, le=1)] = EPSILON  # of a sink head, alpha_1 is above this (Gu et al.)
 
 
 @dataclass
 class InterveneSettings(Settings):
-    """What `intervene` can be told."""
+    """Options of `intervene`."""
 
-    position: at_least(1) = 10
-    """k, the position to be made a sink, from 1 (SO: 10)"""
-    factor: tuple[at_least(0, float), ...] = (32.0,)
-    """lambda, by which the position's variation, or its values, are multiplied"""
+    position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
+    factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, which multiplies the variation, or the values
 
 
 @dataclass
 class SilenceSettings(Settings):
-    """What `silence` can be told."""
+    """Options of `silence`."""
 
-    units: at_least(1) = 3
-    """how many of the hidden units that write most at position 1"""
-    unit: tuple[str, ...] | None = None
-    """hidden units to silence instead, LAYER/UNIT"""
+    units: at_least(1) | None = None  # builders to set to zero; None: 99 % of the dimension, 64 units at most
+    unit: tuple[str, ...] | None = None  # hidden units to set to zero instead, LAYER/UNIT
 
 
 # ---- the models --------------------------------------------------------------------------------------------
@@ -99,13 +95,33 @@ def measure_models(name, paper, settings: Settings, measure):
     specs = chosen_models(settings.model or (default_model(),), settings.seed)
     lengths = settings.sequence_length or ()
     check_lengths((lengths,) if isinstance(lengths, int) else lengths, shortest_context(specs))
+    texts = [text_of(settings, spec) for spec in specs]
+    if len(set(texts)) > 1:
+        raise UserError(f"{specs[0].label} and others would read different texts: name --text, --tokenizer")
     experiment = Experiment(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
         model = spec.load(experiment.device, experiment.dtype)
         for key, rows in measure(experiment.settings, spec, model).items():
             lists[key] += [{"checkpoint": spec.label} | row for row in rows]
+        del model  # before the next one comes
+        if spec.folder is not None and spec.folder.is_file():
+            source = {"checkpoint": spec.label, "file": spec.folder.name, "sha256": sha256(spec.folder)}
+            lists["sources"].append(source)
+    lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
     return experiment, lists
+
+
+def text_of(settings: Settings, spec):
+    """What a model reads, as its rows say it."""
+    if settings.text is not None:
+        return settings.text
+    if settings.tokenizer is not None or spec.tokenizer_file is not None:
+        return "docstrings"
+    if not spec.is_newborn:
+        hint = "it reads random tokens; --tokenizer names one"
+        print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
+    return "random tokens"
 
 
 def by_checkpoint(rows):
@@ -114,6 +130,17 @@ def by_checkpoint(rows):
     for row in rows:
         checkpoints[row["checkpoint"]].append(row)
     return checkpoints
+
+
+def rate_interval(alpha, epsilon=EPSILON):
+    """The sink rate of alpha_1 (n, L, H), and its 95 % interval over sequences, as far as rates go."""
+    row = interval(attention.sink_share(alpha, epsilon), "sink_rate")
+    return row | {"low": max(0.0, row["low"]), "high": min(1.0, row["high"])}
+
+
+def names_of(units):
+    """(layer, unit) each, as LAYER/UNIT."""
+    return " ".join(f"{layer}/{unit}" for layer, unit in units)
 
 
 # ---- where? (BB Figure 12) ---------------------------------------------------------------------------------
@@ -139,16 +166,14 @@ def rate(settings: RateSettings):
 
 
 def sink_rates(settings: RateSettings, spec, model):
-    """A row for each length: `attention.summary`, the rate's 95 % interval; and alpha_1 of all heads."""
+    """A row for each length, with the rate's 95 % interval; and alpha_1 of all heads."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
     rows, heads = [], []
-    for T in lengths:
-        signs = attention.sink_signs(model, read_tokens(settings, spec, T))
-        alpha = signs["alpha1"]  # (n, L, H)
-        row = {"sequence_length": T, "epsilon": settings.epsilon}
-        row |= attention.summary(signs, settings.epsilon)
-        row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate")
+    for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
+        tokens = read_tokens(settings, spec, T)
+        row, alpha = attention.sink_statistics(model, tokens, settings.epsilon)  # alpha (n, L, H)
+        row |= {"sequence_length": T, "epsilon": settings.epsilon} | rate_interval(alpha, settings.epsilon)
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
@@ -163,7 +188,7 @@ def first(settings: Settings):
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
     experiment, lists = measure_models("first", "ours", settings, by_first_token)
-    question = "Do heads sink on position 1, whatever token stands there? (a point a head)"
+    question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
     labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
     keys = {"x": "alpha1", "y": "least", "series": "checkpoint"}
     curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
@@ -179,9 +204,9 @@ def by_first_token(settings: Settings, spec, model):
     there = tokens[:, 1:].unique().cpu()
     candidates = there[np.linspace(0, len(there) - 1, min(FIRST_TOKENS, len(there))).astype(int)]
     alphas = []
-    for candidate in candidates:
+    for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
         tokens[:, 0] = candidate
-        alphas.append(attention.sink_signs(model, tokens)["alpha1"].mean(0))
+        alphas.append(attention.sink_statistics(model, tokens)[1].mean(0))
     alphas = torch.stack(alphas)  # (tokens, L, H)
     rows = []
     for layer, by_head in enumerate(alphas.unbind(1), start=1):
@@ -203,48 +228,13 @@ def by_first_token(settings: Settings, spec, model):
 # ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def variance(settings: Settings):
-    """How much do aggregated values vary at each position of each layer? (BB Figure 9; half a minute)"""
-    experiment, lists = measure_models("sink_variance", "BB Figure 9", settings, value_spread)
-    drawn = [row for row in lists["rows"] if row["layer"] in (1, 2, 4, 8, 16, 32)]
-    question = "How much do aggregated values vary, position by position? (a colour a layer)"
-    keys = {"x": "position", "y": "std", "series": "layer", "panel": "checkpoint"}
-    labels = {"ylabel": "std of aggregated values"}
-    curves(drawn, experiment.folder / "sink_variance.png", question, **keys, style="-", log="xy", **labels)
-    return experiment.save(**lists)
-
-
-def value_spread(settings: Settings, spec, model):
-    """A row for each layer and position."""
-    spread = attention.Spread()
-    for part in attention.batches(read_tokens(settings, spec, settings.sequence_length)):
-        model.hidden(part, on_heads=spread.on_heads)
-    rows = []
-    for layer in range(1, model.config.num_layers + 1):
-        for position, std in enumerate(spread.std(layer).tolist(), start=1):
-            rows.append({"layer": layer, "position": position, "std": std})
-    return {"rows": rows}
-
-
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and super neurons (SO; a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
-    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
-    figure, grid = new_figure(question, 2, 3, height=3, sharex=True)
-    for axes, (key, name) in zip(grid.flat, LINKS.items()):
-        for label, rows in by_checkpoint(lists["rows"]).items():
-            values = np.array([row[key] for row in rows]).reshape(-1, settings.sequence_length)  # (L, T)
-            layers = range(1, len(values) + 1)
-            (line,) = axes.plot(layers, values[:, 0], "o-", ms=3, label=f"{label}, position 1")
-            axes.plot(layers, np.median(values[:, 1:], axis=1), ":", color=line.get_color())
-        axes.set_title(name, fontsize=10)
-    for axes in grid[0, 1:]:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-    grid[1, 1].set_xlabel("layer")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, experiment.folder / "anatomy.png")
+    draw_anatomy(experiment.folder / "anatomy.png", lists["rows"], lists["layers"])
+    for row in lists["layers"]:
+        if row["builders"]:
+            print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     columns = ("checkpoint", "layer", "disparity", "others_disparity", "norm_ratio", "value_ratio")
     columns += ("key_alignment", "effective_rank", "output_tau", "alpha1")
     return experiment.save(**lists, columns=columns, shown=lists["layers"])
@@ -252,60 +242,70 @@ def anatomy(settings: Settings):
 
 @torch.inference_mode()
 def dissect(settings: Settings, spec, model):
-    """SO's chain: a row for each layer and position, a summary of each layer, and ten super neurons.
-
-    `dominance_ratio` is max|h| / mean|h| of the stream after the layer, SO's dimension disparity, and
-    `disparity` is that of position 1; `key_alignment`, ours, is the length of the mean of all sequences'
-    keys, each scaled to length 1: 1 where they have collapsed into one.
-    """
-    T = settings.sequence_length
-    tokens = read_tokens(settings, spec, T)
-    means = defaultdict(float)  # over sequences, by (name, layer)
-    spread = attention.Spread()
-
-    def add(name, layer, values):
-        means[name, layer] += values.sum(0).cpu() / len(tokens)
-
-    def on_state(layer, x):
-        flat = x.flatten(0, 1).double()  # (B T, d)
-        add("state", layer, flat / T)
-        add("product", layer, (flat.T @ flat / T)[None])
-        add("length", layer, x.float().norm(dim=2))
-        add("dominance_ratio", layer, attention.dominance_ratio(x))
-
-    def on_heads(layer, heads, q, k, v):
-        spread.on_heads(layer, heads, q, k, v)
-        add("value_length", layer, v.float().norm(dim=3).mean(1))
-        add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh)
-        add("alpha", layer, attention.mean_attention(q, k, range(1, T + 1)).mean(1))
-
-    with attention.unit_activity(model, len(tokens)) as activity:
-        for part in attention.batches(tokens):
-            model.hidden(part, on_state=on_state, on_heads=on_heads)
+    """SO's chain: a row for each layer and position, a summary of each layer, and the super neurons."""
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    chain = attention.Chain(len(tokens))
+    activity = Activity(model, tokens, chain)
+    links = chain.links()  # (L, T) each
     rows, layers = [], []
     for layer, block in enumerate(model.model.layers, start=1):
-        means["std", layer] = spread.std(layer)
-        means["key_alignment", layer] = means["key", layer].norm(dim=2).mean(0)
-        links = torch.stack([means[name, layer] for name in LINKS], dim=1)  # (T, links)
-        for position, values in enumerate(links.tolist(), start=1):
-            rows.append({"layer": layer, "position": position} | dict(zip(LINKS, values)))
-        first = dict(zip(LINKS, links[0].tolist()))
-        others = dict(zip(LINKS, np.median(links[1:], axis=0)))
-        written = block.self_attn.o_proj.weight
-        summary = {
-            "layer": layer,
-            "disparity": first["dominance_ratio"],
-            "others_disparity": others["dominance_ratio"],
-            "norm_ratio": first["length"] / others["length"],
-            "value_ratio": first["value_length"] / others["value_length"],
-            "key_alignment": first["key_alignment"],
-            "effective_rank": attention.effective_rank(means["state", layer], means["product", layer]),
-            "output_tau": attention.output_tau(written, spread.std(layer, 1).flatten()),
-            "alpha1": first["alpha"],
-        }
-        layers.append(summary)
-    neurons = attention.super_neurons(model, *activity)
-    return {"rows": rows, "layers": layers, "super_neurons": neurons}
+        layers.append(summarise(layer, block, chain, activity, links))
+        for position in range(1, settings.sequence_length + 1):
+            values = {name: links[name][layer - 1, position - 1].item() for name in BY_POSITION}
+            rows.append({"layer": layer, "position": position} | values)
+    units = activity.builders(activity.layer, SUPER_NEURONS)
+    units += reversed(activity.removers(SUPER_NEURONS // 2))
+    return {"rows": rows, "layers": layers, "super_neurons": activity.describe(units)}
+
+
+def summarise(layer, block, chain, activity, links):
+    """The links of a layer, at position 1 and over the median of the others.
+
+    Where disparity jumps there are the dimension that dominates from there on, and four of its builders.
+    """
+    first = {name: link[layer - 1, 0].item() for name, link in links.items()}
+    others = {name: float(np.median(link[layer - 1, 1:])) for name, link in links.items()}
+    row = {
+        "layer": layer,
+        "disparity": first["dominance_ratio"],
+        "others_disparity": others["dominance_ratio"],
+        "norm_ratio": first["norm"] / others["norm"],
+        "value_ratio": first["value_norm"] / others["value_norm"],
+        "key_alignment": first["key_alignment"],
+        "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
+        "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.values.std(layer, axes=1)),
+        "alpha1": first["alpha"],
+        "dimension": None,
+        "builders": None,
+    }
+    if layer in activity.jumps():
+        row["dimension"] = activity.dimension(layer)
+        row["builders"] = names_of(activity.builders(layer, 4))
+    return row
+
+
+def draw_anatomy(path, rows, layers) -> None:
+    """Draw six links of the chain, one colour per model."""
+    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
+    figure, grid = new_figure(question, 2, 3, height=3)
+    for axes, (key, title) in zip(grid.flat, PANELS.items()):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("position" if key == "std" else "layer")
+        for label, points in by_checkpoint(rows).items():
+            summaries = by_checkpoint(layers)[label]
+            numbers = range(1, len(summaries) + 1)
+            if key in BY_POSITION:
+                link = np.array([point[key] for point in points]).reshape(len(numbers), -1)  # (L, T)
+            if key == "std":
+                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
+            elif key in BY_POSITION:
+                (line,) = axes.plot(numbers, link[:, 0], "o-", ms=3)
+                axes.plot(numbers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
+            else:
+                axes.semilogy(numbers, [row[key] for row in summaries], "o-", ms=3)
+    grid[0, 2].set_yscale("log")
+    legend_below(figure, grid[0, 0])
+    save_figure(figure, path)
 
 
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def intervene(settings: InterveneSettings):
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     (label, points), *_ = by_checkpoint(lists["points"]).items()  # the first model is drawn
     drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
-    question = f"Where the super neuron wakes at position {k}, does it become a sink? ({label})"
+    question = f"Where the super neuron is active at position {k}, is it a sink? ({label})"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
     labels = {"xlabel": f"|activation| of the super neuron at {k}", "ylabel": f"attention to position {k}"}
     curves(drawn, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
@@ -331,46 +331,48 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
-    Each is made in all layers at once (`changed` is "all"), then in layer 1. alpha_k is the mean over heads,
-    and over the layers after that of the unit that writes most at position 1 (after layer 1, if none are).
-    All sequences run at once, for mu.
+    Each is made in all layers at once (`changed` is "all"), then in layer 1. The super neuron is the first
+    builder. All sequences run at once, for mu.
     """
-    k = settings.position
-    L = model.config.num_layers
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    with attention.unit_activity(model, len(tokens)) as activity:
-        model.hidden(tokens)
-    (neuron,) = attention.super_neurons(model, *activity, count=1)
-    seen_from = neuron["layer"] if neuron["layer"] < L else min(1, L - 1)
-    places = {"all": range(1, L + 1), 1: (1,)}
+    activity = Activity(model, tokens)
+    neurons = activity.describe(activity.builders(activity.layer, 1))
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
-    cases = list(itertools.product(places.items(), kinds))
+    cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
-    for (place, layers), (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        on_heads = attention.replace_values(model, k, layers, kind, factor)
-        alpha, activation = attended(model, tokens, k, neuron, on_heads)
-        alpha = alpha[:, seen_from:].double().mean(1)  # (n,)
-        is_awake = activation >= AWAKE * neuron["first"]
-        key = {"position": k, "changed": place, "intervention": kind, "factor": factor}
-        row = key | interval(alpha, "alpha_k") | {"woke": is_awake.float().mean().item()}
-        for name, some in (("alpha_k_woke", alpha[is_awake]), ("alpha_k_asleep", alpha[~is_awake])):
-            row[name] = some.mean().item() if len(some) else None
-        rows.append(row)
+    for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
+        on_heads = attention.replace_values(model, settings.position, changed, kind, factor)
+        alpha, activation = attended(model, tokens, settings.position, neurons[0], on_heads)
+        case = {"position": settings.position, "changed": changed, "intervention": kind, "factor": factor}
+        rows.append(case | alpha_row(alpha, activation >= ACTIVE * neurons[0]["first"]))
         for size, value in zip(activation.tolist(), alpha.tolist()):
-            points.append(key | {"activation": size, "alpha_k": value})
-    return {"rows": rows, "points": points, "super_neurons": [neuron]}
+            points.append(case | {"activation": size, "alpha_k": value})
+    return {"rows": rows, "points": points, "super_neurons": neurons}
 
 
 def attended(model, tokens, k, neuron, on_heads):
-    """Attention to position k in each layer, (n, L), and the neuron's |activation| there, (n,)."""
+    """alpha_k of each sequence, (n,), and the neuron's |activation| at position k, (n,).
+
+    alpha_k is the mean over heads, and over the layers after the neuron's (after layer 1, if none are).
+    """
     activations = {}
 
     def on_units(layer, units):
         activations[layer] = units[:, k - 1].float().abs().cpu()  # (n, d_ff)
 
-    with attention.hidden_units(model, on_units):
-        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()
-    return alpha, activations[neuron["layer"]][:, neuron["neuron"]]
+    with hidden_units(model, on_units):
+        alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
+    L = model.config.num_layers
+    seen_from = neuron["layer"] if neuron["layer"] < L else min(1, L - 1)
+    return alpha[:, seen_from:].double().mean(1), activations[neuron["layer"]][:, neuron["neuron"]]
+
+
+def alpha_row(alpha, is_active):
+    """alpha_k (n,) in all sequences, and in those where the super neuron is active or inactive, (n,)."""
+    row = interval(alpha, "alpha_k") | {"woke": is_active.float().mean().item()}
+    for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
+        row[name] = some.mean().item() if len(some) else None
+    return row
 
 
 # ---- ended (ours) ------------------------------------------------------------------------------------------
@@ -378,26 +380,27 @@ def attended(model, tokens, k, neuron, on_heads):
 
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
-    """Which hidden units hold the sink up? Those that write most are set to zero (ours; three minutes)"""
-    for spec in chosen_models(settings.model or (default_model(),), settings.seed):
-        named_units(settings, spec)
-        if 2 * settings.units > spec.config.d_ff:
-            raise UserError(f"--units {settings.units}: a layer of {spec.label} has {spec.config.d_ff}")
+    """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; three minutes)"""
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
-    (label, rows), *_ = by_checkpoint(lists["rows"]).items()  # the first model is drawn
-    question = f"Which hidden units hold the sink up? ({label}; dashed: none silenced)"
-    figure, (grid,) = new_figure(question, 1, 2, 5, 1.2 + 0.24 * len(rows), sharey=True)
-    names = [f"{row['kind']} {row['units']}"[:44] for row in rows]
-    labels = {"sink_rate": "share of heads that sink on position 1", "loss": "loss, nats a token"}
-    for axes, (key, label) in zip(grid, labels.items()):
-        axes.barh(range(len(rows)), [row[key] for row in rows], color=BLUE)
-        axes.set_yticks(range(len(rows)), names)
-        axes.axvline(rows[0][key], color="black", ls="--", lw=1.1)
-        axes.set_xlabel(label)
-    grid[0].invert_yaxis()
-    save_figure(figure, experiment.folder / "silence.png")
-    columns = ("checkpoint", "kind", "units", "sink_rate", "low", "high", "mean_alpha1", "loss")
-    return experiment.save(**lists, columns=columns)
+    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
+    return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
+
+
+def draw_silence(path, rows) -> None:
+    """Draw sink rate against the disparity that is left, one colour per model."""
+    question = "How far must one dimension fall before the sink goes? (crosses: controls)"
+    figure, ((axes,),) = new_figure(question, width=7, height=4)
+    axes.set(
+        xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink", xscale="log"
+    )
+    for label, of_model in by_checkpoint(rows).items():
+        steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
+        controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
+        (line,) = axes.plot(*zip(*steps), "o-", label=label)
+        axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
+    legend_below(figure, axes)
+    save_figure(figure, path)
 
 
 def named_units(settings: SilenceSettings, spec):
@@ -412,47 +415,58 @@ def named_units(settings: SilenceSettings, spec):
 
 
 def every_silence(settings: SilenceSettings, spec, model):
-    """Sink rate, alpha_1 and loss (nats a token) with sets of hidden units at zero.
+    """Sink rate, alpha_1 and loss (nats/token) with sets of hidden units at zero, or held constant.
 
-    `first`: those that write most at position 1, one after another; `alone`: each of the first four; `pair`:
-    all their pairs. Controls: as many that write most `elsewhere`, and `random` ones of the same layers.
+    `left` is the share that remains of the sink's dimension at position 1, after the layer where disparity is
+    largest; `disparity` is that of the stream there.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    measured = {}  # by the names of the silent units
-    with attention.unit_activity(model, len(tokens)) as (at_first, at_others):
-        measured[""] = attention.alpha_and_loss(model, tokens)
-    units = named_units(settings, spec) or attention.strongest_units(model, at_first, settings.units)
-    count = len(units)
-    elsewhere = attention.strongest_units(model, at_others, 2 * count)
-    generator = keyed_generator("silence", settings.input_seed)
-    cases = [("none", [])]
-    cases += [("first", units[:size]) for size in range(1, count + 1)]
-    cases += [("alone", [unit]) for unit in units[:4]]
-    cases += [("pair", pair) for pair in itertools.combinations(units[:4], 2)]
-    cases.append(("elsewhere", [unit for unit in elsewhere if unit not in units][:count]))
-    cases.append(("random", [(layer, int(generator.integers(model.config.d_ff))) for layer, _ in units]))
-    rows = []
-    for kind, silent in progress(cases, desc="silence", unit=" sets", leave=False):
-
-        def at_zero(layer, units, silent=silent):
-            numbers = [unit for place, unit in silent if place == layer]
-            return units.index_fill(2, torch.tensor(numbers, device=units.device), 0) if numbers else None
-
-        names = " ".join(f"{layer}/{unit}" for layer, unit in silent)
-        if names not in measured:
-            with attention.hidden_units(model, at_zero):
-                measured[names] = attention.alpha_and_loss(model, tokens)
-        alpha, loss = measured[names]
-        row = {"kind": kind, "num_silenced": len(silent), "units": names}
-        row |= interval(attention.sink_share(alpha), "sink_rate")
-        rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": loss})
+    activity = Activity(model, tokens)
+    count = settings.units or min(MOST_BUILDERS, activity.num_needed(activity.layer, share=0.99))
+    units = named_units(settings, spec) or activity.builders(activity.layer, count)
+    sets = sets_of_units(settings, activity, units)
+    start = min(layer for _, units in sets for layer, _ in units)
+    ablations = Ablations(model, tokens, min(start, activity.layer))
+    rows = [silence_row("none", [], 1.0, activity.disparity[activity.layer], ablations.alpha, ablations.loss)]
+    for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
+        on_units = replace_units(units, activity.first if kind == "constant" else None)
+        alpha, loss, state = ablations.run(on_units, activity.layer)
+        disparity = attention.dominance_ratio(state).mean()
+        rows.append(silence_row(kind, units, activity.left(state), disparity, alpha, loss))
     return {"rows": rows}
+
+
+def sets_of_units(settings: SilenceSettings, activity, units):
+    """The kinds and sets of units that `silence` changes, one after another.
+
+    `first`: the builders in order, 1, 2, 4, ...; `alone`: each of the first four; `constant`: all, held at
+    position 1 at their mean over sequences. Controls, as many: `removers`, which take most of the dimension
+    away; those that write most `elsewhere`; `random` ones of the same layers.
+    """
+    count = len(units)
+    sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
+    sets = [("first", units[:size]) for size in sizes]
+    sets += [("alone", [unit]) for unit in units[:4]]
+    sets.append(("constant", units))
+    sets.append(("removers", activity.removers(count)))
+    elsewhere = activity.strongest_elsewhere(2 * count)
+    sets.append(("elsewhere", [unit for unit in elsewhere if unit not in units][:count]))
+    generator = keyed_generator("silence", settings.input_seed)
+    d_ff = activity.first.shape[1]
+    sets.append(("random", [(layer, int(generator.integers(d_ff))) for layer, _ in units]))
+    return sets
+
+
+def silence_row(kind, units, left, disparity, alpha, loss):
+    """A row of `silence`, of alpha_1 (n, L, H)."""
+    row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
+    row |= {"left": left, "disparity": float(disparity)} | rate_interval(alpha)
+    return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
 COMMANDS = {
     "rate": Command(rate, RateSettings()),
     "first": Command(first, Settings()),
-    "variance": Command(variance, Settings()),
     "anatomy": Command(anatomy, Settings()),
     "intervene": Command(intervene, InterveneSettings()),
     "silence": Command(silence, SilenceSettings()),

@@ -200,7 +200,7 @@ class Training:
         values = {"val_loss": loss}
         if settings.track_sinks:
             inputs = self.held_out[0].to(self.device)  # (n, T)
-            values |= attention.summary(attention.sink_signs(model, inputs))
+            values |= attention.sink_statistics(model, inputs)[0]
         if self.is_master:
             runs.amend_row(self.run, self.step, values)
             runs.draw_loss(self.run)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lib import gguf_tokenizers
 from lib.settings import INSTALL, UserError
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -117,9 +118,8 @@ class GGUF:
 
     @property
     def has_known_tokenizer(self):
-        """Can text be cut by its tokenizer? A file names its kind, and leaves out its rules."""
-        kind = [str(self.values.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre")]
-        return kind == ["gpt2", "smollm"]
+        """Can text be cut by its tokenizer?"""
+        return gguf_tokenizers.is_known(self.values)
 
 
 def unpacked(packed, kind, heads):

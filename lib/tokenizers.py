@@ -17,16 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import sentencepiece
 import tiktoken
 import tokenizers
 
+from lib import gguf_tokenizers
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json, smollm2
 from lib.formats import open_gguf
 from lib.settings import UserError
-
-CONTROL = 3  # the type of tokens like <|endoftext|> in .gguf files
 
 
 @dataclass(frozen=True)
@@ -154,23 +152,14 @@ def bos_beside(path):
 
 
 def gguf_tokenizer(path):
-    """The tokenizer of a .gguf file, which names its kind and leaves out its rules; UserError if unknown."""
-    file = open_gguf(path)
-    if not file.has_known_tokenizer:
+    """The tokenizer of a .gguf file; UserError for a kind that is not known here."""
+    values = open_gguf(path).values
+    if not gguf_tokenizers.is_known(values):
         raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
-    values = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
     with as_user_error(path):
-        tokens = values["tokens"]
-        numbers = {token: number for number, token in enumerate(tokens)}
-        merges = [tuple(merge.split(" ")) for merge in values["merges"]]
-        coder = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, merges))
-        coder.add_special_tokens([tokens[i] for i in np.flatnonzero(values["token_type"] == CONTROL)])
-        bos = tokens[values["bos_token_id"]] if "bos_token_id" in values else None
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
-    coder.decoder = tokenizers.decoders.ByteLevel()
-    return json_tokenizer(path, coder.to_str().encode(), bos)
+        if values["tokenizer.ggml.model"] == "llama":
+            return sentencepiece_tokenizer(path, gguf_tokenizers.sentencepiece_model(values))
+        return json_tokenizer(path, *gguf_tokenizers.byte_level_tokenizer(values))
 
 
 # ---- SentencePiece -----------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def text_loss(text, spec, model):
 def measure_sinks(reading: sinks.Settings, spec, model):
     """A model's sinks at 64 tokens, and SO's links in the mean of layers."""
     row = {"uniform_alpha1": attention.uniform_alpha(64)}
-    row |= attention.summary(attention.sink_signs(model, read_tokens(reading, spec, 64)))
+    row |= attention.sink_statistics(model, read_tokens(reading, spec, 64))[0]
     layers = sinks.dissect(reading, spec, model)["layers"]
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])

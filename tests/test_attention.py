@@ -82,16 +82,15 @@ def test_uniform_attention_is_the_mean_of_1_over_i():
 def test_batches_do_not_matter(monkeypatch):
     model = random_model(KINDS["gpt2"])
     tokens = random_tokens(0, range(5), 12, 97)
-    whole = attention.sink_signs(model, tokens)
+    whole, _ = attention.sink_statistics(model, tokens)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 24)
     assert [len(batch) for batch in attention.batches(tokens)] == [2, 2, 1]
     # float32 sums in another order
-    parts = attention.summary(attention.sink_signs(model, tokens))
-    assert parts == pytest.approx(attention.summary(whole), rel=1e-5)
+    assert attention.sink_statistics(model, tokens)[0] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
-def test_signs_against_a_plain_recomputation(name):
+def test_statistics_against_a_plain_recomputation(name):
     model = random_model(KINDS[name])
     tokens = random_tokens(1, range(3), 9, 97)
     states, values = [], []
@@ -103,16 +102,20 @@ def test_signs_against_a_plain_recomputation(name):
         )
 
     def ratio(vectors):  # torch's median of 8 is the 4th
-        lengths = np.linalg.norm(vectors, axis=-1)
-        return lengths[..., 0] / np.sort(lengths[..., 1:])[..., 3]
+        norms = np.linalg.norm(vectors, axis=-1)
+        return norms[..., 0] / np.sort(norms[..., 1:])[..., 3]
 
-    signs = attention.sink_signs(model, tokens)
-    alpha1 = mean_of_queries(explicit(model, tokens), 1)
-    torch.testing.assert_close(signs["alpha1"].double(), alpha1, atol=1e-6, rtol=0)
-    norms = np.concatenate([ratio(x) for x in states[1:]])  # states[0] is the input
-    np.testing.assert_allclose(signs["norm_ratio"], norms, rtol=1e-5)
-    of_values = np.concatenate([ratio(v).mean(1) for v in values])
-    np.testing.assert_allclose(signs["value_ratio"], of_values, rtol=1e-5)
+    row, alpha = attention.sink_statistics(model, tokens, epsilon=0.25)
+    alpha1 = mean_of_queries(explicit(model, tokens), 1)  # (n, L, H)
+    torch.testing.assert_close(alpha.double(), alpha1, atol=1e-6, rtol=0)
+    expected = {
+        "sink_rate": (alpha1 > 0.25).double().mean().item(),
+        "mean_alpha1": alpha1.mean().item(),
+        "max_alpha1": alpha1.max().item(),
+        "norm_ratio": np.mean([ratio(x) for x in states[1:]]),  # states[0] is the input
+        "value_ratio": np.mean([ratio(v) for v in values]),
+    }
+    assert row == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
 def test_positions_that_are_not_there_are_refused():

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import KINDS, SMALL, random_model
-from lib.formats import KEYS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,6 +21,7 @@ import init
 import model as textbook
 from lib import kernels
 from lib.checkpoint import config_json
+from lib.formats import KEYS
 from lib.runtime import training_flops
 from model import PRESETS, ModelConfig, Transformer, rope_table
 

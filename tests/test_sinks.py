@@ -21,6 +21,7 @@ from lib.checkpoint import Spec, parse_spec
 from lib.files import read_json
 from lib.inputs import TextSettings, random_tokens, random_vectors, read_tokens
 from measure import attention, theory
+from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
 from sinks import InterveneSettings, RateSettings, SilenceSettings
 
@@ -88,7 +89,7 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
 def test_values_of_a_newborn_follow_the_theory():
     config = replace(PRESETS["nano_llama"], num_layers=1, vocab_size=1)
     model = init.newborn(config, 5)
-    spread = attention.Spread()
+    spread = attention.RunningStd()
     with torch.inference_mode():
         for vectors in random_vectors(0, range(64), 32, 768).split(32):
             model.hidden(vectors, on_heads=spread.on_heads)
@@ -100,91 +101,103 @@ def test_values_of_a_newborn_follow_the_theory():
 # ---- anatomy -----------------------------------------------------------------------------------------------
 
 
-def units_of(model: Transformer, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
-    """|hidden units|, (L, n, T, d_ff): what each MLP's down projection reads."""
-    units = []
-
-    def keep(module, inputs, output):
-        units.append(inputs[0].abs())
-
-    handles = [block.mlp.down_proj.register_forward_hook(keep) for block in model.model.layers]
+def observe(model: Transformer, tokens: torch.Tensor, on_heads=None):
+    """The stream (L + 1, n, T, d), the input first, and the hidden units (L, n, T, d_ff)."""
+    states, units = [], []
+    handles = []
+    for block in model.model.layers:
+        hook = block.mlp.down_proj.register_forward_pre_hook(lambda module, inputs: units.append(inputs[0]))
+        handles.append(hook)
     with torch.inference_mode():
-        model.hidden(tokens, on_heads=on_heads)
+        model.hidden(tokens, on_state=lambda layer, x: states.append(x), on_heads=on_heads)
     for handle in handles:
         handle.remove()
-    return torch.stack(units)
+    return torch.stack(states), torch.stack(units)
 
 
-def strongest_of(model: Transformer, units: torch.Tensor) -> dict[tuple[int, int], float]:
-    """What each (layer, unit) writes at position 1, most first, by |units|."""
-    columns = torch.stack([block.mlp.down_proj.weight.detach().norm(dim=0) for block in model.model.layers])
-    writes = units[:, :, 0].mean(1) * columns  # (L, d_ff)
-    written = {(layer + 1, unit): value.item() for (layer, unit), value in np.ndenumerate(writes.numpy())}
-    return dict(sorted(written.items(), key=lambda item: -item[1]))
+def disparity_of(stream: torch.Tensor) -> torch.Tensor:
+    """Disparity at position 1 after each layer, (L + 1,), of a stream (L + 1, n, T, d)."""
+    size = stream[:, :, 0].abs()
+    return (size.amax(2) / size.mean(2)).mean(1)
+
+
+def contributions_of(model: Transformer, stream: torch.Tensor, units: torch.Tensor, layer: int):
+    """The dimension after a layer, and what every unit contributes to it, by (layer, unit), largest first."""
+    state = stream[layer, :, 0].mean(0)  # (d,)
+    dimension = int(state.abs().argmax())
+    builds = {}
+    for place, block in enumerate(model.model.layers):
+        weights = block.mlp.down_proj.weight[dimension].detach()
+        values = units[place, :, 0].mean(0) * weights * state[dimension].sign()  # (d_ff,)
+        builds |= {(place + 1, unit): value for unit, value in enumerate(values.tolist())}
+    return dimension, dict(sorted(builds.items(), key=lambda item: -item[1]))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama_gqa"])
-def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
+def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(units_module, "LEAST_DISPARITY", 2)
     model = random_model(KINDS[kind])
-    spec = saved(model, tmp_path)
-    settings = given(sequence_length=11)
-    anatomy = sinks.dissect(settings, spec, model)
+    with torch.no_grad():  # disparity jumps in layer 2
+        model.model.layers[1].mlp.down_proj.weight[5] *= 300
+    anatomy = sinks.dissect(given(sequence_length=11), saved(model, tmp_path), model)
     tokens = random_tokens(0, range(7), 11, 97)
-    states, seen = [], []
-    with torch.inference_mode():
-        model.hidden(
-            tokens,
-            on_state=lambda layer, x: states.append(x),
-            on_heads=lambda layer, heads, q, k, v: seen.append((heads.double(), k, v)),
-        )
-    stream = torch.stack(states[1:])  # (L, n, T, d)
+    seen = []
+    stream, units = observe(model, tokens, lambda layer, heads, q, k, v: seen.append((heads.double(), k, v)))
     heads, keys, values = (torch.stack(tensors) for tensors in zip(*seen))  # (L, n, H or G, T, Dh)
     matrices = explicit(model, tokens)
+    after = stream[1:]
     expected = {
         "std": heads.std((1, 2, 4), correction=0),  # (L, T), as all of these
-        "length": stream.norm(dim=3).mean(1),
-        "dominance_ratio": (stream.abs().amax(3) / stream.abs().mean(3)).mean(1),
-        "value_length": values.norm(dim=4).mean((1, 2)),
+        "norm": after.norm(dim=3).mean(1),
+        "dominance_ratio": (after.abs().amax(3) / after.abs().mean(3)).mean(1),
+        "value_norm": values.norm(dim=4).mean((1, 2)),
         "key_alignment": F.normalize(keys, dim=4).mean(1).norm(dim=3).mean(1),
         "alpha": torch.stack([alpha_of(matrices, position).mean((0, 2)) for position in range(1, 12)], 1),
     }
-    for key, numbers in expected.items():
+    for key in sinks.BY_POSITION:
         # float32 numbers, summed in another order
-        near = pytest.approx(numbers.flatten().tolist(), rel=1e-4, abs=NEAR)
+        near = pytest.approx(expected[key].flatten().tolist(), rel=1e-4, abs=NEAR)
         assert [row[key] for row in anatomy["rows"]] == near
-        if key == "std":
-            assert [row[key] for row in sinks.value_spread(settings, spec, model)["rows"]] == near
+    disparity = disparity_of(stream)
     for row in anatomy["layers"]:
         place = row["layer"] - 1
         first = {key: numbers[place, 0].item() for key, numbers in expected.items()}
         others = {key: np.median(numbers[place, 1:]) for key, numbers in expected.items()}
-        matrix = stream[place].flatten(0, 1).double()
+        matrix = after[place].flatten(0, 1).double()
         written = model.model.layers[place].self_attn.o_proj.weight.detach().norm(dim=0)
         law = {
             "layer": row["layer"],
             "disparity": first["dominance_ratio"],
             "others_disparity": others["dominance_ratio"],
-            "norm_ratio": first["length"] / others["length"],
-            "value_ratio": first["value_length"] / others["value_length"],
+            "norm_ratio": first["norm"] / others["norm"],
+            "value_ratio": first["value_norm"] / others["value_norm"],
             "key_alignment": first["key_alignment"],
             "effective_rank": math.exp(entropy(torch.linalg.svdvals(matrix - matrix.mean(0)))),
             "output_tau": kendalltau(written, heads[place].std((0, 2), correction=0).flatten()).statistic,
             "alpha1": first["alpha"],
         }
+        jump = (None, None)  # but in layer 2
+        if disparity[row["layer"]] >= max(2, 2 * disparity[place]):
+            dimension, builds = contributions_of(model, stream, units, row["layer"])
+            below = [unit for unit in builds if unit[0] <= row["layer"]][:4]
+            jump = (dimension, " ".join(f"{layer}/{unit}" for layer, unit in below))
+        assert (row.pop("dimension"), row.pop("builders")) == jump
         assert row == pytest.approx(law, rel=1e-4)
-    units = units_of(model, tokens)
-    written = strongest_of(model, units)
-    for row, ((layer, neuron), writes) in zip(anatomy["super_neurons"], written.items()):
-        column = model.model.layers[layer - 1].mlp.down_proj.weight[:, neuron].square()
-        sizes = units[layer - 1, :, :, neuron].mean(0)
+    largest = 1 + int(disparity[1:].argmax())
+    dimension, builds = contributions_of(model, stream, units, largest)
+    ranking = [unit for unit in builds if unit[0] <= largest][:10] + list(builds)[-5:]
+    assert [(row["layer"], row["neuron"]) for row in anatomy["super_neurons"]] == ranking
+    for row in anatomy["super_neurons"]:
+        column = model.model.layers[row["layer"] - 1].mlp.down_proj.weight[:, row["neuron"]].square()
+        activity = units[row["layer"] - 1, :, :, row["neuron"]]
         law = {
-            "layer": layer,
-            "neuron": neuron,
-            "first": sizes[0].item(),
-            "others": sizes[1:].mean().item(),
-            "writes": writes,
-            "down_share": (column.max() / column.sum()).item(),
-            "dimension": column.argmax().item(),
+            "layer": row["layer"],
+            "neuron": row["neuron"],
+            "first": activity[:, 0].mean().abs().item(),
+            "others": activity[:, 1:].abs().mean().item(),
+            "builds": builds[row["layer"], row["neuron"]],
+            "down_share": (column[dimension] / column.sum()).item(),
+            "dimension": dimension,
         }
         assert row == pytest.approx(law, rel=1e-4)
 
@@ -195,7 +208,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path):
 @pytest.mark.parametrize("calibration", ["none", "headnorm"])
 def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
     model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
-    with torch.no_grad():  # the unit that writes most is one of layer 1, whatever is done there
+    with torch.no_grad():  # the first builder is one of layer 1, whatever is done there
         model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
     settings = given(InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
     lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
@@ -218,12 +231,13 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
     for number, row in enumerate(lists["rows"]):
         place, kind, factor = row["changed"], row["intervention"], row["factor"]
         alpha = alpha_of(explicit(model, tokens, replaced), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
-        activation = units_of(model, tokens, replaced)[0, :, 2, 7]
-        awake = activation >= 0.1 * neuron["first"]
+        _, units = observe(model, tokens, replaced)
+        activation = units[0, :, 2, 7].abs()
+        active = activation >= 0.1 * neuron["first"]
         assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(t_interval(alpha), abs=NEAR)
-        assert row["woke"] == pytest.approx(awake.double().mean().item())
-        for key, chosen in (("alpha_k_woke", alpha[awake]), ("alpha_k_asleep", alpha[~awake])):
+        assert row["woke"] == pytest.approx(active.double().mean().item())
+        for key, chosen in (("alpha_k_woke", alpha[active]), ("alpha_k_asleep", alpha[~active])):
             assert row[key] == (pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None)
         points = lists["points"][7 * number : 7 * number + 7]
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
@@ -234,29 +248,79 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
 # ---- silence -----------------------------------------------------------------------------------------------
 
 
+def parse(words: str) -> list[tuple[int, int]]:
+    """(layer, unit) of each LAYER/UNIT."""
+    return [tuple(map(int, word.split("/"))) for word in words.split()]
+
+
 def test_silence_is_a_model_without_these_units(tmp_path):
-    """Sink rate and loss are those of a model whose down columns are zero, by its logits."""
+    """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
     model = random_model(KINDS["llama_gqa"])
     settings = given(SilenceSettings, sequence_length=9, units=3)
     rows = sinks.every_silence(settings, saved(model, tmp_path), model)["rows"]
     tokens = random_tokens(0, range(7), 9, 97)
-    a, b, c, *_ = (f"{layer}/{unit}" for layer, unit in strongest_of(model, units_of(model, tokens)))
-    first = ["", a, f"{a} {b}", f"{a} {b} {c}", a, b, c, f"{a} {b}", f"{a} {c}", f"{b} {c}"]
-    assert [row["units"] for row in rows[:10]] == first
+    stream, units = observe(model, tokens)
+    largest = 1 + int(disparity_of(stream)[1:].argmax())
+    dimension, builds = contributions_of(model, stream, units, largest)
+    a, b, c, *_ = [unit for unit in builds if unit[0] <= largest]
+    order = [[], [a], [a, b], [a, b, c], [a], [b], [c], [a, b, c], list(builds)[:-4:-1]]
+    assert [parse(row["units"]) for row in rows[:9]] == order
+    assert [row["kind"] for row in rows[7:]] == ["constant", "removers", "elsewhere", "random"]
     for row in rows:
         poorer = random_model(KINDS["llama_gqa"])
-        for word in row["units"].split():
-            layer, unit = map(int, word.split("/"))
-            poorer.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
+        if row["kind"] == "constant":
+            handles = [hold(poorer, layer, unit, units) for layer, unit in (a, b, c)]
+            assert len(handles) == 3
+        else:
+            for layer, unit in parse(row["units"]):
+                poorer.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
         alpha = alpha_of(explicit(poorer, tokens), 1)  # (n, L, H)
         assert row["sink_rate"] == pytest.approx((alpha > 0.3).double().mean().item(), abs=NEAR)
+        assert 0 <= row["low"] <= row["sink_rate"] <= row["high"] <= 1
         assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         with torch.inference_mode():
             logits = poorer(tokens)[:, :-1]
         loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
-    named = sinks.every_silence(replace(settings, unit=(b, c)), saved(model, tmp_path), model)["rows"]
-    assert named[2] == rows[9] | {"kind": "first"}
+        changed, _ = observe(poorer, tokens)
+        left = changed[largest, :, 0, dimension].mean() / stream[largest, :, 0, dimension].mean()
+        assert row["left"] == pytest.approx(left.item(), rel=1e-4, abs=1e-5)
+        assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
+    named = replace(settings, unit=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
+    again = sinks.every_silence(named, saved(model, tmp_path), model)["rows"]
+    assert (again[1]["kind"], again[1]["units"]) == ("first", rows[5]["units"])
+    assert again[1]["loss"] == pytest.approx(rows[5]["loss"], rel=1e-6)
+
+
+def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
+    """Hold a unit at position 1 at its mean over sequences, of units (L, n, T, d_ff)."""
+
+    def held(module, inputs):
+        values = inputs[0].clone()
+        values[:, 0, unit] = units[layer - 1, :, 0, unit].mean()
+        return values
+
+    return model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)
+
+
+def test_layers_below_the_first_changed_one_are_kept():
+    model = random_model(KINDS["llama_gqa"])
+    tokens = random_tokens(0, range(7), 9, 97)
+    on_units = units_module.replace_units([(3, 5)])
+    alpha, loss, state = units_module.Ablations(model, tokens, 3).run(on_units, seen=3)
+    whole = units_module.Ablations(model, tokens, 1).run(on_units, seen=3)
+    torch.testing.assert_close((alpha, state), (whole[0], whole[2]))
+    assert loss == pytest.approx(whole[1], rel=1e-6) and len(model.model.layers) == 3
+
+
+def test_enough_builders_make_the_share():
+    model = random_model(KINDS["llama"])
+    activity = units_module.Activity(model, random_tokens(0, range(7), 9, 97))
+    added = activity.contributions(2)[:2].flatten().tolist()
+    size = activity.state[2].abs().max().item()
+    count = activity.num_needed(2, share=0.5)
+    added.sort(reverse=True)
+    assert sum(added[: count - 1]) < 0.5 * size <= sum(added[:count])
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -297,13 +361,14 @@ def test_what_a_model_reads(text):
 def test_commands(name, text, tmp_path):
     words = ["--model", text.model, "tiny_llama@5", "--sequence-length", 20, "--num-sequences", 4]
     words += ["--text", text.data]
-    if name in ("variance", "intervene"):
+    if name == "intervene":
         words += ["--text", text.file, "--tokenizer", text.tokenizer, "--first-token", "bos"]
     done = run_here("sinks", name, *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    file = "sink_variance" if name == "variance" else name
-    rows = read_json(tmp_path / f"{file}.json")["rows"]
-    assert {row["checkpoint"] for row in rows} == {text.model, "tiny_llama@5"}
+    result = read_json(tmp_path / f"{name}.json")
+    models = {(row["checkpoint"], row["text"]) for row in result["rows"]}
+    read = text.file if name == "intervene" else text.data
+    assert models == {(text.model, read), ("tiny_llama@5", read)}
 
 
 @pytest.mark.parametrize(
@@ -314,6 +379,7 @@ def test_commands(name, text, tmp_path):
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["silence", "--unit", "1/704"], ["--unit 1/704", "LAYER/UNIT"]),
+        (["rate", "--epsilon", "1.5"], ["epsilon", "1.0"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
@@ -328,3 +394,15 @@ def test_a_text_of_another_tokenizer_is_refused(text, tmp_path):
     data.prepare(data.Settings(source=(text.file,), tokenizer="bytes", held_out=0.3, out=out))
     words = ["--model", text.model, "--text", out]
     assert_refused(run_here("sinks", *words, "--out", out), "another tokenizer")
+
+
+def test_models_of_one_table_read_one_kind_of_text(text, tmp_path):
+    """A tokenizer that is not known is told; beside a model that has one it is refused."""
+    model = random_model(KINDS["llama"])
+    checkpoint.save(tmp_path / "silent", model)
+    words = ["rate", "--num-sequences", 2, "--sequence-length", 8, "--out", tmp_path / "out", "--model"]
+    done = run_here("sinks", *words, tmp_path / "silent")
+    assert done.returncode == 0 and "reads random tokens" in done.stderr
+    (row,) = read_json(tmp_path / "out/rate.json")["rows"]
+    assert row["text"] == "random tokens"
+    assert_refused(run_here("sinks", *words, text.model, tmp_path / "silent"), "different texts")

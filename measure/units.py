@@ -1,0 +1,220 @@
+"""Which hidden units build the sink, and what is the model without them? (SO's super neurons; ours)
+
+    >>> from lib import checkpoint, inputs
+    >>> from measure.units import Activity
+    >>> model = checkpoint.load("smollm2")
+    >>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
+    >>> activity = Activity(model, tokens)
+    >>> activity.builders(activity.layer, count=2)  # these two make 99 % of one dimension of 576
+    [(12, 1229), (12, 1487)]
+
+Layers count from 1, units and dimensions from 0.
+"""
+
+import contextlib
+from collections import defaultdict
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from measure.attention import LayerMean, batches, dominance_ratio, mean_attention
+from model import CHUNK, Transformer
+
+LEAST_DISPARITY = 50  # a dimension dominates from where disparity doubles and passes this (ours)
+
+# ---- builders and removers of a dimension ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hidden_units(model: Transformer, on_units):
+    """While this lasts, `on_units(layer, units)` sees the hidden units (B, T, d_ff) of each MLP.
+
+    A returned tensor takes the units' place before the down projection.
+    """
+
+    def hook(layer, module, inputs):
+        return on_units(layer, *inputs)
+
+    with contextlib.ExitStack() as stack:
+        for layer, block in enumerate(model.model.layers, start=1):
+            stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
+        yield
+
+
+class Activity:
+    """The hidden units, and the stream at position 1, in the mean over sequences (n, T).
+
+    The sink's dimension after a layer is the largest of the mean stream there. A unit contributes its mean
+    activation times its down weight on that dimension, times the dimension's sign: a builder contributes more
+    than 0, a remover less (ours).
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: Transformer, tokens: Tensor, chain=None):
+        self.down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]  # (d, d_ff) each
+        state, disparity, first, others = [LayerMean(len(tokens)) for _ in range(4)]
+
+        def on_state(layer, x):
+            state.add(layer, x[:, 0].float())
+            disparity.add(layer, dominance_ratio(x[:, 0]))
+            if chain is not None:
+                chain.on_state(layer, x)
+
+        def on_units(layer, units):
+            first.add(layer, units[:, 0].float())
+            others.add(layer, units[:, 1:].float().abs().mean(1))
+
+        with hidden_units(model, on_units):
+            for part in batches(tokens):
+                model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
+        self.state = state.stack()  # (L + 1, d) at position 1; the input's comes first
+        self.disparity = disparity.stack()  # (L + 1,), of that stream
+        self.first = first.stack()  # (L, d_ff) activations at position 1
+        self.others = others.stack()  # (L, d_ff) |activations| at the other positions
+        self.layer = 1 + self.disparity[1:].argmax().item()  # after which the disparity is largest
+
+    def jumps(self):
+        """The layers that make a dimension dominate: disparity at least doubles there, and passes 50."""
+        after = self.disparity[1:]
+        is_jump = (after >= 2 * self.disparity[:-1]) & (after > LEAST_DISPARITY)
+        return (1 + is_jump.nonzero().flatten()).tolist()
+
+    def dimension(self, layer):
+        """The sink's dimension after a layer."""
+        return self.state[layer].abs().argmax().item()
+
+    def contributions(self, layer) -> Tensor:
+        """What each unit contributes, (L, d_ff), to the sink's dimension after a layer."""
+        dimension = self.dimension(layer)
+        weights = torch.stack([down[dimension].float().cpu() for down in self.down])
+        return self.first * weights * self.state[layer, dimension].sign()
+
+    def builders(self, layer, count):
+        """The (layer, unit) that build most of the dimension after a layer, most first; at most `count`."""
+        added = self.contributions(layer)[:layer]
+        return ranked(added, max(1, min(count, (added > 0).sum().item())))
+
+    def num_needed(self, layer, share):
+        """How many builders make a share of the dimension after a layer."""
+        added = self.contributions(layer)[:layer].clamp(min=0)  # removers are no builders
+        sums = added.flatten().sort(descending=True).values.cumsum(0)
+        return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
+
+    def left(self, states: Tensor):
+        """The share of the sink's dimension in states (n, d) at position 1, after the largest layer."""
+        dimension = self.dimension(self.layer)
+        return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
+
+    def removers(self, count):
+        """The (layer, unit) that take most away from the largest layer's dimension, most first."""
+        return ranked(-self.contributions(self.layer), count)
+
+    def strongest_elsewhere(self, count):
+        """The (layer, unit) that write most at other positions: |activation| times the norm of its column."""
+        norms = torch.stack([down.float().norm(dim=0).cpu() for down in self.down])
+        return ranked(self.others * norms, count)
+
+    def describe(self, units):
+        """A row for each (layer, unit); `down_share` is what `dimension` holds of its squared down column."""
+        dimension = self.dimension(self.layer)
+        builds = self.contributions(self.layer)
+        rows = []
+        for layer, unit in units:
+            squares = self.down[layer - 1][:, unit].float().square()
+            row = {
+                "layer": layer,
+                "neuron": unit,
+                "first": self.first[layer - 1, unit].abs().item(),
+                "others": self.others[layer - 1, unit].item(),
+                "builds": builds[layer - 1, unit].item(),
+                "down_share": (squares[dimension] / squares.sum()).item(),
+                "dimension": dimension,
+            }
+            rows.append(row)
+        return rows
+
+
+def ranked(scores: Tensor, count):
+    """The (layer, unit) of the largest of scores (L, d_ff), largest first."""
+    order = scores.flatten().argsort(descending=True)[:count].tolist()
+    return [(place // scores.shape[1] + 1, place % scores.shape[1]) for place in order]
+
+
+# ---- the model without them --------------------------------------------------------------------------------
+
+
+def replace_units(units, means=None):
+    """An `on_units` that sets some (layer, unit) to zero; given means (L, d_ff), to these at position 1."""
+    numbers = defaultdict(list)
+    for layer, unit in units:
+        numbers[layer].append(unit)
+
+    def on_units(layer, values):
+        if layer not in numbers:
+            return None
+        values = values.clone()  # (B, T, d_ff)
+        if means is None:
+            values[..., numbers[layer]] = 0
+        else:
+            values[:, 0, numbers[layer]] = means[layer - 1, numbers[layer]].to(values)
+        return values
+
+    return on_units
+
+
+@torch.inference_mode()
+def alpha_and_loss(model: Transformer, tokens: Tensor, streams=None, on_state=None):
+    """alpha_1 (n, L, H) on the CPU, and the mean loss in nats/token, of tokens (n, T).
+
+    `streams` (B, T, d), one for each of the tokens' batches, are read in the tokens' place.
+    """
+    alphas, total = defaultdict(list), 0.0
+
+    def on_heads(layer, heads, q, k, v):
+        alphas[layer].append(mean_attention(q, k, (1,))[..., 0].cpu())
+
+    for number, part in enumerate(batches(tokens)):
+        states = model.hidden(streams[number] if streams else part, on_heads=on_heads, on_state=on_state)
+        predictions = states[:, :-1].flatten(0, 1).split(CHUNK)  # (CHUNK, d): logits of all would not fit
+        for some, targets in zip(predictions, part[:, 1:].flatten().split(CHUNK)):
+            total += F.cross_entropy(model.unembed(some), targets, reduction="sum").item()
+    alpha = torch.stack([torch.cat(parts) for parts in alphas.values()], dim=1)
+    return alpha, total / tokens[:, 1:].numel()
+
+
+class Ablations:
+    """Runs of a model on tokens (n, T) with hidden units changed in layers from `start` on.
+
+    What lies below runs once. `alpha` (n, L, H) and `loss` are those of the model as it is.
+    """
+
+    def __init__(self, model: Transformer, tokens: Tensor, start):
+        self.model = model
+        self.tokens = tokens
+        self.below = start - 1  # layers
+        self.streams = []  # (B, T, d), in front of layer `start`
+
+        def keep(layer, x):
+            if layer == self.below:
+                self.streams.append(x)
+
+        self.alpha, self.loss = alpha_and_loss(model, tokens, on_state=keep)
+
+    def run(self, on_units, seen):
+        """alpha_1, the loss, and the stream at position 1 after layer `seen`, (n, d), from `start` on."""
+        first = []
+
+        def on_state(layer, x):
+            if layer == seen - self.below:
+                first.append(x[:, 0].float().cpu())
+
+        layers = self.model.model.layers
+        with hidden_units(self.model, on_units):
+            self.model.model.layers = layers[self.below :]
+            try:
+                alpha, loss = alpha_and_loss(self.model, self.tokens, self.streams, on_state)
+            finally:
+                self.model.model.layers = layers
+        return torch.cat((self.alpha[:, : self.below], alpha), dim=1), loss, torch.cat(first)

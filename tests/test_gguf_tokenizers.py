@@ -1,0 +1,122 @@
+"""lib/gguf_tokenizers.py beside `transformers` and `sentencepiece`, on small files made here."""
+
+import io
+import json
+import unicodedata
+
+import gguf
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+from conftest import ROOT
+from tokenizers import models, pre_tokenizers, trainers
+
+from lib import checkpoint, data, gguf_tokenizers
+from lib.settings import UserError
+
+TEXT = (ROOT / "README.md").read_text()
+PROSE = (
+    "I'm, they'LL; 1234 + 56.7\n\n\n  if x:\r\n\treturn\u00a0§  中文字符，编码 \U0001f600 naïve "
+    + TEXT[:3000]
+)
+REFERENCES = {"gpt-2": transformers.GPT2Tokenizer, "qwen2": transformers.Qwen2Tokenizer}
+REFERENCES["default"] = transformers.GPT2Tokenizer
+
+
+def write(path, architecture="llama", **fields):
+    """A .gguf file with nothing but a tokenizer, whose token 1 is BOS."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in fields.items():
+        add = writer.add_array if isinstance(value, list) else writer.add_string
+        add(f"tokenizer.ggml.{key}", value)
+    writer.add_head_count(1)
+    writer.add_bos_token_id(1)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("pre", gguf_tokenizers.RULES)
+def test_byte_level(pre, tmp_path):
+    """GPT-2's and Qwen2's are classes of `transformers`, Llama 3's it reads from the file.
+
+    SmolLM's is what its tokenizer.json says: digits one by one, then GPT-2's rule.
+    """
+    coder = tokenizers.Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.pre_tokenizer = byte_level
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|end|>", "<|begin|>"], **options)
+    coder.train_from_iterator([TEXT], trainer)
+    trained = json.loads(coder.to_str())["model"]
+    tokens = sorted(trained["vocab"], key=trained["vocab"].get)
+    merges = [" ".join(pair) for pair in trained["merges"]]
+    types = [3, 3] + [1] * (len(tokens) - 2)
+    path = tmp_path / "a.gguf"
+    if pre in REFERENCES:
+        pairs = [tuple(pair) for pair in trained["merges"]]
+        reference = REFERENCES[pre](trained["vocab"], pairs)
+    elif pre == "smollm":
+        coder.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
+        reference = transformers.PreTrainedTokenizerFast(tokenizer_object=coder)
+    else:
+        types[2] = 4  # "!", which is then never merged
+        write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
+        reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
+    tokenizer = data.load_tokenizer(str(path))
+    assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
+    assert tokenizer.encode(["a<|begin|>"]) == [[trained["vocab"]["a"], 1]] and tokenizer.bos == 1
+    decomposed = unicodedata.normalize("NFD", PROSE)
+    is_one = tokenizer.encode([decomposed]) == tokenizer.encode([PROSE])
+    assert is_one == (pre == "qwen2")  # its tokenizer.json says NFC
+
+
+def test_sentencepiece(tmp_path):
+    """The same numbers as by the model whose pieces are in the file, and by `transformers`."""
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=trained,
+        vocab_size=700,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        user_defined_symbols=["\u2581\u2581", "\n"],
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    numbers = range(theirs.vocab_size())
+    tokens = [theirs.id_to_piece(number) for number in numbers]
+    types = [1] * len(tokens)
+    for number in numbers:
+        kinds = (theirs.is_unknown(number), theirs.is_control(number), theirs.is_byte(number))
+        types[number] = {(1, 0, 0): 2, (0, 1, 0): 3, (0, 0, 1): 6}.get(tuple(map(int, kinds)), 1)
+    for symbol in ("\u2581\u2581", "\n"):
+        number = tokens.index(symbol)
+        types[number] = 4
+        tokens[number] = symbol.replace("\u2581", " ")  # as llama.cpp's converter writes them
+    scores = [theirs.get_score(number) for number in numbers]
+    path = tmp_path / "a.gguf"
+    write(path, "gemma3", model="llama", tokens=tokens, scores=scores, token_type=types)
+    tokenizer = data.load_tokenizer(str(path))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    text = unicodedata.normalize("NFD", PROSE) + PROSE
+    assert tokenizer.encode([text]) == [theirs.encode(text)]
+    assert tokenizer.encode([text]) == [reference(text, add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text and tokenizer.bos == 1
+
+
+def test_unknown_and_damaged(tmp_path):
+    path = write(tmp_path / "a.gguf", model="gpt2", pre="new", tokens=["a"], token_type=[1], merges=[])
+    assert checkpoint.parse_spec(str(path)).tokenizer_file is None
+    write(path, model="llama", tokens=["a", "b"], scores=[0.0], token_type=[1, 1])
+    with pytest.raises(UserError, match="a.gguf"):
+        data.load_tokenizer(str(path))
