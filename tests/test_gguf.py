@@ -17,7 +17,7 @@ import transformers
 from conftest import KINDS, ROOT, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lib import checkpoint, data, files
+from lib import checkpoint, data, files, formats
 from lib.formats import GGUF_KEYS
 from lib.settings import UserError
 from model import ModelConfig
