@@ -1,7 +1,8 @@
 """Whose hidden units are these? Matches the units of two models, by weights alone (ours).
 
     >>> from lib import checkpoint
-    >>> from lineage.match import Units, equal_ids, match_models
+    >>> from lineage.match import equal_ids, match_models
+    >>> from lineage.views import Units
     >>> base = Units(checkpoint.parse_spec("tiny_llama@1000").open())
     >>> suspect = Units(checkpoint.parse_spec("runs/lineage/tiny_llama-1000").open())
     >>> match = match_models(base, suspect, equal_ids(base, suspect)).matches[0]
@@ -10,8 +11,7 @@
 
 A model can be disguised: its residual basis rotated, the hidden units of every MLP reordered, rescaled, and
 their signs flipped, without any change in what it computes. What none of this alters is what a unit reads of
-the embedding matrix and writes to the head: its gate, its up and its down weights each give a number for
-every token. These are its three *views*; MLPs without a gate have two.
+the embedding matrix and writes to the head: its *views* (`lineage/views.py`).
 
 In each view, two units of two models are partners if each is the other's nearest neighbour by |correlation|.
 A unit is *matched* if two views name the same partner. If the models are unrelated, what one view says of a
@@ -24,207 +24,25 @@ on texts; MDIR (arXiv 2508.06309) and AWM (2510.06738) estimate the rotation fir
 that was split into several, nor new MLPs on copied attention.
 """
 
-import functools
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage import parts
+from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 
-ROW_BATCH = 4096  # tokens whose products are made at once
-MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts
-MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
 SETTLED = 0.5  # share of units matched in some layer, from which on the gate is not compared for the map
 CLEARLY_MORE = 2  # times as much must be found for a way that is not the likeliest
 AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
-NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
-SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
-RIDGE = 3.0  # of decorrelation: a third more units are found under noise of three std than with 0.03
-# Families that store gain - 1; in a .gguf file they do not
-GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
-LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
-
-
-# ---- what a unit reads and writes, by tokens ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayoutHypothesis:
-    """What a checkpoint's names leave open: where there is a choice, all are tried."""
-
-    table: str  # the embedding matrix
-    head: str
-    interleaved: bool  # gate and up in one matrix: row by row, or one above the other
-    from_one: bool  # gains are stored less one
-    centred: bool  # norms without biases take the mean out, as LayerNorms do
-
-
-def hidden_units(source):
-    """The Units of a checkpoint under every LayoutHypothesis; [] without an embedding matrix or MLPs."""
-    tables = Tables(source)
-    return [Units(source, layout, tables) for layout in layout_hypotheses(source)]
-
-
-def layout_hypotheses(source):
-    """Every LayoutHypothesis of a checkpoint, the likeliest first."""
-    found = parts.find(source)
-    if found.missing:
-        return []
-    from_one = [bool(GAINS_FROM_ONE & set(source.family.split()))]
-    norms = sorted({mlp.norm for mlp in found.mlps if mlp.norm})
-    gains = torch.cat([torch.ones(1), *(source.read(norm).float() for norm in norms)])
-    if (gains <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
-        from_one = [True, False]
-    interleaved = [False]
-    if any("gate_up" in mlp.matrices for mlp in found.mlps):
-        interleaved = [False, True]
-    centred = [source.family in LAYERNORMS_WITHOUT_BIAS]
-    if not source.family:  # a file of weights alone
-        centred = [False, True]
-    choices = itertools.product(found.tables, found.heads, interleaved, from_one, centred)
-    return [LayoutHypothesis(*choice) for choice in choices]
-
-
-class Tables:
-    """A checkpoint's embedding matrix and head (V, d), by name, and their roots (d, d): unpacked once."""
-
-    def __init__(self, source):
-        self.read = functools.cache(source.read)
-        self.root = functools.cache(lambda name: root_of(self.read(name)))
-
-
-class Units:
-    """The hidden units of a checkpoint's MLPs, as its tokens see them, under one LayoutHypothesis."""
-
-    def __init__(self, source, layout=None, tables=None):
-        self.source = source
-        self.tables = tables or Tables(source)
-        self.parts = parts.find(source)
-        self.width = self.parts.width
-        self.layout = layout or layout_hypotheses(source)[0]
-        self.inputs_first = parts.stores_inputs_first(source)
-        self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
-        self.views = functools.lru_cache(TRIAL_LAYERS)(self.compute_views)
-        self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
-
-    def table_of(self, view):
-        """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
-        return self.layout.head if view == "down" else self.layout.table
-
-    def numbers(self, limit=None):
-        """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
-        numbers = []
-        for place in evenly_spaced(len(self.layers), limit):
-            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer == self.layers[place]]
-            numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
-        return numbers
-
-    def compute_views(self, number):
-        """The views of an MLP's units by name, (d, m) float32 each: columns of norm 1, or 0 for dead units.
-
-        Q of the view's table (the Q of its QR decomposition, centred over tokens) times a column is what the
-        unit reads of, or writes to, each token, decorrelated from other units.
-        """
-        mlp = self.parts.mlps[number]
-        rows = {view: self.rows(number, view) for view in mlp.views}
-        living = torch.stack([weights.any(dim=1) for weights in rows.values()]).all(dim=0)
-        views = {}
-        for view, weights in rows.items():
-            columns = self.tables.root(self.table_of(view)) @ weights.T
-            if not columns.isfinite().all():
-                raise UserError(f"{mlp.label}: its weights are not finite, or huge: check them for NaN")
-            columns = columns / columns.norm(dim=0).clamp(min=1e-30) * living
-            views[view] = decorrelated(columns)
-        return views
-
-    def compute_sample(self, number, limit):
-        """Up to `limit` of an MLP's units, evenly spaced: their numbers, views, and how many units live."""
-        views = self.views(number)
-        chosen = evenly_spaced(views["up"].shape[1], limit)
-        return chosen, {view: columns[:, chosen] for view, columns in views.items()}, living_units(views)
-
-    def rows(self, number, view):
-        """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
-        mlp = self.parts.mlps[number]
-        name = mlp.matrices.get(view, mlp.matrices.get("gate_up"))
-        weight = self.source.read(name)
-        if mlp.expert is not None:
-            weight = weight[mlp.expert]
-        rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
-        if view not in mlp.matrices:
-            halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
-            rows = halves[view == "up"]
-        if view == "down":  # what is written meets the mean first, what reads meets the gain first
-            rows = self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind))
-            return rows * self.gain(self.parts.norm)
-        return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
-
-    def without_mean(self, norm, rows):
-        """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
-        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
-        if norm and (has_bias or self.layout.centred):
-            return rows - rows.mean(dim=1, keepdim=True)
-        return rows
-
-    def gain(self, norm):
-        """A norm's gain, (d,); 1 where there is no norm."""
-        return self.source.read(norm).float() + self.layout.from_one if norm else 1.0
-
-
-def evenly_spaced(count, limit=None):
-    """Up to `limit` numbers of 0..count - 1, evenly spaced; None: all."""
-    numbers = np.linspace(0, count - 1, min(count, limit or count)).round()
-    return np.unique(numbers.astype(int)).tolist()
-
-
-def living_units(views):
-    """How many of an MLP's units are not dead."""
-    return int(views["up"].any(dim=0).sum())
-
-
-def decorrelated(columns: Tensor) -> Tensor:
-    """(X X' + ridge)^(-1/2) X of X (d, m), whose columns have norm 1, scaled to it again.
-
-    What all units share no longer drowns what is theirs. The symmetric root commutes with rotations.
-    """
-    values, vectors = torch.linalg.eigh(columns @ columns.T)
-    root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
-    white = root @ columns
-    return white / white.norm(dim=0).clamp(min=1e-30)
-
-
-def root_of(table: Tensor) -> Tensor:
-    """R (d, d), upper triangular, of the QR decomposition of a table (V, d), centred over its tokens."""
-    ids = torch.tensor(evenly_spaced(len(table), MOST_TOKENS))
-    gram = cross_products(table, ids, table, ids)
-    mean = gram.diagonal().mean()
-    if not mean.isfinite():
-        raise UserError("an embedding matrix is not finite: check it for NaN")
-    if mean < 1e-30:
-        raise UserError("nothing varies in an embedding matrix: there is nothing to compare")
-    gram.diagonal().add_(SMALLEST_EIGENVALUE * mean)
-    return torch.linalg.cholesky(gram).T.float()
-
-
-def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
-    """A'B of some rows of two tables, by their ids (n,), centred over these: (d, e) float64."""
-    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
-    mean = torch.zeros(a.shape[1])
-    for batch in ids_a.split(ROW_BATCH):
-        mean += a[batch].float().sum(dim=0) / len(ids_a)
-    for batch_a, batch_b in zip(ids_a.split(ROW_BATCH), ids_b.split(ROW_BATCH)):
-        total += (a[batch_a].float() - mean).T @ b[batch_b].float()  # centring one of the two is enough
-    return total
 
 
 # ---- two MLPs ----------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from scipy import stats
 
 from lib.formats import token_ids
 from lineage import coordinates, parts
-from lineage.match import ModelMatch, best_match, hidden_units
+from lineage.match import ModelMatch, best_match
+from lineage.views import hidden_units
 
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"

@@ -23,8 +23,9 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage import coordinates
-from lineage.match import Units, equal_ids, match_models
+from lineage.match import equal_ids, match_models
 from lineage.verdict import NO_EVIDENCE, Facts, row_of
+from lineage.views import Units
 from measure.cosines import wilson
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs

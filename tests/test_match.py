@@ -21,7 +21,8 @@ from lib.inputs import random_tokens
 from lib.settings import UserError
 from lineage import disguise, match
 from lineage.disguise import cut, disguised, narrowed, noised, of_matrices, pruned, rounded
-from lineage.match import Match, Units
+from lineage.match import Match
+from lineage.views import RIDGE, Units, hidden_units
 from model import PRESETS, ModelConfig
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
@@ -49,7 +50,7 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.Weights:
 def found(a, b, units=1024, layers=None) -> list[Match]:
     """The matches of two checkpoints."""
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
-    both = [match.hidden_units(source) for source in (a, b)]
+    both = [hidden_units(source) for source in (a, b)]
     return match.best_match(*both, vocabularies, units, layers, 0).matches
 
 
@@ -87,7 +88,7 @@ def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
         columns = columns - columns.mean(axis=0)
         columns /= np.linalg.norm(columns, axis=0)
         eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
-        white = columns @ vectors @ np.diag((eigenvalues.clip(min=0) + match.RIDGE) ** -0.5) @ vectors.T
+        white = columns @ vectors @ np.diag((eigenvalues.clip(min=0) + RIDGE) ** -0.5) @ vectors.T
         values[view] = white / np.linalg.norm(white, axis=0)
     return values
 
