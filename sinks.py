@@ -425,28 +425,28 @@ def every_silence(settings: SilenceSettings, spec, model):
     count = settings.units or min(MOST_BUILDERS, activity.num_needed(activity.layer, share=0.99))
     units = named_units(settings, spec) or activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, units)
-    start = min(layer for _, units in sets for layer, _ in units)
-    ablations = Ablations(model, tokens, min(start, activity.layer))
-    rows = [silence_row("none", [], 1.0, activity.disparity[activity.layer], ablations.alpha, ablations.loss)]
-    for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
+    starts = [min(layer for layer, _ in units) for _, units in sets]
+    ablations = Ablations(model, tokens, activity.layer, starts)
+    measured = (ablations.alpha, ablations.loss, ablations.state)
+    rows = [silence_row("none", [], activity, *measured)]
+    cases = list(zip(sets, starts))
+    for (kind, units), start in progress(cases, desc="silence", unit=" sets", leave=False):
         on_units = replace_units(units, activity.first if kind == "constant" else None)
-        alpha, loss, state = ablations.run(on_units, activity.layer)
-        disparity = attention.dominance_ratio(state).mean()
-        rows.append(silence_row(kind, units, activity.left(state), disparity, alpha, loss))
+        rows.append(silence_row(kind, units, activity, *ablations.run(on_units, start)))
     return {"rows": rows}
 
 
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kinds and sets of units that `silence` changes, one after another.
 
-    `first`: the builders in order, 1, 2, 4, ...; `alone`: each of the first four; `constant`: all, held at
+    `first`: the builders in order, 1, 2, 4, ...; `alone`: the second to fourth; `constant`: all, held at
     position 1 at their mean over sequences. Controls, as many: `removers`, which take most of the dimension
     away; those that write most `elsewhere`; `random` ones of the same layers.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
     sets = [("first", units[:size]) for size in sizes]
-    sets += [("alone", [unit]) for unit in units[:4]]
+    sets += [("alone", [unit]) for unit in units[1:4]]
     sets.append(("constant", units))
     sets.append(("removers", activity.removers(count)))
     elsewhere = activity.strongest_elsewhere(2 * count)
@@ -457,11 +457,11 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     return sets
 
 
-def silence_row(kind, units, left, disparity, alpha, loss):
-    """A row of `silence`, of alpha_1 (n, L, H)."""
+def silence_row(kind, units, activity, alpha, loss, state):
+    """A row of `silence`, of alpha_1 (n, L, H) and the stream at position 1, (n, d)."""
     row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
-    row |= {"left": left, "disparity": float(disparity)} | rate_interval(alpha)
-    return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
+    row |= {"left": activity.left(state), "disparity": attention.dominance_ratio(state).mean().item()}
+    return row | rate_interval(alpha) | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
 COMMANDS = {

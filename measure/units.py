@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from measure.attention import LayerMean, batches, dominance_ratio, mean_attention
-from model import CHUNK, Transformer
+from model import Transformer
 
+CHUNK = 128  # positions whose logits exist at a time: 78 MB of Qwen's 151,936 tokens
 LEAST_DISPARITY = 50  # a dimension dominates from where disparity doubles and passes this (ours)
 
 # ---- builders and removers of a dimension ------------------------------------------------------------------
@@ -185,36 +186,42 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, streams=None, on_state=No
 
 
 class Ablations:
-    """Runs of a model on tokens (n, T) with hidden units changed in layers from `start` on.
+    """Runs of a model on tokens (n, T) with hidden units changed in the layers from some `starts` on.
 
-    What lies below runs once. `alpha` (n, L, H) and `loss` are those of the model as it is.
+    What lies below a start runs once. `alpha` (n, L, H), `loss` and `state` (n, d), the stream at position 1
+    after layer `seen`, are those of the model as it is.
     """
 
-    def __init__(self, model: Transformer, tokens: Tensor, start):
+    def __init__(self, model: Transformer, tokens: Tensor, seen, starts):
         self.model = model
         self.tokens = tokens
-        self.below = start - 1  # layers
-        self.streams = []  # (B, T, d), in front of layer `start`
-
-        def keep(layer, x):
-            if layer == self.below:
-                self.streams.append(x)
-
-        self.alpha, self.loss = alpha_and_loss(model, tokens, on_state=keep)
-
-    def run(self, on_units, seen):
-        """alpha_1, the loss, and the stream at position 1 after layer `seen`, (n, d), from `start` on."""
+        self.seen = seen
+        self.streams = {start: [] for start in starts}  # (B, T, d), in front of a layer
         first = []
 
         def on_state(layer, x):
-            if layer == seen - self.below:
+            if layer + 1 in self.streams:
+                self.streams[layer + 1].append(x)
+            if layer == seen:
+                first.append(x[:, 0].float().cpu())
+
+        self.alpha, self.loss = alpha_and_loss(model, tokens, on_state=on_state)
+        self.state = torch.cat(first)
+
+    def run(self, on_units, start):
+        """The same three while `on_units` changes hidden units of layers from `start` on."""
+        first = []
+
+        def on_state(layer, x):
+            if layer + start - 1 == self.seen:
                 first.append(x[:, 0].float().cpu())
 
         layers = self.model.model.layers
         with hidden_units(self.model, on_units):
-            self.model.model.layers = layers[self.below :]
+            self.model.model.layers = layers[start - 1 :]
             try:
-                alpha, loss = alpha_and_loss(self.model, self.tokens, self.streams, on_state)
+                alpha, loss = alpha_and_loss(self.model, self.tokens, self.streams[start], on_state)
             finally:
                 self.model.model.layers = layers
-        return torch.cat((self.alpha[:, : self.below], alpha), dim=1), loss, torch.cat(first)
+        state = torch.cat(first) if start <= self.seen else self.state
+        return torch.cat((self.alpha[:, : start - 1], alpha), dim=1), loss, state
