@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -49,9 +49,7 @@ HEAD = "lm_head.weight"
 class Settings(OutputSettings):
     """Options of `disguise`."""
 
-    model: Annotated[str, tyro.conf.Positional] = (
-        ""  # of this project's architecture: a folder, or PRESET@SEED
-    )
+    model: tyro.conf.Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
     transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
     out: str = "disguised"  # checkpoint folder to be written
 

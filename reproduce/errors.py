@@ -45,9 +45,7 @@ class Settings(RunSettings):
     model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")  # presets to be born
     schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")  # how they are drawn
     num_births: at_least(3) = 45  # newborns with embedding matrices of their own; all pairs are compared
-    paper_sequences: at_least(3) = (
-        1000  # random sequences of the paper's test, of 64 tokens; BB: 10000 of 1024
-    )
+    paper_sequences: at_least(3) = 1000  # random sequences of 64 tokens, of the paper's test; BB: 10000
 
 
 def errors(settings: Settings):

@@ -10,7 +10,6 @@
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -46,9 +45,7 @@ TABLE = "model.embed_tokens.weight"
 class Settings(OutputSettings):
     """Options of `robustness`."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional] = (
-        "smollm2",
-    )  # BASE, and models that it never met
+    models: tyro.conf.Positional[tuple[str, ...]] = ("smollm2",)  # BASE, and models that it never met
     text: str = "python"  # what children learn; random tokens where BASE has no tokenizer
     steps: at_least(1) = 300  # of training the hard child, of two sequences of 128 tokens each
 

@@ -14,7 +14,17 @@ from conftest import ROOT, plain, run_here
 from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
 
 # Whose help is read: every script with settings.
-SCRIPTS = ("train", "lib.data")
+SCRIPTS = [
+    "train",
+    "probe",
+    "contraction",
+    "sinks",
+    "seedprint",
+    "lib.data",
+    "lineage.disguise",
+    "lesson.check",
+]
+SCRIPTS += [f"reproduce.{name}" for name in ("__main__", "trainings", "errors", "robustness", "bench")]
 
 
 @dataclass
