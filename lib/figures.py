@@ -165,12 +165,11 @@ def lineage_figure(path, base, rows, details) -> None:
 
     `rows` and `details` are what `lineage.verdict.compare_pair` returns of the suspects.
     """
-    title = f"Which hidden units of each suspect's layers are those of {base}?"
+    title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
     figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.9)
-    for (units, layer_map), row, detail in zip(grid, rows, details):
-        units.set_title(
-            f"{row['suspect'][-48:]}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold"
-        )
+    names = short_names([row["suspect"] for row in rows])
+    for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
+        units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
         if detail["layers"]:
             draw_shares(units, detail["layers"])
             draw_layer_map(layer_map, detail["layer_map"])
@@ -227,7 +226,7 @@ def family_tree(path, names, closeness, label) -> None:
     tree.set(xlabel="distance", title="family tree", yticks=[])
     closeness = closeness[np.ix_(order, order)]
     image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    labels = [names[i][-28:] for i in order]
+    labels = [short_names(names)[i] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(count), labels, fontsize=8)
     figure.colorbar(image, label=label)
