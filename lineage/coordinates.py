@@ -198,7 +198,9 @@ def paper_test(a, b, side="top", top_k=None, temperature=None):
     """
     a, b = check_rows(a, b)
     n, d = a.shape
-    top_k = check_top_k(top_k, d)
+    top_k = d // 2 if top_k is None else top_k
+    if not 1 <= top_k <= d:
+        raise UserError(f"top_k {top_k}: expected 1 to {d}, the models' width")
     taus = identity_taus(a.cpu().numpy(), b.cpu().numpy(), side, top_k, temperature)
     return judge_taus(taus, n, d, side, top_k, temperature)
 
@@ -213,15 +215,6 @@ def check_rows(a, b):
     if not (a.isfinite().all() and b.isfinite().all()):
         raise UserError("the states are not finite")
     return a, b
-
-
-def check_top_k(top_k, d):
-    """How many dimensions are chosen in models of width d; UserError for a number that is not in 1..d."""
-    if top_k is None:
-        return d // 2
-    if not 1 <= top_k <= d:
-        raise UserError(f"--top-k {top_k}: expected 1 to {d}, the models' width")
-    return top_k
 
 
 def top_dimensions(rows, side, top_k):
@@ -271,6 +264,7 @@ def judge_taus(taus, n, d, side, top_k, temperature, nulls=10):
     """
     k = len(taus)
     mean_tau = taus.mean() if k else 0.0
+    std = (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5  # of Kendall's tau between independent columns
     p_values = []  # of the t-test and the U-test
     for trial in range(nulls):
         null = null_taus(n, d, side, top_k, temperature, trial)
@@ -288,10 +282,5 @@ def judge_taus(taus, n, d, side, top_k, temperature, nulls=10):
         "paper_mean_tau": mean_tau,
         "paper_t_p": t_p,
         "paper_u_p": u_p,
-        "closed_form_z": mean_tau / (kendall_std(n) / max(1, k) ** 0.5),
+        "closed_form_z": mean_tau / (std / max(1, k) ** 0.5),
     }
-
-
-def kendall_std(n):
-    """Standard deviation of Kendall's tau between independent columns of n rows."""
-    return (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5
