@@ -104,7 +104,3 @@ def variant(model: Transformer, **changes) -> Transformer:
     if missing:
         raise ValueError(f"{changes} needs weights that the model does not have: {', '.join(missing)}")
     return other.eval()
-
-
-if __name__ == "__main__":
-    print(__doc__)

@@ -9,7 +9,7 @@
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
 head whose alpha_1 in a sequence is above --epsilon is a sink head there. A model with a tokenizer reads the
 standard library's docstrings unless --text names another text, one without reads random tokens. What
-summaries of SO leave undefined is called ours. Times are those of smollm2 on 2 cores.
+summaries of SO leave undefined is called ours.
 """
 
 import itertools
@@ -26,7 +26,6 @@ from msgspec import Meta
 from init import keyed_generator
 from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
 from lib.figures import curves, legend_below, new_figure, save_figure
-from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
@@ -105,9 +104,6 @@ def measure_models(name, paper, settings: Settings, measure):
         for key, rows in measure(experiment.settings, spec, model).items():
             lists[key] += [{"checkpoint": spec.label} | row for row in rows]
         del model  # before the next one comes
-        if spec.folder is not None and spec.folder.is_file():
-            source = {"checkpoint": spec.label, "file": spec.folder.name, "sha256": sha256(spec.folder)}
-            lists["sources"].append(source)
     lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
     return experiment, lists
 
@@ -130,12 +126,6 @@ def by_checkpoint(rows):
     for row in rows:
         checkpoints[row["checkpoint"]].append(row)
     return checkpoints
-
-
-def rate_interval(alpha, epsilon=EPSILON):
-    """The sink rate of alpha_1 (n, L, H), and its 95 % interval over sequences, as far as rates go."""
-    row = interval(attention.sink_share(alpha, epsilon), "sink_rate")
-    return row | {"low": max(0.0, row["low"]), "high": min(1.0, row["high"])}
 
 
 def names_of(units):
@@ -173,7 +163,8 @@ def sink_rates(settings: RateSettings, spec, model):
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
         row, alpha = attention.sink_statistics(model, tokens, settings.epsilon)  # alpha (n, L, H)
-        row |= {"sequence_length": T, "epsilon": settings.epsilon} | rate_interval(alpha, settings.epsilon)
+        row |= {"sequence_length": T, "epsilon": settings.epsilon}
+        row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate", 0, 1)
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
@@ -235,8 +226,8 @@ def anatomy(settings: Settings):
     for row in lists["layers"]:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
-    columns = ("checkpoint", "layer", "disparity", "others_disparity", "norm_ratio", "value_ratio")
-    columns += ("key_alignment", "effective_rank", "output_tau", "alpha1")
+    columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
+    columns += ("effective_rank", "output_tau", "alpha1")
     return experiment.save(**lists, columns=columns, shown=lists["layers"])
 
 
@@ -268,7 +259,6 @@ def summarise(layer, block, chain, activity, links):
     row = {
         "layer": layer,
         "disparity": first["dominance_ratio"],
-        "others_disparity": others["dominance_ratio"],
         "norm_ratio": first["norm"] / others["norm"],
         "value_ratio": first["value_norm"] / others["value_norm"],
         "key_alignment": first["key_alignment"],
@@ -391,9 +381,8 @@ def draw_silence(path, rows) -> None:
     """Draw sink rate against the disparity that is left, one colour per model."""
     question = "How far must one dimension fall before the sink goes? (crosses: controls)"
     figure, ((axes,),) = new_figure(question, width=7, height=4)
-    axes.set(
-        xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink", xscale="log"
-    )
+    axes.set_xscale("log")
+    axes.set(xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink")
     for label, of_model in by_checkpoint(rows).items():
         steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
         controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
@@ -461,7 +450,8 @@ def silence_row(kind, units, activity, alpha, loss, state):
     """A row of `silence`, of alpha_1 (n, L, H) and the stream at position 1, (n, d)."""
     row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
     row |= {"left": activity.left(state), "disparity": attention.dominance_ratio(state).mean().item()}
-    return row | rate_interval(alpha) | {"mean_alpha1": alpha.mean().item(), "loss": loss}
+    row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
+    return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
 COMMANDS = {
