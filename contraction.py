@@ -394,8 +394,8 @@ def width(settings: WidthSettings):
 def run_all(settings: RunSettings) -> None:
     """Run every experiment, one after the other (six minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
-    for function, defaults in EXPERIMENTS.values():
-        function(replace(defaults, **given))
+    for command in EXPERIMENTS.values():
+        command.function(replace(command.defaults, **given))
 
 
 BLOCKS = Settings(seed=tuple(range(42, 52)), dtype="float32")

@@ -113,7 +113,7 @@ def scales(S: Tensor, epsilon=0.0) -> Tensor:
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence after 1..layers of Attn0, with the diagonal: exact in T, if d is large."""
+    """Mean cosine within a sequence after 1..layers of Attn0, with the diagonal: exact in T, for large d."""
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
     for _ in range(layers):

@@ -168,7 +168,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         law = {
             "layer": row["layer"],
             "disparity": first["dominance_ratio"],
-            "others_disparity": others["dominance_ratio"],
             "norm_ratio": first["norm"] / others["norm"],
             "value_ratio": first["value_norm"] / others["value_norm"],
             "key_alignment": first["key_alignment"],
