@@ -105,6 +105,7 @@ def chosen(row, *columns):
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def layers(settings: Settings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
     experiment, specs, lengths = begin("layers", "BB Figures 2, 7", settings, (64, 256))
@@ -132,6 +133,7 @@ def sublayers_apart(experiment, model, lengths):
         yield {"variant": kind, "sequence_length": T}, part, counts
 
 
+@torch.inference_mode()
 def ablation(settings: Settings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
     experiment, specs, lengths = begin("ablation", "BB Figure 3, Table 2", settings)
@@ -341,6 +343,7 @@ def predict_direction(model, T, counts):
     return row, predicted, direction
 
 
+@torch.inference_mode()
 def cure(settings: Settings):
     """Is a newborn unbiased whose MLPs pass on nothing that all hidden units share? (ours; a minute)"""
     experiment, specs, lengths = begin("cure", "ours", settings)
