@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from init import SCHEMES, keyed_generator, newborn
+from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
@@ -257,15 +257,14 @@ def make_optimizer(model, settings: Settings):
 @torch.no_grad()
 def generate(model, tokenizer, step):
     """48 tokens after BOS (none: token 0), at temperature 0.8: a function of the weights and the step."""
-    tokens = [tokenizer.bos or 0]
-    device = model.model.norm.weight.device
-    generator = keyed_generator("sample", step)
+    tokens = torch.tensor([[tokenizer.bos or 0]], device=model.model.norm.weight.device)  # (1, T)
+    generator = torch.Generator().manual_seed(step)
     for _ in range(48):
-        window = torch.tensor([tokens[-model.config.context_length :]], device=device)  # (1, T)
-        logits = model.unembed(model.hidden(window, last_only=True))[0, : tokenizer.vocab_size]
-        probabilities = (logits.double().cpu() / 0.8).softmax(0).numpy()
-        tokens.append(int(generator.choice(len(probabilities), p=probabilities)))
-    return tokenizer.decode(tokens[1:])
+        state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
+        logits = model.unembed(state)[:, : tokenizer.vocab_size].cpu()
+        token = torch.multinomial((logits / 0.8).softmax(1), 1, generator=generator)
+        tokens = torch.cat((tokens, token.to(tokens)), dim=1)
+    return tokenizer.decode(tokens[0, 1:].tolist())
 
 
 # ---- data, model and settings ------------------------------------------------------------------------------
