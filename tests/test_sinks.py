@@ -302,18 +302,6 @@ def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
     return model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)
 
 
-def test_layers_below_the_first_changed_one_are_kept():
-    model = random_model(KINDS["llama_gqa"])
-    tokens = random_tokens(0, range(7), 9, 97)
-    on_units = units_module.replace_units([(3, 5)])
-    for seen in (1, 3):
-        ablations = units_module.Ablations(model, tokens, seen, starts=(1, 3))
-        alpha, loss, state = ablations.run(on_units, start=3)
-        whole = ablations.run(on_units, start=1)
-        torch.testing.assert_close((alpha, state), (whole[0], whole[2]))
-        assert loss == pytest.approx(whole[1], rel=1e-6) and len(model.model.layers) == 3
-
-
 def test_enough_builders_make_the_share():
     model = random_model(KINDS["llama"])
     activity = units_module.Activity(model, random_tokens(0, range(7), 9, 97))
