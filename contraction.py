@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
 Inputs are Gaussian vectors like embeddings (BB 4.1), but tokens in `predict` and `cure`. All seeds of a
-preset have one embedding matrix (BB B.2). Times are those of the defaults on 2 cores.
+preset have one embedding matrix (BB B.2).
 """
 
 import itertools
@@ -29,7 +29,6 @@ from measure.cosines import floored_cosine, pairwise_cosine
 from model import ModelConfig, rope_table
 from probe import count_predictions, preference
 
-TEN_SEEDS = tuple(range(42, 52))
 WIDTHS = (128, 256, 512, 1024)  # of `width`
 COSINES = ("mean_cosine", "std_cosine")  # columns of which rows have the mean over seeds
 
@@ -55,10 +54,9 @@ class Settings(WidthSettings):
 
 
 def begin(name, paper, settings: Settings, lengths=(64,)):
-    """An experiment begun, the models that its settings name, and the lengths of their sequences.
+    """An experiment begun, its models, and the lengths of their sequences: of `lengths`, what all can read.
 
-    Of the default `lengths`, those are taken that all models can read. UserError for one of the user's own
-    that is too long, and for models that are no newborns.
+    UserError for a length of the user's own that is too long, and for models that are no newborns.
     """
     specs = chosen_models(settings.model, settings.seed, embedding_seed=0)
     if not all(spec.is_newborn for spec in specs):
@@ -79,10 +77,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 
 
 def newborn_blocks(experiment, spec, **changes):
-    """A newborn with another configuration, and without vocabulary.
-
-    Its `block.mlp` alone is MLP0 (BB Definition 1).
-    """
+    """A newborn in another configuration, without vocabulary; a `block.mlp` is MLP0 (BB Definition 1)."""
     config = replace(spec.config, vocab_size=1, **changes)
     return newborn(config, spec.seed, device=experiment.device, dtype=experiment.dtype)
 
@@ -134,7 +129,7 @@ def sublayers_apart(experiment, model, lengths):
     settings = experiment.settings
     for kind, T in itertools.product(("full", "mlp", "attention"), lengths):
         part = variant(model, sublayers=kind)
-        counts = count_predictions(part, T, settings.num_sequences, None, settings.input_seed, vectors=True)
+        counts = count_predictions(part, T, settings.num_sequences, settings.input_seed, vectors=True)
         yield {"variant": kind, "sequence_length": T}, part, counts
 
 
@@ -186,12 +181,7 @@ def mlp_stacks(standard):
     yield "mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * (L + 1)
     for stack, model in (("standard", standard), ("standard_relu", relu)):
         predicted, _ = theory.kernel_recursion(model.config, 1)
-        yield stack, [partial(mlp_block, block) for block in model.model.layers], predicted
-
-
-def mlp_block(block, x):
-    """States (n, d) after a block of an MLP with its norm and residual."""
-    return x + block.mlp(block.post_attention_layernorm(x))
+        yield stack, model.model.layers, predicted  # blocks without attention, with norm and residual
 
 
 @torch.inference_mode()
@@ -291,8 +281,7 @@ def attn0(x):
 
 def attend(block, x):
     """What a block's attention adds to states (n, T, d)."""
-    rope = rope_table(block.self_attn.config, x)
-    return block.self_attn(block.input_layernorm(x), rope, False, None)
+    return block.self_attn(block.input_layernorm(x), rope_table(block.self_attn.config, x))
 
 
 @torch.inference_mode()
@@ -329,7 +318,7 @@ def predict(settings: Settings):
     for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
         for T in lengths:
-            counts = count_predictions(model, T, settings.num_sequences, None, settings.input_seed)
+            counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
             row, predicted, direction = predict_direction(model, T, counts)
             rows.append({"model": spec.name, "seed": spec.seed, "sequence_length": T} | row)
             pairs = zip(predicted.tolist(), direction.tolist())
@@ -363,7 +352,7 @@ def cure(settings: Settings):
         for scheme in ("gpt2", "centered"):
             model = replace(spec, scheme=scheme).load(experiment.device, experiment.dtype)
             for T in lengths:
-                counts = count_predictions(model, T, settings.num_sequences, None, settings.input_seed)
+                counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
                 found = preference(model, counts)
                 predicted, _ = theory.kernel_recursion(spec.config, T, scheme)
                 key = {"model": spec.name, "seed": spec.seed, "init": scheme, "sequence_length": T}
@@ -408,11 +397,11 @@ def width(settings: WidthSettings):
 def run_all(settings: RunSettings) -> None:
     """Run every experiment, one after the other (six minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
-    for function, defaults in EXPERIMENTS.values():
-        function(replace(defaults, **given))
+    for command in EXPERIMENTS.values():
+        command.function(replace(command.defaults, **given))
 
 
-BLOCKS = Settings(seed=TEN_SEEDS, dtype="float32")
+BLOCKS = Settings(seed=tuple(range(42, 52)), dtype="float32")
 EXPERIMENTS = {
     "layers": Command(layers, Settings(num_sequences=24)),
     "ablation": Command(ablation, Settings(seed=(42,), num_sequences=500)),

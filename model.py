@@ -8,7 +8,7 @@
     torch.Size([1, 64, 50257])
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
-Building only allocates; `init.py` fills. Linear maps have no bias but where `qkv_bias` asks for one.
+Building only allocates; `init.py` fills.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -31,7 +31,6 @@ CHOICES = {
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
 }
 CHUNK = 512  # positions whose logits exist at a time: 66 MB at V = 32,000; in large batches a 32nd of them
-HEADNORM_EPSILON = 1e-6  # a newborn's aggregated values have variance 0.3 / i: far above this for any i here
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,11 @@ class ModelConfig:
 
     @property
     def kv_heads(self):
-        """G, the number of key-value heads."""
-        return self.num_kv_heads or self.num_heads
+        return self.num_kv_heads or self.num_heads  # G
 
     @property
     def head_size(self):
-        """Dh, the width of one head."""
-        return self.head_dim or self.d_model // self.num_heads
+        return self.head_dim or self.d_model // self.num_heads  # Dh
 
     def __post_init__(self):
         for name, allowed in CHOICES.items():
@@ -176,9 +173,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
-        self.head_norm = RMSNorm(Dh, HEADNORM_EPSILON) if config.attn_calibration == "headnorm" else None
+        self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
 
-    def forward(self, x: Tensor, rope, last_only, on_heads) -> Tensor:
+    def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
         first = T - 1 if last_only else 0  # a position's output needs its own query alone; Q are computed
@@ -237,7 +234,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm() if has_mlp else None
         self.mlp = MLP(config) if has_mlp else None
 
-    def forward(self, x: Tensor, rope, last_only, on_heads) -> Tensor:
+    def forward(self, x: Tensor, rope=None, last_only=False, on_heads=None) -> Tensor:
         stream = x[:, -1:] if last_only else x
         if self.self_attn is not None:
             stream = stream + self.self_attn(self.input_layernorm(x), rope, last_only, on_heads)
@@ -249,9 +246,9 @@ class Block(nn.Module):
 class CrossEntropy(torch.autograd.Function):
     """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in nats, in less memory.
 
-    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over. Here CHUNK
-    positions' logits are made, used for the loss and both gradients, and forgotten; the backward pass only
-    scales the gradients. Products are in autocast's dtype, sums in float32 at least.
+    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over; here CHUNK
+    positions' logits serve the loss and both gradients, and are forgotten. The backward pass only scales the
+    gradients. Products are in autocast's dtype, sums in float32 at least.
     """
 
     @staticmethod
@@ -261,10 +258,8 @@ class CrossEntropy(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         weight = head.to(dtype)
         loss = states.new_zeros((), dtype=exact)
-        d_states = d_head = None
-        if with_gradients:
-            d_states = torch.empty_like(states)
-            d_head = torch.zeros_like(head)  # 467 MB at V = 152,000, d = 768
+        d_states = torch.empty_like(states) if with_gradients else None
+        d_head = torch.zeros_like(head) if with_gradients else None  # 467 MB at V = 152,000, d = 768
         size = max(CHUNK, len(states) // 32)
         for start in range(0, len(states), size):
             part = slice(start, start + size)

@@ -46,7 +46,6 @@ class Settings(RunSettings):
     input_seed: int = 0  # seed of the random sequences
     num_sequences: at_least(2) | None = None  # for each model and length; None: 1000, on CUDA 10000
     sequence_length: tuple[int, ...] | None = None  # tokens in a sequence; None: 64, on CUDA 1024
-    batch_size: at_least(1) | None = None  # sequences in a forward pass; None: 2048 tokens, on CUDA 65536
 
 
 def probe(settings: Settings):
@@ -61,7 +60,7 @@ def probe(settings: Settings):
     for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
         for T in lengths:
-            counts = count_predictions(model, T, num_sequences, settings.batch_size, settings.input_seed)
+            counts = count_predictions(model, T, num_sequences, settings.input_seed)
             row = {"model": spec.name, "seed": spec.seed, "sequence_length": T, **preference(model, counts)}
             if spec.tokenizer_file:
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
@@ -81,12 +80,11 @@ class Counts:
 
     def __init__(self, config, device, with_layers=False):
         d = config.d_model
+        num_states = config.num_layers + 1 if with_layers else 0
         self.tokens = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)
         self.dimensions = torch.zeros(d, dtype=torch.int64, device=device)
         self.cosines = CosineStatistics(d, device)
-        self.layers = []
-        if with_layers:
-            self.layers = [CosineStatistics(d, device) for _ in range(config.num_layers + 1)]
+        self.layers = [CosineStatistics(d, device) for _ in range(num_states)]
 
     def update(self, model, inputs) -> None:
         """Add the last position of sequences of tokens (n, T), or of vectors (n, T, d) in their place."""
@@ -96,7 +94,7 @@ class Counts:
         self.dimensions += states.argmax(dim=1).bincount(minlength=len(self.dimensions))
 
     def on_state(self, layer, x) -> None:
-        """Add the stream x (n, T, d) after a block."""
+        """Add the stream x (n, T, d) before or after a block."""
         if self.layers:
             self.layers[layer].update(x[:, -1])
 
@@ -110,15 +108,15 @@ class Counts:
 
 
 @torch.inference_mode()
-def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, vectors=False) -> Counts:
+def count_predictions(model, T, num_sequences, input_seed=0, vectors=False) -> Counts:
     """Feed random sequences of tokens, or of Gaussian `vectors` in place of embedded tokens.
 
-    Cosines of layers are there for vectors. Under torchrun each rank takes a shard of the batches, and all
-    return the sums.
+    Only for vectors are layers' cosines counted. Under torchrun each rank takes a shard of the batches, and
+    all return the sums.
     """
     config = model.config
     device = model.model.norm.weight.device
-    batch_size = batch_size or default_batch_size(device, T)
+    batch_size = default_batch_size(device, T)
     counts = Counts(config, device, with_layers=vectors)
     batches = shard(math.ceil(num_sequences / batch_size))  # whole ones: the same for any number of ranks
     for batch in progress(batches, desc=f"{T} tokens", unit=" sequences", unit_scale=batch_size):
@@ -133,13 +131,12 @@ def count_predictions(model, T, num_sequences, batch_size=None, input_seed=0, ve
 
 @torch.inference_mode()
 def preference(model, counts: Counts):
-    """The columns computed from the counts; of two equal counts, the lower token's wins."""
+    """The columns of a row that say what a model prefers."""
     n = int(counts.tokens.sum())
     vocab_size = model.config.vocab_size
-    top1_token = int(counts.tokens.argmax())
+    top1_token = int(counts.tokens.argmax())  # of equal counts, the lower token's
     top1_count = int(counts.tokens.max())
     uniform_max_count = uniform_counts(n, vocab_size, RANKS)[0]  # of the most frequent
-    uniform_max_dimension = uniform_counts(n, len(counts.dimensions), RANKS)[0]
     direction_token = int(model.unembed(counts.cosines.direction().float()).argmax())
     return {
         "num_sequences": n,
@@ -152,7 +149,7 @@ def preference(model, counts: Counts):
         "direction_token": direction_token,
         "direction_matches": direction_token == top1_token,
         **counts.cosines.summary(),
-        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,
+        "dimension_ratio": int(counts.dimensions.max()) / uniform_counts(n, model.config.d_model, RANKS)[0],
     }
 
 

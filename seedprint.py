@@ -94,10 +94,11 @@ def compare(settings: CompareSettings):
     specs = several_models(settings.models, settings.init)
     experiment = Experiment("compare", "BB 6.1", settings)
     base = read_model(specs[0].name, specs[0].open(any_architecture=True))
+    numbers = (settings.permutation_seed, settings.permutations, settings.units, settings.layers)
     rows, details = [], []
     for spec in progress(specs[1:], desc="suspects"):
         suspect = read_model(spec.name, spec.open(any_architecture=True))
-        row, detail = compare_pair(base, suspect, *numbers_of(settings))
+        row, detail = compare_pair(base, suspect, *numbers)
         rows.append({"base": base.name, "suspect": suspect.name} | row)
         details.append(detail)
     lineage_figure(experiment.folder / "compare.png", base.name, rows, details)
@@ -109,19 +110,15 @@ def compare(settings: CompareSettings):
     return result
 
 
-def numbers_of(settings: CompareSettings):
-    """What `compare_pair` is told besides two models."""
-    return settings.permutation_seed, settings.permutations, settings.units, settings.layers
-
-
 def matrix(settings: CompareSettings):
     """Which of several models are of one birth? All pairs, a heat map and a family tree (BB Table 4)."""
     specs = several_models(settings.models, settings.init)
     experiment = Experiment("matrix", "BB Table 4", settings)
     models = [read_model(spec.name, spec.open(any_architecture=True)) for spec in specs]
+    numbers = (settings.permutation_seed, settings.permutations, settings.units, settings.layers)
     rows, closeness = [], []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        row, _ = compare_pair(a, b, *numbers_of(settings))
+        row, _ = compare_pair(a, b, *numbers)
         rows.append({"a": a.name, "b": b.name} | row)
         by_share = row["units_share"] or row["body_r"] or 0
         closeness.append(by_share if row["distance"] is None else 1 - row["distance"])
@@ -145,7 +142,7 @@ def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
     specs = comparable_models(settings.models, settings)
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
-    vocab_size = common_vocabulary(specs)
+    vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
     where = (experiment.device, experiment.dtype)
     base_outputs = last_outputs(specs[0].load(*where), vocab_size, settings)
     rows = []
@@ -164,11 +161,6 @@ def comparable_models(names, settings: PaperSettings):
         raise UserError(f"only models of one width can be compared, not of {widths}")
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     return specs
-
-
-def common_vocabulary(specs):
-    """The number of token ids that all models have."""
-    return min(spec.config.vocab_size for spec in specs)
 
 
 @torch.inference_mode()
@@ -237,7 +229,7 @@ def persistence(settings: PersistenceSettings):
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
     where = (experiment.device, experiment.dtype)
-    vocab_size = common_vocabulary(compared)
+    vocab_size = min(spec.config.vocab_size for spec in compared)
     birth_outputs = last_outputs(specs[0].load(*where), vocab_size, settings)
     chosen = coordinates.top_dimensions(birth_outputs.numpy(), "top", birth_outputs.shape[1] // 2)
 
@@ -272,18 +264,9 @@ def draw_persistence(rows, path) -> None:
         for model, who in (("its own birth", ""), ("another birth", "stranger_")):
             tau = {"step": row["step"], "model": model, "zero": 0.0}
             taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
-    curves(
-        taus,
-        path,
-        "How long does a model rank inputs as at its birth? (shaded: std of dimensions)",
-        x="step",
-        y="tau",
-        series="model",
-        theories={"zero": "no relation"},
-        band="std",
-        log="x",
-        ylabel="Kendall's tau with birth",
-    )
+    question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
+    keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
+    curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")
 
 
 COMMANDS = {

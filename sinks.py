@@ -9,7 +9,7 @@
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
 head whose alpha_1 in a sequence is above --epsilon is a sink head there. A model with a tokenizer reads the
 standard library's docstrings unless --text names another text, one without reads random tokens. What
-summaries of SO leave undefined is called ours. Times are those of smollm2 on 2 cores.
+summaries of SO leave undefined is called ours.
 """
 
 import itertools
@@ -41,12 +41,11 @@ FIRST_TOKENS = 24  # that `first` tries
 ACTIVE = 0.1  # of a super neuron's mean activation at position 1: from there on it is active elsewhere (ours)
 MOST_BUILDERS = 64  # that `silence` sets to zero by default
 SUPER_NEURONS = 10  # builders that `anatomy` lists, and half as many removers
-BY_POSITION = ("std", "dominance_ratio", "key_alignment", "alpha")  # links of SO's chain, in `anatomy`'s rows
-PANELS = {  # of its figure
+PANELS = {  # of `anatomy`: the links of SO's chain
     "std": "std of aggregated values by position, layer 1",
-    "norm_ratio": "norm of the stream / that elsewhere",
+    "norm": "norm of the stream",
     "dominance_ratio": "largest / mean |dimension| of it",
-    "value_ratio": "norm of values / that elsewhere",
+    "value_norm": "norm of values",
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
@@ -132,12 +131,6 @@ def by_checkpoint(rows):
     return checkpoints
 
 
-def rate_interval(alpha, epsilon=EPSILON):
-    """The sink rate of alpha_1 (n, L, H), and its 95 % interval over sequences, as far as rates go."""
-    row = interval(attention.sink_share(alpha, epsilon), "sink_rate")
-    return row | {"low": max(0.0, row["low"]), "high": min(1.0, row["high"])}
-
-
 def names_of(units):
     """(layer, unit) each, as LAYER/UNIT."""
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
@@ -173,7 +166,8 @@ def sink_rates(settings: RateSettings, spec, model):
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
         row, alpha = attention.sink_statistics(model, tokens, settings.epsilon)  # alpha (n, L, H)
-        row |= {"sequence_length": T, "epsilon": settings.epsilon} | rate_interval(alpha, settings.epsilon)
+        row |= {"sequence_length": T, "epsilon": settings.epsilon}
+        row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate", 0, 1)
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
@@ -231,12 +225,12 @@ def by_first_token(settings: Settings, spec, model):
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and super neurons (SO; a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
-    draw_anatomy(experiment.folder / "anatomy.png", lists["rows"], lists["layers"])
+    draw_anatomy(experiment.folder / "anatomy.png", lists["rows"])
     for row in lists["layers"]:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
-    columns = ("checkpoint", "layer", "disparity", "others_disparity", "norm_ratio", "value_ratio")
-    columns += ("key_alignment", "effective_rank", "output_tau", "alpha1")
+    columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
+    columns += ("effective_rank", "output_tau", "alpha1")
     return experiment.save(**lists, columns=columns, shown=lists["layers"])
 
 
@@ -251,7 +245,7 @@ def dissect(settings: Settings, spec, model):
     for layer, block in enumerate(model.model.layers, start=1):
         layers.append(summarise(layer, block, chain, activity, links))
         for position in range(1, settings.sequence_length + 1):
-            values = {name: links[name][layer - 1, position - 1].item() for name in BY_POSITION}
+            values = {name: link[layer - 1, position - 1].item() for name, link in links.items()}
             rows.append({"layer": layer, "position": position} | values)
     units = activity.builders(activity.layer, SUPER_NEURONS)
     units += reversed(activity.removers(SUPER_NEURONS // 2))
@@ -268,7 +262,6 @@ def summarise(layer, block, chain, activity, links):
     row = {
         "layer": layer,
         "disparity": first["dominance_ratio"],
-        "others_disparity": others["dominance_ratio"],
         "norm_ratio": first["norm"] / others["norm"],
         "value_ratio": first["value_norm"] / others["value_norm"],
         "key_alignment": first["key_alignment"],
@@ -284,26 +277,22 @@ def summarise(layer, block, chain, activity, links):
     return row
 
 
-def draw_anatomy(path, rows, layers) -> None:
-    """Draw six links of the chain, one colour per model."""
+def draw_anatomy(path, rows) -> None:
+    """Draw the links of the chain, one colour per model."""
     question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
     figure, grid = new_figure(question, 2, 3, height=3)
     for axes, (key, title) in zip(grid.flat, PANELS.items()):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("position" if key == "std" else "layer")
         for label, points in by_checkpoint(rows).items():
-            summaries = by_checkpoint(layers)[label]
-            numbers = range(1, len(summaries) + 1)
-            if key in BY_POSITION:
-                link = np.array([point[key] for point in points]).reshape(len(numbers), -1)  # (L, T)
+            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
             if key == "std":
                 axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
-            elif key in BY_POSITION:
-                (line,) = axes.plot(numbers, link[:, 0], "o-", ms=3)
-                axes.plot(numbers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
-            else:
-                axes.semilogy(numbers, [row[key] for row in summaries], "o-", ms=3)
-    grid[0, 2].set_yscale("log")
+                continue
+            layers = range(1, len(link) + 1)
+            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
+            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
+            axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
     legend_below(figure, grid[0, 0])
     save_figure(figure, path)
 
@@ -391,9 +380,8 @@ def draw_silence(path, rows) -> None:
     """Draw sink rate against the disparity that is left, one colour per model."""
     question = "How far must one dimension fall before the sink goes? (crosses: controls)"
     figure, ((axes,),) = new_figure(question, width=7, height=4)
-    axes.set(
-        xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink", xscale="log"
-    )
+    axes.set_xscale("log")
+    axes.set(xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink")
     for label, of_model in by_checkpoint(rows).items():
         steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
         controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
@@ -427,10 +415,8 @@ def every_silence(settings: SilenceSettings, spec, model):
     sets = sets_of_units(settings, activity, units)
     starts = [min(layer for layer, _ in units) for _, units in sets]
     ablations = Ablations(model, tokens, activity.layer, starts)
-    measured = (ablations.alpha, ablations.loss, ablations.state)
-    rows = [silence_row("none", [], activity, *measured)]
-    cases = list(zip(sets, starts))
-    for (kind, units), start in progress(cases, desc="silence", unit=" sets", leave=False):
+    rows = [silence_row("none", [], activity, ablations.alpha, ablations.loss, ablations.state)]
+    for (kind, units), start in zip(progress(sets, desc="silence", unit=" sets", leave=False), starts):
         on_units = replace_units(units, activity.first if kind == "constant" else None)
         rows.append(silence_row(kind, units, activity, *ablations.run(on_units, start)))
     return {"rows": rows}
@@ -461,7 +447,8 @@ def silence_row(kind, units, activity, alpha, loss, state):
     """A row of `silence`, of alpha_1 (n, L, H) and the stream at position 1, (n, d)."""
     row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
     row |= {"left": activity.left(state), "disparity": attention.dominance_ratio(state).mean().item()}
-    return row | rate_interval(alpha) | {"mean_alpha1": alpha.mean().item(), "loss": loss}
+    row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
+    return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
 COMMANDS = {

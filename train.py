@@ -3,19 +3,14 @@
     python train.py configs/laptop.py                          # learns something visible in five minutes
     python train.py --resume --out runs/laptop                 # goes on where it was stopped, or killed
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
-    python train.py configs/laptop.py --init-from runs/laptop --source docstrings --out runs/continued
-        --tokenizer runs/laptop/step_0000150/tokenizer.model   # on the same line
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-steps that --keep names, and the newest two. Batches are a function of (data seed, step), the same for any
-number of ranks and micro-batches, so resuming needs no random state: on a CPU a run that was killed ends with
-the same bits as one that was not. On SIGTERM or SIGINT a run finishes its step, saves, and exits with 0;
-under torchrun that must take less than 30 s.
+steps that --keep names, and the newest two. Batches are a function of (data seed, step) for any number of
+ranks and micro-batches, so that resuming needs no random state: on a CPU a run that was killed ends with the
+same bits as one that was not. On SIGTERM or SIGINT a run finishes its step, saves, and exits with 0.
 """
 
 import math
-import os
-import shutil
 import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,7 +20,7 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from init import SCHEMES, keyed_generator, newborn
+from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
@@ -75,13 +70,11 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 def train(settings: Settings):
-    """What becomes of a newborn? A line every --log-every steps tells the time left.
-
-    Returns the run folder.
-    """
+    """What becomes of a newborn? A line every --log-every steps tells the time left."""
     settings = runs.merged_settings(settings, MAY_CHANGE)
     settings, device, dtype = runtime.start(settings)
-    check_settings(settings)
+    if settings.global_batch_size < runtime.world_size():
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     run = Path(settings.out)
     with runs.sole_owner(run):
         Training(settings, run, device, dtype).go_on()
@@ -204,7 +197,7 @@ class Training:
         if self.is_master:
             runs.amend_row(self.run, self.step, values)
             runs.draw_loss(self.run)
-            sample = generate(model, self.tokenizer, 48, self.step)
+            sample = generate(model, self.tokenizer, self.step)
             print(f"step {self.step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
 
     def save(self) -> None:
@@ -256,28 +249,25 @@ def make_optimizer(model, settings: Settings):
     """AdamW with weight decay on matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    decayed = {"params": matrices, "weight_decay": settings.weight_decay}
+    undecayed = {"params": vectors, "weight_decay": 0.0}
+    return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
 @torch.no_grad()
-def generate(model, tokenizer, length, step):
-    """A sample from BOS (none: from token 0) at temperature 0.8, a function of the weights and the step."""
-    tokens = [tokenizer.bos or 0]
-    device = model.model.norm.weight.device
-    generator = keyed_generator("sample", step)
-    for _ in range(length):
-        window = torch.tensor([tokens[-model.config.context_length :]], device=device)  # (1, T)
-        logits = model.unembed(model.hidden(window, last_only=True))[0, : tokenizer.vocab_size]
-        probabilities = (logits.double().cpu() / 0.8).softmax(0).numpy()
-        tokens.append(int(generator.choice(len(probabilities), p=probabilities)))
-    return tokenizer.decode(tokens[1:])
+def generate(model, tokenizer, step):
+    """48 tokens after BOS (none: token 0), at temperature 0.8: a function of the weights and the step."""
+    tokens = torch.tensor([[tokenizer.bos or 0]], device=model.model.norm.weight.device)  # (1, T)
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(48):
+        state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
+        logits = model.unembed(state)[:, : tokenizer.vocab_size].cpu()
+        token = torch.multinomial((logits / 0.8).softmax(1), 1, generator=generator)
+        tokens = torch.cat((tokens, token.to(tokens)), dim=1)
+    return tokenizer.decode(tokens[0, 1:].tolist())
 
 
-# ---- data and model ----------------------------------------------------------------------------------------
+# ---- data, model and settings ------------------------------------------------------------------------------
 
 
 def open_data(settings: Settings, device):
@@ -288,10 +278,6 @@ def open_data(settings: Settings, device):
         data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
     runtime.wait_for_all(device)
     tokens = data.TokenData(folder)
-    if settings.data is None:
-        made_of = (tokens.meta.source, tokens.meta.tokenizer)
-        if made_of != (settings.source, settings.tokenizer):
-            raise UserError(f"{folder} was made of {made_of}: prepare another one, and name it by --data")
     tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
     return tokens
 
@@ -304,7 +290,7 @@ def load_model(settings: Settings, tokens):
         if state.data != tokens.meta.fingerprint:
             raise UserError(f"{tokens.folder} is another data set than {settings.out} was begun with")
     elif settings.init_from:
-        spec = checkpoint.parse_spec(settings.init_from, settings.init)
+        spec = checkpoint.parse_spec(settings.init_from)
         check_tokenizer(spec, tokens)
         model = spec.load()
         if settings.attn_calibration not in ("none", model.config.attn_calibration):
@@ -313,27 +299,11 @@ def load_model(settings: Settings, tokens):
         shape = {"attn_calibration": settings.attn_calibration, "vocab_size": tokens.vocab_size}
         config = replace(PRESETS[settings.model], **shape)
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
+    checkpoint.check_lengths((settings.sequence_length,), model.config.context_length)
     if tokens.vocab_size > model.config.vocab_size:
         sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
     return model, state, moments
-
-
-# ---- settings ----------------------------------------------------------------------------------------------
-
-
-def check_settings(settings: Settings) -> None:
-    """UserError for what cannot be trained, before any text is prepared."""
-    compiler = os.environ.get("CXX", "g++")
-    if settings.compile and settings.device == "cpu" and shutil.which(compiler) is None:
-        raise UserError(f"--compile: no compiler {compiler} is here; leave it out, or say --no-compile")
-    if settings.global_batch_size < runtime.world_size():
-        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    if not settings.resume:
-        config = PRESETS[settings.model]
-        if settings.init_from:
-            config = checkpoint.parse_spec(settings.init_from).config
-        checkpoint.check_lengths((settings.sequence_length,), config.context_length)
 
 
 def completed_settings(settings: Settings, flags):
@@ -341,10 +311,8 @@ def completed_settings(settings: Settings, flags):
 
     UserError for flags that --init-from would leave without effect.
     """
-    fixed = {"model", "seed", "embedding_seed"} if settings.init_from else set()
-    if settings.init_from and "@" not in settings.init_from:  # a newborn can be drawn in several ways
-        fixed.add("init")
-    for name in sorted(fixed & flags):
+    of_birth = {"model", "seed", "embedding_seed", "init"} if settings.init_from else set()
+    for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
     defaults = Settings()
     in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}

@@ -6,7 +6,7 @@
 
 Two ideas carry most of it. A random layer is wide, so a pre-activation is Gaussian: cosines go from layer to
 layer by one scalar function, the activation's kernel. And attention at birth is close to uniform: position i
-averages positions 1..i. What is asymptotic (in width, length or both) says so in its docstring.
+averages positions 1..i. Calibrations of attention are in none of the theories.
 """
 
 import functools
@@ -113,10 +113,7 @@ def scales(S: Tensor, epsilon=0.0) -> Tensor:
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence after 1..layers of Attn0, diagonal included: exact in T, for wide states.
-
-    The covariance of positions starts as I, and each layer makes it M S M^T.
-    """
+    """Mean cosine within a sequence after 1..layers of Attn0, with the diagonal: exact in T, for large d."""
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
     for _ in range(layers):
@@ -126,10 +123,7 @@ def averaging_stack(T, layers):
 
 
 def averaging_limit(T, layers):
-    """Mean cosine within a sequence after 1..layers of Attn0, by BB Proposition 5: 1/T + (1 - 1/T) rho_L.
-
-    The proposition's rho_L is the limit of infinite T.
-    """
+    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, rho_L the limit of infinite T."""
     cosines = []
     for L in range(1, layers + 1):
         rho = 0.0
@@ -143,7 +137,7 @@ def attention_concentration(T, s) -> Tensor:
     """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, s^2), (T,); uniform: 1/i.
 
     With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
-    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du: exact for every i, and e^(s^2) / i for large ones.
+    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du; for large i that is e^(s^2) / i.
     """
     z, weight = gaussian_grid(401)
     w = torch.exp(s * z)
@@ -162,7 +156,7 @@ def aggregated_std(config: ModelConfig, T) -> Tensor:
     With sigma^2 = 0.02^2 d that of a value and s^2 that of a logit, Var o_i is sigma^2 times
     E sum_j a_j^2 + (1 - 1/i) r_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i: keys
     and values come from one input, so that attention, however slight, selects values along W_V W_K^T q; RoPE
-    turns that by a different angle for each key, which leaves the share r_i. Calibrations are not in it.
+    turns that by a different angle for each key, which leaves the share r_i.
     """
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
@@ -182,7 +176,7 @@ def covariance_updates(config: ModelConfig, scheme):
 
     Attention averages uniformly, and to first order in the variance of its logits is drawn to keys that are
     alike; the MLP applies its kernel. Projections multiply by fan-in times weight variance. Scheme `centered`
-    passes no k_0 on where it is a mean that all hidden units share, as SwiGLU's is not.
+    passes no k_0 on but SwiGLU's, which is no mean that all hidden units share.
     """
     d = config.d_model
     logit_std = 1.0 if config.qk_norm else d * STD**2  # of q k^T / sqrt(Dh), for inputs of RMS 1
@@ -211,8 +205,7 @@ def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
     In the limit of infinite width the newborn is two (T, T) matrices: S_ij, the covariance of positions i and
     j within a sequence, and R_ij, between two, for inputs N(0, 0.02^2). A norm divides both by sqrt(D_i D_j),
     D_i = S_ii + epsilon. Two finite-width terms are kept, without which their effects would be zero: SwiGLU's
-    k_0, and the variance of attention's logits. `residual`: do sublayers add to their input? Calibrations are
-    not in it.
+    k_0, and the variance of attention's logits. `residual`: do sublayers add to their input?
     """
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
     stream[0].fill_diagonal_(STD**2)
@@ -254,10 +247,7 @@ def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor):
 
 
 def normed(norm: nn.Module, mean: Tensor, K: Tensor):
-    """What a norm makes of states of mean (d,) and covariance K (T, T), all positions taken like the last.
-
-    Returns the normed mean m (d,), the squared gains (d,), and the covariance before gains C = K / D (T, T).
-    """
+    """Of states of mean (d,) and covariance K (T, T): normed mean m (d,), squared gains (d,), and K / D."""
     gain = norm.weight.double()
     has_mean = isinstance(norm, nn.LayerNorm)
     centre = mean - mean.mean() if has_mean else mean
@@ -302,20 +292,17 @@ def mean_field(model: Transformer, T):
         attention:  mean += W_O W_V m          K += |W_O W_V gain|^2 M C M^T
         MLP:        mean += W_down E h         K += |W_down|^2 Cov(h, h')   h = phi(W_up (m + gain noise))
 
-    Neglected: that early positions have means of their own, that attention is not quite uniform, biases of q,
-    k and v, and calibrations.
+    Neglected: early positions' own means, that attention is not quite uniform, and biases of q, k and v.
     """
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
     K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
     for block in model.model.layers:
-        if block.self_attn is not None:
-            added, covariance = attention_update(block.self_attn, *normed(block.input_layernorm, mean, K))
-            mean = mean + added
-            K = K + covariance
-        if block.mlp is not None:
-            added, covariance = mlp_update(block.mlp, *normed(block.post_attention_layernorm, mean, K))
-            mean = mean + added
-            K = K + covariance
+        added, covariance = attention_update(block.self_attn, *normed(block.input_layernorm, mean, K))
+        mean = mean + added
+        K = K + covariance
+        added, covariance = mlp_update(block.mlp, *normed(block.post_attention_layernorm, mean, K))
+        mean = mean + added
+        K = K + covariance
     m, _, _ = normed(model.model.norm, mean, K)
     return (m / m.norm()).cpu()

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_refused, run_here
 
+import contraction
 import init
 from contraction import EXPERIMENTS
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
+from lib.settings import RunSettings
 from measure import theory
 from measure.cosines import uniform_counts
 from model import PRESETS, ModelConfig, Transformer, rope_table
@@ -29,11 +31,15 @@ NEAR = dict(rel=1e-5, abs=2e-6)
 def results(tmp_path_factory):
     """Every experiment's result, as `python contraction.py` alone makes them, small."""
     out = tmp_path_factory.mktemp("all")
-    for name, (function, defaults) in EXPERIMENTS.items():
-        small = replace(defaults, seed=SEEDS, num_sequences=COUNT, dtype="float32", out=str(out))
+    commands = {}
+    for name, command in EXPERIMENTS.items():
+        small = replace(command.defaults, seed=SEEDS, num_sequences=COUNT)
         if name != "width":
             small = replace(small, model=("tiny_gpt2",), sequence_length=(LENGTH,))
-        function(small)
+        commands[name] = command._replace(defaults=small)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contraction, "EXPERIMENTS", commands)
+        contraction.run_all(RunSettings(dtype="float32", out=str(out)))
     return {name: read_json(out / f"{name}.json") for name in EXPERIMENTS}
 
 
@@ -274,9 +280,9 @@ def test_width(results):
 
 
 def test_kernel_recursion_against_newborns(tmp_path):
-    function, defaults = EXPERIMENTS["layers"]
-    small = replace(defaults, seed=tuple(range(4)), num_sequences=32, sequence_length=(16,), dtype="float32")
-    function(replace(small, model=("tiny_gpt2", "tiny_llama"), out=str(tmp_path)))
+    given = {"model": ("tiny_gpt2", "tiny_llama"), "seed": tuple(range(4)), "num_sequences": 32}
+    given |= {"sequence_length": (16,), "dtype": "float32", "out": str(tmp_path)}
+    contraction.layers(contraction.Settings(**given))
     rows = read_json(tmp_path / "layers.json")["rows"]
     for row in rows:
         # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The

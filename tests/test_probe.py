@@ -1,7 +1,6 @@
 """probe.py against exact arithmetic, a plain loop, and the same command run otherwise."""
 
 import math
-import runpy
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,6 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_sc
 from test_cosines import exact_log10_p
 
 import init
-import model
 import probe
 from lib import checkpoint, data, inputs
 from lib.files import read_json
@@ -27,7 +25,7 @@ def test_random_inputs_depend_on_seed_and_index_alone():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
-def test_a_row_means_what_it_says(name):
+def test_a_row_means_what_it_says(name, monkeypatch):
     """Against sixty sequences of nine tokens, one at a time and without any shortcut."""
     model = random_model(KINDS[name])
     tokens, dimensions, units = [0] * 97, [0] * 32, []
@@ -39,7 +37,8 @@ def test_a_row_means_what_it_says(name):
             dimensions[int(state.argmax())] += 1
             units.append((state / state.norm()).numpy())
     for batch_size in (1, 7, 64):
-        counts = probe.count_predictions(model, 9, 60, batch_size, input_seed=2)
+        monkeypatch.setattr(probe, "default_batch_size", lambda device, T, size=batch_size: size)
+        counts = probe.count_predictions(model, 9, 60, input_seed=2)
         assert counts.tokens.tolist() == tokens
         assert counts.dimensions.tolist() == dimensions
     row = probe.preference(model, counts)
@@ -125,9 +124,3 @@ def test_importing_needs_no_optional_package():
     script = "import sys, contraction, init, model, probe, seedprint, sinks, train\n"
     done = run_script("-c", script + "print({'datasets', 'transformers'} & sys.modules.keys())")
     assert done.stdout == "set()\n", done.stderr
-
-
-@pytest.mark.parametrize("module", [model, init])
-def test_a_script_without_flags_says_what_it_is(module, capsys):
-    runpy.run_path(module.__file__, run_name="__main__")
-    assert capsys.readouterr().out == module.__doc__ + "\n"

@@ -154,7 +154,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         "key_alignment": F.normalize(keys, dim=4).mean(1).norm(dim=3).mean(1),
         "alpha": torch.stack([alpha_of(matrices, position).mean((0, 2)) for position in range(1, 12)], 1),
     }
-    for key in sinks.BY_POSITION:
+    for key in expected:
         # float32 numbers, summed in another order
         near = pytest.approx(expected[key].flatten().tolist(), rel=1e-4, abs=NEAR)
         assert [row[key] for row in anatomy["rows"]] == near
@@ -168,7 +168,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         law = {
             "layer": row["layer"],
             "disparity": first["dominance_ratio"],
-            "others_disparity": others["dominance_ratio"],
             "norm_ratio": first["norm"] / others["norm"],
             "value_ratio": first["value_norm"] / others["value_norm"],
             "key_alignment": first["key_alignment"],
@@ -301,18 +300,6 @@ def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
         return values
 
     return model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)
-
-
-def test_layers_below_the_first_changed_one_are_kept():
-    model = random_model(KINDS["llama_gqa"])
-    tokens = random_tokens(0, range(7), 9, 97)
-    on_units = units_module.replace_units([(3, 5)])
-    for seen in (1, 3):
-        ablations = units_module.Ablations(model, tokens, seen, starts=(1, 3))
-        alpha, loss, state = ablations.run(on_units, start=3)
-        whole = ablations.run(on_units, start=1)
-        torch.testing.assert_close((alpha, state), (whole[0], whole[2]))
-        assert loss == pytest.approx(whole[1], rel=1e-6) and len(model.model.layers) == 3
 
 
 def test_enough_builders_make_the_share():

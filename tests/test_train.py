@@ -195,9 +195,6 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
     assert "preparing data/" in capsys.readouterr().out
     train.train(replace(settings, out="b"))
     assert "preparing" not in capsys.readouterr().out
-    Path("data/x_module.txt-bytes").symlink_to("module.txt-bytes")
-    with pytest.raises(UserError, match="--data"):  # x/module.txt has another data set of that name
-        train.train(replace(settings, source=("x/module.txt",), out="c"))
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -231,26 +228,6 @@ def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, monkeypat
     assert len(losses(tmp_path / "a")) == 5 and steps_with_state(tmp_path / "a")[-1] == "05"
     done = run_here("train.py", "--resume", "--out", tmp_path / "a")
     assert done.returncode == 0, done.stderr
-    assert same_bits(tmp_path / "a", whole)
-
-
-def test_a_kill_in_the_last_evaluation_loses_no_step(tokens, whole, tmp_path, monkeypatch):
-    """It was saved before; what the evaluation would have added to its row is made again."""
-    evaluate = train.Training.evaluate_if_due
-
-    def killed(training):
-        if training.step == 12:
-            raise KeyboardInterrupt
-        evaluate(training)
-
-    settings = small(tokens, tmp_path / "a")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train.Training, "evaluate_if_due", killed)
-        train.train(settings)
-    assert steps_with_state(tmp_path / "a")[-1] == "12" and "val_loss" not in rows_of(tmp_path / "a")[-1]
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Training, "update", lambda *_: pytest.fail("no step is made again"))
-        train.train(replace(settings, resume=True))
     assert same_bits(tmp_path / "a", whole)
 
 
