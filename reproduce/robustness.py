@@ -107,13 +107,12 @@ def relatives(spec, settings: Settings):
 
 
 def trained(model, tokens, rates, teacher=None):
-    """A checkpoint of a model after AdamW on tokens (n, T), two sequences a step; prints its loss, in nats.
+    """A checkpoint of a model after AdamW on tokens (n, T), two sequences a step.
 
     `rates` is the learning rate of each step, or of all. With a `teacher`, its probabilities are learned.
     """
     model = model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    losses = []
     batches = tokens.split(2)
     for batch, rate in zip(batches, np.broadcast_to(rates, len(batches)).tolist()):
         optimizer.param_groups[0]["lr"] = rate
@@ -125,8 +124,6 @@ def trained(model, tokens, rates, teacher=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    print(f"loss of {len(losses)} steps: {losses[0]:.2f} to {losses[-1]:.2f}, at most {max(losses):.2f}")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
 

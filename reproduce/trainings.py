@@ -9,7 +9,6 @@ Each run is made once, in runs/, and reused; one that was stopped is taken up ag
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +24,9 @@ from lib.results import Experiment
 from lib.runs import merged_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from lineage.coordinates import paper_test
-from lineage.verdict import Model, compare_pair, read_model
+from lineage.verdict import compare_pair, read_model
 from measure import attention
-from model import CHOICES, Transformer
+from model import CHOICES
 from reproduce.baselines import BASELINES, similarities
 from seedprint import PaperSettings, last_outputs
 
@@ -130,14 +129,6 @@ def train_all(runs) -> None:
 # ---- who is related? (BB Tables 4, 5, 8-12) ----------------------------------------------------------------
 
 
-class Trained(NamedTuple):
-    """A trained model, as each method reads it."""
-
-    model: Transformer  # whole, for the baselines
-    weights: Model  # as `compare` reads them
-    outputs: torch.Tensor  # (1000, d), of random sequences, for the paper's test
-
-
 def lineage(settings: RunSettings):
     """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?
 
@@ -150,27 +141,22 @@ def lineage(settings: RunSettings):
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     text = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
-    models, rows = {}, []
     pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
+    models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
+    for folder in {folder for pair in pairs for folder in pair[1:3]}:
+        spec = checkpoint.parse_spec(folder)
+        model = spec.load(experiment.device, experiment.dtype)
+        models[folder] = model
+        weights[folder] = read_model(folder, spec.open())
+        outputs[folder] = last_outputs(model, model.config.vocab_size, PaperSettings())
+    rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
-        for folder in (base, suspect):
-            if folder not in models:
-                models[folder] = read(folder, experiment)
-        a, b = models[base], models[suspect]
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_pair(a.weights, b.weights)[0]
-        row |= paper_test(a.outputs, b.outputs)
-        rows.append(row | similarities(a.model, b.model, text))
+        row |= compare_pair(weights[base], weights[suspect])[0]
+        row |= paper_test(outputs[base], outputs[suspect])
+        rows.append(row | similarities(models[base], models[suspect], text))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
-
-
-def read(folder, experiment) -> Trained:
-    """Load a checkpoint, and let it read 1,000 random sequences of 64 tokens."""
-    spec = checkpoint.parse_spec(folder)
-    model = spec.load(experiment.device, experiment.dtype)
-    outputs = last_outputs(model, model.config.vocab_size, PaperSettings())
-    return Trained(model, read_model(folder, spec.open()), outputs)
 
 
 def table_pairs(style, runs):

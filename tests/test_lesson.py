@@ -109,7 +109,6 @@ def test_wrong_answers(exercise, function, words, untrained):
 
 
 @torch.no_grad()
-def test_any_right_answer_will_do(monkeypatch, untrained):
+def test_any_right_answer_will_do(monkeypatch):
     monkeypatch.setitem(model.ACTIVATIONS, "mine", lambda z: z + z**3)
     check.fair_activation(model.ACTIVATIONS["mine"])
-    check.paper_test_deceived(lambda n, T, d: torch.rand(n, T, d) - 0.5)
