@@ -17,6 +17,7 @@ import tempfile
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,21 +43,19 @@ SINK_LAYER, SINK_UNITS = 12, [1229, 1487]  # of smollm2, which hold its sink up 
 class Settings:
     """Options of `python -m lesson.check`."""
 
-    exercise: tyro.conf.Positional[int] = 0  # its number in lesson/README.md; 0: all
+    exercise: tyro.conf.Positional[Literal[*range(9)]] = 0  # its number in lesson/README.md; 0: all
 
 
 def check_answers(settings: Settings) -> None:
     """Print a line for each exercise, and end with status 0 if all are solved."""
-    exercises = [settings.exercise] if settings.exercise else list(CHECKS)
-    if not CHECKS.keys() >= set(exercises):
-        raise UserError(f"expected one exercise of lesson/README.md, 1 to {len(CHECKS)}, or none for all")
     print("a check takes some seconds, that of 7 half a minute")
-    all_solved = True
-    for exercise in exercises:
+    status = 0
+    for exercise in [settings.exercise] if settings.exercise else CHECKS:
         is_solved, seen = grade(exercise)
         print(exercise, "solved " if is_solved else "not yet", seen, sep="  ", flush=True)
-        all_solved = all_solved and is_solved
-    sys.exit(0 if all_solved else 1)
+        if not is_solved:
+            status = 1
+    sys.exit(status)
 
 
 def grade(exercise):
@@ -120,12 +119,11 @@ def fair_activation(activation):
     curved = kernel[2:].sum() / kernel[1:].sum()
     # tanh has 0.07, asinh 0.015; an MLP without a curve would be one matrix
     expect(curved > 0.01, "it is close to a straight line, which makes an MLP one matrix")
-    config = PRESETS["tiny_fair"]
-    s = math.sqrt(config.d_model) * 0.02  # the standard deviation of a pre-activation
+    s = math.sqrt(PRESETS["tiny_fair"].d_model) * 0.02  # the standard deviation of a pre-activation
     kernel = hermite_kernel(lambda z: activation(s * z))
     cosine = kernel[0] / kernel.sum()  # GELU's is 0.05, however small it is multiplied
     expect(cosine < 0.003, f"its mean output gives unrelated inputs a cosine of {cosine:.3f} in one layer")
-    model = newborn(config, 42)
+    model = newborn("tiny_fair", 42)
     states = model.hidden(random_tokens(0, range(200), LENGTH, VOCABULARY), last_only=True)
     mean_cosine = pairwise_cosine(states)["mean_cosine"]
     return f"the mean cosine of unrelated sequences is {mean_cosine:.4f}; GELU's is 0.16"
@@ -154,9 +152,8 @@ def relu_step(relu_cosine):
     """3. What does a wide ReLU layer make of a cosine? As random units have it, and to six digits."""
     weight = torch.randn(16_384, 2, generator=torch.Generator().manual_seed(0))
     for c in (-1.0, -0.5, 0.0, 0.3, 0.9, 1.0):
-        x = torch.tensor([1.0, 0.0])
-        y = torch.tensor([c, math.sqrt(1 - c**2)])
-        measured = F.cosine_similarity(F.relu(weight @ x), F.relu(weight @ y), dim=0).item()
+        x, y = F.relu(weight @ torch.tensor([[1.0, c], [0.0, math.sqrt(1 - c**2)]])).T
+        measured = F.cosine_similarity(x, y, dim=0).item()
         said = float(relu_cosine(c))
         # the standard error of a cosine of 16,384 units is below 0.01
         fault = f"relu_cosine({c}) is {said:.3f}; random weights have {measured:.3f}"
@@ -186,8 +183,7 @@ def child_hidden(hide):
     disguised = copy.deepcopy(model)
     hidden = hide(copy.deepcopy(model.state_dict()))
     for name, weight in model.state_dict().items():
-        expect(name in hidden, f"{name} is missing")
-        expect_tensor(hidden[name], weight.shape, name)
+        expect_tensor(hidden.get(name), weight.shape, name)
     disguised.load_state_dict(hidden)
     tokens = random_tokens(0, range(4), LENGTH, VOCABULARY)
     off = (disguised(tokens) - model(tokens)).abs().max()

@@ -9,14 +9,19 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
     return experiment.save(rows, columns=("model", "seed"))
 """
 
+import ast
 import dataclasses
 import functools
+import hashlib
+import io
 import json
 import os
 import platform
 import re
 import subprocess
+import sys
 import time
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -26,6 +31,8 @@ import torch
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
+
+ROOT = Path(__file__).parent.parent
 
 
 class Experiment:
@@ -64,12 +71,13 @@ class Experiment:
 
 
 def environment(device, dtype):
-    """What a result is made with: versions, device, commit, threads and processes."""
+    """What a result is made with: versions, device, commit, code, threads and processes."""
     name = platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
         name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
+    files = loaded_files()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -79,15 +87,43 @@ def environment(device, dtype):
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
+        "code": code_digest(files),
+        "files": files,
     }
 
 
 def commit():
     """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
     command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'
-    root = Path(__file__).parent.parent
-    printed = subprocess.run(command, shell=True, cwd=root, capture_output=True, text=True).stdout
+    printed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return "".join(printed.split()) or None
+
+
+def loaded_files():
+    """The project's files that are imported here, from its root."""
+    files = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
+    return sorted({str(path.relative_to(ROOT)) for path in files if ROOT in list(path.parents)[:2]})
+
+
+def code_digest(files):
+    """SHA-256 of the code of some of the project's files; OSError if one is gone."""
+    text = "\n".join(file + "\n" + code_of(ROOT / file) for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def code_of(path):
+    """A file's lines but for comments, docstrings and blanks: the same in all Pythons, as an AST is not."""
+    source = path.read_text()
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def write_json(result, path) -> None:

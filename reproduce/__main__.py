@@ -3,9 +3,9 @@
     python -m reproduce                                    # four hours on 2 cores, mostly training; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
 
-Each result is made by a command of this project, and kept once it is there; training runs that a command
-names are made before it, once. A command that fails does not stop the others. <out>/README.md has a line for
-each table, figure, finding and proposition, and is always written: `--only engage` makes nothing else.
+A command makes each result that is missing, or was made by other code than today's (--keep: missing ones);
+runs of training that it reads are made before, once. A command that fails does not stop the others.
+<out>/README.md has a line for each table, figure, finding and proposition, and is always written.
 """
 
 import shlex
@@ -18,7 +18,8 @@ from typing import Literal
 
 from lib import runtime
 from lib.files import atomic_file, read_json
-from lib.settings import Command, RunSettings, UserError, run_script
+from lib.results import code_digest
+from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
 
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
@@ -63,39 +64,38 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
 
 
 @dataclass
-class Settings:
+class Settings(OutputSettings):
     """Options of `python -m reproduce`."""
 
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make; None: all
-    out: str = "results"  # folder of the results
-    text: str | None = None  # file of held-out English, for Table 7's perplexity
+    keep: bool = False  # keep results that were made by other code than today's
 
 
 def reproduce(settings: Settings) -> None:
-    """Make every result that is not there, and write README.md; UserError if a command failed."""
-    runtime.start(RunSettings(out=settings.out))  # can we write there?
+    """Make what is missing or of other code, and write README.md; UserError if a command failed."""
+    runtime.start(settings)  # can we write there?
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    names = settings.only or RESULTS
     failed = []
     try:
-        for number, name in enumerate(names, start=1):
-            command = command_line(name, settings)
-            print(f"[{number} of {len(names)}] python {command}", flush=True)
-            if read_result(settings.out, name) is None and not make(command):
+        for name in settings.only or RESULTS:
+            result = read_result(settings.out, name)
+            if result is not None and (settings.keep or is_of_this_code(result)):
+                continue
+            command = command_line(name, settings.out)
+            print(f"{name}: python {command}", flush=True)
+            if not make(command):
                 failed.append(name)
     finally:  # also where somebody interrupts
-        write_report(settings)
-    print(f"{len(names) - len(failed)} of {len(names)} results are there; see {settings.out}/README.md")
+        write_report(settings.out)
+    print(f"see {settings.out}/README.md")
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
 
 
-def command_line(name, settings: Settings):
+def command_line(name, out):
     """The command of a result, as a user would type it after `python`."""
     command = RESULTS[name]
-    if settings.text is not None and name == "calibrations":
-        command += f" --text {shlex.quote(settings.text)}"
-    folder = Path(settings.out, name).parent
+    folder = Path(out, name).parent
     if str(folder) != "results":
         command += f" --out {shlex.quote(str(folder))}"
     return command
@@ -129,28 +129,38 @@ def read_result(out, name):
         return None
 
 
-def write_report(settings: Settings) -> None:
+def is_of_this_code(result):
+    """Was a result made by the code that is here now, comments aside?"""
+    try:
+        made = result["environment"]
+        return made["code"] == code_digest(made["files"])
+    except (KeyError, OSError):  # older than digests; or a file is gone
+        return False
+
+
+def write_report(out) -> None:
     """README.md of the results: HEADER.md, if it is there, and a line for each claim, from the JSON alone."""
-    header = Path(settings.out, "HEADER.md")
-    lines = [header.read_text() if header.exists() else "# Do the papers hold?\n"]
+    header = Path(out, "HEADER.md")
+    lines = [header.read_text()] if header.exists() else []
     lines.append("| item | the paper says | its number | ours | verdict | figure | command |")
     lines.append("|---|---|---|---|---|---|---|")
     for claim in CLAIMS:
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells(claim, settings)) + " |")
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells(claim, out)) + " |")
     with atomic_file(header.with_name("README.md")) as temporary:
         temporary.write_text("\n".join(lines) + "\n")
 
 
-def cells(claim, settings: Settings):
+def cells(claim, out):
     """A line of the report."""
     measured, verdict, figure, command = "not run here", "", "", ""
     if claim.result:
-        command = f"`python {command_line(claim.result, settings)}`"
-        result = read_result(settings.out, claim.result)
+        command = f"`python {command_line(claim.result, out)}`"
+        result = read_result(out, claim.result)
         if result is not None:
             measured, verdict = claim.read(result)
             command += f", {result['environment']['seconds']:.0f} s"
-        if Path(settings.out, f"{claim.result}.png").exists():
+            command += "" if is_of_this_code(result) else ", of other code"
+        if Path(out, f"{claim.result}.png").exists():
             figure = f"[figure]({claim.result}.png)"
     return claim.item, claim.says, claim.number, measured, verdict, figure, command
 

@@ -70,22 +70,17 @@ def reef(a, b, tokens):
 
 
 def block_kernels(model, tokens):
-    """`centred_kernel` of the last position's states after each block."""
+    """Products of all pairs of last states after each block, centred: (n, n). Their cosine is CKA."""
     kernels = []
 
     def keep(layer, x) -> None:
         if layer > 0:  # 0: the embeddings
-            kernels.append(centred_kernel(x[:, -1]))
+            x = x[:, -1].double()  # (n, d)
+            x = x - x.mean(0)
+            kernels.append(x @ x.T)
 
     model.hidden(tokens, last_only=True, on_state=keep)
     return kernels
-
-
-def centred_kernel(x):
-    """Products of all pairs of rows of (n, d), the columns centred: (n, n) float64. Their cosine is CKA."""
-    x = x.double()
-    x = x - x.mean(0)
-    return x @ x.T
 
 
 def pcs(a, b):

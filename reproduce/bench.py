@@ -7,18 +7,18 @@ backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' mo
 and batch, and takes turns with ours. Rows have the medians, in tokens/s, and `ratio`, ours to theirs.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 
+import train
 from init import newborn
 from lib.checkpoint import config_json
 from lib.results import Experiment
 from lib.runtime import progress, seconds_of
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.settings import Command, RunSettings, UserError, run_script
 from model import PRESETS, ModelConfig
 
 CASES = (  # work, preset, sequences in a batch, tokens in a sequence
@@ -27,16 +27,10 @@ CASES = (  # work, preset, sequences in a batch, tokens in a sequence
     ("training", "tiny_llama", 32, 256),
     ("training", "nano_llama", 4, 512),
 )
+ROUNDS = 5  # turns of each; the median counts
 
 
-@dataclass
-class Settings(RunSettings):
-    """Options of `python -m reproduce.bench`."""
-
-    rounds: at_least(1) = 5  # turns of each; the median counts
-
-
-def bench(settings: Settings):
+def bench(settings: RunSettings):
     """How many tokens/s do we and transformers read and learn? Writes bench.json."""
     experiment = Experiment("bench", "", settings)
     rows = []
@@ -44,17 +38,17 @@ def bench(settings: Settings):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=experiment.device)
         make = forward_passes if work == "forward" else training_steps
         with torch.inference_mode(work == "forward"):
-            ours, theirs = take_turns(make(name, tokens, experiment.dtype), B * T, settings.rounds)
+            ours, theirs = take_turns(make(name, tokens, experiment.dtype), B * T)
         row = {"model": name, "work": work, "batch_size": B, "sequence_length": T}
         rows.append(row | {"ours": ours, "transformers": theirs, "ratio": ours / theirs})
     return experiment.save(rows)
 
 
-def take_turns(works, num_tokens, rounds):
-    """Tokens/s of each of some works, the median of their turns, on as many tokens."""
+def take_turns(works, num_tokens):
+    """Tokens/s of each of some works on as many tokens: the median of its turns."""
     for work in works:
         work()  # the first call allocates
-    turns = [[seconds_of(work) for work in works] for _ in range(rounds)]
+    turns = [[seconds_of(work) for work in works] for _ in range(ROUNDS)]
     return [num_tokens / median(seconds) for seconds in zip(*turns)]
 
 
@@ -68,25 +62,24 @@ def forward_passes(name, tokens, dtype):
 
 
 def training_steps(name, tokens, dtype):
-    """Ours and theirs: each does a step on windows (B, T + 1), and returns its loss."""
-    model = newborn(name, 0, device=tokens.device)
+    """Ours and theirs: each does a step on windows (B, T + 1), and returns its mean loss."""
+    ours = newborn(name, 0, device=tokens.device)
     theirs = transformers_model(PRESETS[name]).to(tokens.device)
 
     def their_loss(inputs, targets):
         logits = theirs(inputs, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
-    return training_step(model, model, tokens, dtype), training_step(theirs, their_loss, tokens, dtype)
+    return training_step(ours, ours, tokens, dtype), training_step(theirs, their_loss, tokens, dtype)
 
 
 def training_step(model, summed_loss, tokens, dtype):
     """A function that does a step; `summed_loss` is of inputs and targets, (B, T) each."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    optimizer = torch.optim.AdamW(model.train().parameters(), fused=True)
+    optimizer = train.make_optimizer(model.train(), train.Settings())
 
     def step():
-        with torch.autocast(tokens.device.type, dtype, enabled=dtype is torch.bfloat16):
-            loss = summed_loss(inputs, targets) / targets.numel()
+        loss = train.loss_sum(summed_loss, tokens[:, :-1], tokens[:, 1:], tokens.device, dtype)
+        loss = loss / tokens[:, 1:].numel()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -106,7 +99,7 @@ def transformers_model(config: ModelConfig):
     return transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa").eval()
 
 
-COMMANDS = {"": Command(bench, Settings())}
+COMMANDS = {"": Command(bench, RunSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -109,7 +109,7 @@ def bounded(value, low, high):
     return f"{value:.4g} ({low:.4g} to {high:.4g})"
 
 
-# ---- judges: orders, trends and laws -----------------------------------------------------------------------
+# ---- judges ------------------------------------------------------------------------------------------------
 
 
 def above(low, high, bound=0.0):
@@ -130,16 +130,13 @@ def by_interval(rows, value, is_so, bound=0.0):
     return ", ".join(texts), [is_so(row["low"], row["high"], bound) for row in rows]
 
 
-def ranges(rows, *names):
-    """Least and largest value of some columns; no case."""
+def ranges(rows, *names, bound=None):
+    """Least and largest value of some columns; are all below a bound? No case where there is none."""
     texts = [f"{name} {span(column(rows, name))}" for name in names]
-    return f"{', '.join(texts)}, n = {len(rows)}", []
-
-
-def all_below(rows, bound, *names):
-    """Are all values of some columns below a bound?"""
-    text, _ = ranges(rows, *names)
-    return text, [max(row[name] for name in names) < bound for row in rows]
+    cases = []
+    if bound is not None:
+        cases = [max(row[name] for name in names) < bound for row in rows]
+    return f"{', '.join(texts)}, n = {len(rows)}", cases
 
 
 def exceeds(rows, larger, smaller):
@@ -215,9 +212,6 @@ def first_stands_out(rows, key):
     return f"{span([values[0] for values in curves])} by layer", [is_largest]
 
 
-# ---- judges: tokens ----------------------------------------------------------------------------------------
-
-
 def preference(rows):
     """Is a newborn's favourite token beyond chance? If not: None with fewer sequences than the paper's."""
     texts, cases = [], []
@@ -253,9 +247,6 @@ def more_often(rows, name, chance):
     return f"{hits} of {len(rows)} ({low:.2f} to {high:.2f})", [above(low, high, chance)]
 
 
-# ---- judges: lineage ---------------------------------------------------------------------------------------
-
-
 def right_answers(rows):
     """Do both of the paper's tests call related what is, and nothing else? All is, unless `kin` tells."""
     t, u = column(rows, "paper_t_p"), column(rows, "paper_u_p")
@@ -268,9 +259,6 @@ def false_alarms(result, inputs):
     """Are at most 1 % of unrelated pairs called related, by either test, scheme and architecture?"""
     chosen = select(result, test=["t-test", "U-test"], inputs=inputs)
     return apart(chosen, "test", by_interval, "rate", below, LEVEL)
-
-
-# ---- judges: attention sinks -------------------------------------------------------------------------------
 
 
 def lower(rows, first, second, key):
@@ -385,7 +373,7 @@ CLAIMS = [  # of each, what the paper says; the result that is read, and by whic
     Claim("Table 7, attenuation", "WikiText-2's perplexity falls from 21.33 to 21.02", "-0.015 nats",
         "calibrations", lambda r: lower(select(r, config="laptop"), "attenuate", "none", "text_loss")),
     Claim("Table 8", "baselines miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196",
-        "lineage", lambda r: all_below(select(r, table="4b, 8"), THRESHOLD, *BASELINES)),
+        "lineage", lambda r: ranges(select(r, table="4b, 8"), *BASELINES, bound=THRESHOLD)),
     of_table("9", "Qwen style: newborns are unrelated", "t 0.094 to 0.451, U 0.074 to 0.529"),
     of_table("10", "a newborn and its trained self are related", "t 1e-24 to 4e-13, U 2e-20 to 2e-11"),
     of_table("11", "another's trained self is unrelated", "t 0.026 to 0.286, U 0.040 to 0.254"),

@@ -13,7 +13,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from scipy.stats import norm
 
 from init import SCHEMES, newborn
@@ -32,7 +31,6 @@ from seedprint import PaperSettings, last_outputs
 
 LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
-PARTS = {"body": "weights", "embedding": "embedding matrices"}  # whose coordinates are tested
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
 FEW = 12  # births where unrelated models share what they read, and few show what happens
 LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
@@ -45,17 +43,15 @@ class Settings(RunSettings):
     model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")  # presets to be born
     schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")  # how they are drawn
     num_births: at_least(3) = 45  # newborns with embedding matrices of their own; all pairs are compared
-    paper_sequences: at_least(3) = 1000  # random sequences of 64 tokens, of the paper's test; BB: 10000
+    paper_sequences: at_least(3) = 1000  # random sequences of 64 tokens; BB: 10000 of 1024
 
 
 def errors(settings: Settings):
     """How often does each test call unrelated newborns related? Writes errors.json and errors.png."""
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
-    settings = experiment.settings
     rows = []
-    for model, scheme, inputs in progress(
-        list(itertools.product(settings.model, settings.schemes, INPUTS)), desc="errors"
-    ):
+    births = list(itertools.product(settings.model, settings.schemes, INPUTS))
+    for model, scheme, inputs in progress(births, desc="errors"):
         p_values = p_of_states(model, scheme, inputs, settings, experiment)
         rows += error_rates(p_values, {"inputs": inputs, "scheme": scheme, "model": model})
     for model in progress(settings.model, desc="errors of weights"):  # once scaled, weights know no scheme
@@ -64,42 +60,41 @@ def errors(settings: Settings):
         for each in newborns:
             each.read = functools.cache(each.read)
         units, largest_share = p_of_units(newborns)
-        (row,) = error_rates({"units": units}, key)
-        rows.append(row | {"largest_share": largest_share})
+        rows += error_rates({"units": units}, key | {"largest_share": largest_share})
         rows += error_rates(p_of_weights(newborns), key)
     draw_rates(rows, experiment.folder / "errors.png")
     return experiment.save(rows)
 
 
 def p_of_states(model, scheme, inputs, settings: Settings, experiment):
-    """The p of each form of the paper's test, (pairs,): of all pairs of newborns."""
-    is_shared = inputs != "own embedding"
-    count = min(FEW, settings.num_births) if is_shared else settings.num_births
+    """The p of all pairs of newborns, by each form of the paper's test."""
+    count = settings.num_births if inputs == "own embedding" else min(FEW, settings.num_births)
     embedding_seed = 0 if inputs == "shared embedding" else None
     reading = PaperSettings(inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences)
     outputs = []
     for seed in range(1, count + 1):
         born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)
         outputs.append(last_outputs(born, born.config.vocab_size, reading))
-    p = []
-    for a, b in itertools.combinations(outputs, 2):
-        test = coordinates.paper_test(a, b)
-        p.append((test["paper_t_p"], test["paper_u_p"], norm.sf(test["closed_form_z"])))
-    return dict(zip(("t-test", "U-test", "closed form"), np.transpose(p)))
+    tests = [coordinates.paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
+    return {
+        "t-test": [test["paper_t_p"] for test in tests],
+        "U-test": [test["paper_u_p"] for test in tests],
+        "closed form": [norm.sf(test["closed_form_z"]) for test in tests],
+    }
 
 
 def p_of_weights(newborns):
-    """The p of the exact tests of the blocks' weights and of embedding matrices, (pairs,): of all pairs."""
-    p = []
+    """The p of all pairs, by the exact tests of the blocks' weights and of embedding matrices."""
+    p = {"body": [], "embedding": []}
     for (i, a), (j, b) in itertools.combinations(enumerate(newborns), 2):
         correlations, _ = coordinates.weight_correlations(a, b)
-        tests = [coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS) for part in PARTS]
-        p.append([test["p"] for test in tests])
-    return dict(zip(PARTS.values(), np.transpose(p)))
+        for part in p:
+            p[part].append(coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
+    return {"weights": p["body"], "embedding matrices": p["embedding"]}
 
 
 def p_of_units(newborns):
-    """0 for pairs of which units say more than "no evidence", else 1, (pairs,); and the largest share."""
+    """0 for each pair of which units say more than "no evidence", else 1; and the largest share."""
     models = [Units(born) for born in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
@@ -109,7 +104,7 @@ def p_of_units(newborns):
         row = row_of(Facts(match))
         p.append(float(row["verdict"] == NO_EVIDENCE))
         shares.append(row["units_share"])
-    return np.array(p), max(shares)
+    return p, max(shares)
 
 
 def error_rates(p_values, key):
@@ -120,29 +115,29 @@ def error_rates(p_values, key):
     """
     rows = []
     for test, p in p_values.items():
-        rejections, number = int((p <= LEVEL).sum()), len(p)
+        rejections, number = sum(value <= LEVEL for value in p), len(p)
         low, high = wilson(rejections, number, 0.99)
-        count = {"num_pairs": number, "rejections": rejections, "rate": rejections / number}
-        rows.append({"test": test} | key | count | {"low": low, "high": high})
+        row = {"test": test} | key | {"num_pairs": number, "rejections": rejections}
+        rows.append(row | {"rate": rejections / number, "low": low, "high": high})
     return rows
 
 
 def draw_rates(rows, path) -> None:
     """How often newborns are called related: a line per test and what it reads, a colour per birth."""
-    title = "How often does a test call unrelated newborns related? (99 % intervals)"
-    figure, grid = new_figure(title, width=7, height=5.6)
+    figure, grid = new_figure("How often does a test call unrelated newborns related?", width=7, height=5.6)
     axes = grid[0, 0]
-    lines, births = {}, {}  # their numbers
+    lines = list(dict.fromkeys(f"{row['inputs']}: {row['test']}" for row in rows))
+    births = list(dict.fromkeys(f"{row['model']}, scheme {row['scheme']}" for row in rows))
     for row in rows:
-        birth = f"{row['model']}, scheme {row['scheme']}"
-        label = None if birth in births else birth
-        number = births.setdefault(birth, len(births))
-        height = lines.setdefault(f"{row['inputs']}: {row['test']}", len(lines)) + 0.18 * number
+        number = births.index(f"{row['model']}, scheme {row['scheme']}")
+        height = lines.index(f"{row['inputs']}: {row['test']}") + 0.18 * number
         axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=COLOURS[number])
-        axes.plot(100 * row["rate"], height, "o", color=COLOURS[number], label=label)
-    axes.set_yticks(range(len(lines)), lines)
+        axes.plot(100 * row["rate"], height, "o", color=COLOURS[number])
+    for birth, colour in zip(births, COLOURS):
+        axes.plot([], [], "o-", color=colour, label=f"{birth}, 99 % interval")
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
     axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called related")
+    axes.set_yticks(range(len(lines)), lines)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     legend_below(figure, axes)

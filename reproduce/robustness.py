@@ -8,6 +8,7 @@
 """
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,26 +19,20 @@ import tyro
 
 from init import newborn
 from lib.checkpoint import Newborn, parse_spec
-from lib.figures import BLUE, COLOURS, VERMILION, legend_below, new_figure, save_figure
+from lib.figures import curves
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
-from lib.settings import Command, OutputSettings, UserError, at_least, run_script
+from lib.settings import Command, OutputSettings, at_least, run_script
 from lineage.disguise import as_source, cut, disguised, narrowed, noised, pruned, rounded, weights_of
 from lineage.verdict import compare_pair, read_model
 from seedprint import STRANGER_SEED
 
 LAYERS = {"never met": 12}  # that are read, evenly spaced; of all others all
+KINDS = ("child", "never met", "newborn", "distilled", "child, trained hard")  # in the order of their colours
 PEAK = 3e-3  # learning rate of the child that is trained hard: ten times what fine-tuning takes
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
-KINDS = {  # and their colours
-    "child": BLUE,
-    "child, trained hard": COLOURS[5],
-    "never met": VERMILION,
-    "newborn": COLOURS[4],
-    "distilled": COLOURS[2],
-}
 TABLE = "model.embed_tokens.weight"
 
 
@@ -52,30 +47,27 @@ class Settings(OutputSettings):
 
 def robustness(settings: Settings):
     """What does `compare` say of a model's children, and of models that never met? Writes robustness.json"""
-    if not settings.models:
-        raise UserError("expected a model: a checkpoint folder, a .gguf file, or PRESET@SEED")
     specs = [parse_spec(name) for name in settings.models]
     experiment = Experiment("robustness", "", settings)
-    models = [read_model(Path(spec.name).name, spec.open(any_architecture=True)) for spec in specs]
     rows, details = [], []
-
-    def compare(base, suspect, kind):
+    for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
         row, detail = compare_pair(base, suspect, layers=LAYERS.get(kind, 2**16))
         rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
-
-    for name, kind, source in progress(relatives(specs[0], settings), desc="robustness", unit=" suspects"):
-        compare(models[0], read_model(name, source), kind)
-    pairs = list(itertools.combinations(models, 2))
-    pairs += [pair[::-1] for pair in pairs[-1:]]  # of one pair both orders
-    for base, suspect in progress(pairs, desc="robustness", unit=" pairs"):
-        compare(base, suspect, "never met")
     draw_robustness(rows, details, experiment.folder / "robustness.png")
-    files = {
-        Path(spec.name).name: sha256(spec.folder) for spec in specs if spec.folder and spec.folder.is_file()
-    }
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
-    return experiment.save(rows, COLUMNS, sha256=files, **more)
+    files = [spec.folder for spec in specs if spec.folder and spec.folder.is_file()]
+    return experiment.save(rows, COLUMNS, sha256={file.name: sha256(file) for file in files}, **more)
+
+
+def all_pairs(specs, settings: Settings):
+    """(base, suspect, kind): the first model and its relatives, made one after another; then all models."""
+    models = [read_model(Path(spec.name).name, spec.open(any_architecture=True)) for spec in specs]
+    for name, kind, source in relatives(specs[0], settings):
+        yield models[0], read_model(name, source), kind
+    pairs = list(itertools.combinations(models, 2))
+    for base, suspect in pairs + [pair[::-1] for pair in pairs[-1:]]:  # of one pair both orders
+        yield base, suspect, "never met"
 
 
 def relatives(spec, settings: Settings):
@@ -86,14 +78,11 @@ def relatives(spec, settings: Settings):
     reading = TextSettings(text=text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
-    child = trained(spec.load(), tokens[:20], constant(5e-4))
+    child = trained(spec.load(), tokens[:20], 5e-4)
     yield "trained", "child", child
     yield "trained, disguised", "child", disguised(child)
-    yield (
-        "trained hard",
-        "child, trained hard",
-        trained(spec.load(), tokens, rising_and_falling(PEAK, settings.steps)),
-    )
+    rates = np.interp(np.arange(settings.steps), [-1, settings.steps / 10, settings.steps], [0, PEAK, 0])
+    yield "trained hard", "child, trained hard", trained(spec.load(), tokens, rates)
     child = disguised(source)
     yield "disguised", "child", child
     yield "disguised, noise of 0.3 std", "child", noised(child, 0.3)
@@ -111,32 +100,23 @@ def relatives(spec, settings: Settings):
     yield "newborn, the base's embedding", "newborn", stranger
     model = newborn(config, STRANGER_SEED)
     model.model.embed_tokens.weight.data.copy_(source.read(TABLE))
-    yield "the same, trained", "newborn", trained(model, tokens[: settings.steps // 2], constant(5e-4))
+    yield "the same, trained", "newborn", trained(model, tokens[: settings.steps // 2], 5e-4)
     small = replace(config, num_layers=6, d_model=192, num_heads=3, num_kv_heads=3, head_dim=64, d_ff=512)
     student = newborn(small, STRANGER_SEED)
-    yield "distilled from its outputs", "distilled", trained(student, tokens, constant(1e-3), spec.load())
+    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load())
 
 
-def constant(learning_rate):
-    """The same learning rate at each step."""
-    return lambda step: learning_rate
-
-
-def rising_and_falling(peak, steps):
-    """A learning rate that rises for a tenth of the steps, and then falls to 0, linearly."""
-    return lambda step: peak * min(10 * (step + 1) / steps, (steps - step) / (0.9 * steps))
-
-
-def trained(model, tokens, learning_rate, teacher=None):
+def trained(model, tokens, rates, teacher=None):
     """A checkpoint of a model after AdamW on tokens (n, T), a sequence a step; prints its loss, in nats.
 
-    With a `teacher`, it learns the teacher's probabilities in place of the next token.
+    `rates` is the learning rate of each step, or of all. With a `teacher`, its probabilities are learned.
     """
     model = model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    batches = tokens.split(1)
     losses = []
-    for step, batch in enumerate(progress(tokens.split(1), desc="training", leave=False)):
-        optimizer.param_groups[0]["lr"] = learning_rate(step)
+    for batch, rate in zip(batches, np.broadcast_to(rates, len(batches)).tolist()):
+        optimizer.param_groups[0]["lr"] = rate
         targets = batch[:, 1:].flatten()
         if teacher is not None:
             with torch.no_grad():
@@ -146,39 +126,24 @@ def trained(model, tokens, learning_rate, teacher=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    few = max(1, len(losses) // 10)
-    ends = [np.mean(losses[:few]), max(losses), np.mean(losses[-few:])]
-    print(
-        "loss: {:.2f} in the first tenth of {} steps, at most {:.2f}, {:.2f} in the last".format(
-            ends[0], len(losses), *ends[1:]
-        )
-    )
+    first, last = np.array_split(losses, 10)[::9]
+    print(f"loss: {first.mean():.2f}, at most {max(losses):.2f}, at last {last.mean():.2f}")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
 
 
 def draw_robustness(rows, details, path) -> None:
     """The share of each layer's units that are matched, by relative depth: a line per suspect."""
-    title = "How much of each layer is another model's?"
-    figure, grid = new_figure(title, width=7.4, height=4.2)
-    axes = grid[0, 0]
-    named = set()
-    for row, detail in zip(rows, details):
+    points = []
+    for row, detail in sorted(zip(rows, details), key=lambda pair: KINDS.index(pair[0]["kind"])):
         layers = detail["layers"]
-        depths = (np.arange(len(layers)) + 0.5) / max(1, len(layers))
-        label = None if row["kind"] in named else row["kind"]
-        named.add(row["kind"])
-        colour = KINDS[row["kind"]]
-        axes.plot(
-            depths, [100 * layer["share"] for layer in layers], ".-", color=colour, alpha=0.7, label=label
-        )
-    axes.set(
-        xlabel="relative depth of the layer: 0 input, 1 output",
-        ylabel="% of hidden units matched",
-        ylim=(-3, 103),
-    )
-    legend_below(figure, axes)
-    save_figure(figure, path)
+        for number, layer in enumerate(layers):
+            depth = (number + 0.5) / len(layers)
+            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
+        points.append({"depth": math.nan, "matched": math.nan, "kind": row["kind"]})  # here a line ends
+    title = "How much of each layer is another model's?"
+    labels = {"xlabel": "relative depth of the layer", "ylabel": "% of hidden units matched"}
+    curves(points, path, title, x="depth", y="matched", series="kind", style=".-", **labels)
 
 
 COMMANDS = {"": Command(robustness, Settings())}

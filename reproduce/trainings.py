@@ -7,9 +7,8 @@
 Each run is made once, in runs/, and reused; one that was stopped is taken up again.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +19,16 @@ import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
 from lib.figures import curves
-from lib.files import read_json
-from lib.inputs import TextSettings, random_tokens, read_tokens
+from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import read_log
-from lib.settings import Command, RunSettings, UserError, from_values, read_config_file, run_script
+from lib.runs import merged_settings, read_log
+from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from lineage.coordinates import paper_test
-from lineage.verdict import Model, compare_pair, read_model
+from lineage.verdict import compare_pair, read_model
 from measure import attention
-from model import CHOICES, Transformer
+from model import CHOICES
 from reproduce.baselines import BASELINES, similarities
+from seedprint import PaperSettings, last_outputs
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -42,19 +41,11 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
 CALIBRATION_SEEDS = {"laptop": SEEDS[:3], "backcopy": (*SEEDS, 7)}  # by configuration
 CONFIGS = Path(train.__file__).with_name("configs")
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
-MAY_DIFFER = {"device", "log_every", "track_sinks", "save_every", "keep", "compile", "resume", "out"}
-MAY_DIFFER |= {"micro_batch_size"}
+MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
 
 
 @dataclass
-class Settings(RunSettings):
-    """Options of `lineage`."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # of the blocks, while they are measured
-
-
-@dataclass
-class CalibrationSettings(Settings):
+class CalibrationSettings(RunSettings):
     """Options of `calibrations`."""
 
     text: str | None = None  # file of held-out English, for Table 7's perplexity
@@ -126,35 +117,19 @@ def train_all(runs) -> None:
     """
     for number, run in enumerate(runs, start=1):
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
-        begun = Path(run.out, "settings.json")
-        if begun.exists():
-            check_same(run, from_values(train.Settings, read_json(begun), begun))
+        if Path(run.out, "settings.json").exists():
+            run = merged_settings(replace(run, resume=True), (), vars(run).keys() - MAY_DIFFER)
         last = Path(run.out, f"step_{run.max_iters:07}")
         if not last.exists():
-            train.train(replace(run, resume=len(checkpoint.steps(run.out)) > 0))
+            train.train(run)
         if not last.exists():
             raise KeyboardInterrupt
-
-
-def check_same(run: train.Settings, begun: train.Settings) -> None:
-    """UserError if a run was begun with other settings than are wanted; "auto" is any."""
-    for name, value in asdict(begun).items():
-        if name not in MAY_DIFFER and getattr(run, name) not in ("auto", value):
-            raise UserError(f"{run.out} was begun with --{name.replace('_', '-')} {value}: move it away")
 
 
 # ---- who is related? (BB Tables 4, 5, 8-12) ----------------------------------------------------------------
 
 
-class Trained(NamedTuple):
-    """A trained model, as each method reads it."""
-
-    model: Transformer  # whole, for the baselines
-    weights: Model  # as `compare` reads them
-    outputs: torch.Tensor  # (1000, d), of random sequences, for the paper's test
-
-
-def lineage(settings: Settings):
+def lineage(settings: RunSettings):
     """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?
 
     Related are a newborn and its child, and a child after a second corpus: `kin` says so in each row.
@@ -166,32 +141,22 @@ def lineage(settings: Settings):
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     text = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
-    models, rows = {}, []
     pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
+    models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
+    for folder in {folder for pair in pairs for folder in pair[1:3]}:
+        spec = checkpoint.parse_spec(folder)
+        model = spec.load(experiment.device, experiment.dtype)
+        models[folder] = model
+        weights[folder] = read_model(folder, spec.open())
+        outputs[folder] = last_outputs(model, model.config.vocab_size, PaperSettings())
+    rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
-        for folder in (base, suspect):
-            if folder not in models:
-                models[folder] = read(folder, experiment.device, experiment.dtype)
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        rows.append(row | answers(models[base], models[suspect], text))
+        row |= compare_pair(weights[base], weights[suspect])[0]
+        row |= paper_test(outputs[base], outputs[suspect])
+        rows.append(row | similarities(models[base], models[suspect], text))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
-
-
-def answers(a: Trained, b: Trained, text):
-    """What each method says of two models; REEF reads the text, (n, T)."""
-    row, _ = compare_pair(a.weights, b.weights)
-    return row | paper_test(a.outputs, b.outputs) | similarities(a.model, b.model, text)
-
-
-@torch.inference_mode()
-def read(folder, device, dtype) -> Trained:
-    """Load a checkpoint, and let it read 1,000 random sequences of 64 tokens."""
-    spec = checkpoint.parse_spec(folder)
-    model = spec.load(device, dtype)
-    tokens = random_tokens(0, range(1000), 64, model.config.vocab_size).to(device)
-    outputs = [model.hidden(part, last_only=True).cpu() for part in tokens.split(32)]
-    return Trained(model, read_model(folder, spec.open()), torch.cat(outputs))
 
 
 def table_pairs(style, runs):
@@ -222,14 +187,9 @@ def calibrations(settings: CalibrationSettings):
     for (config, kind, seed), run in runs.items():
         spec = checkpoint.parse_spec(run.out)
         model = spec.load(experiment.device, experiment.dtype)
-        reading = sinks.Settings(
-            device=experiment.device.type,
-            text=str(default_folder(run.source, run.tokenizer)),
-            first_token="bos" if config == "backcopy" else None,
-        )
         row = {"config": config, "calibration": kind, "seed": seed} | losses(run.out)
         row["text_loss"] = text_loss(settings.text, spec, model)
-        rows.append(row | measure_sinks(reading, spec, model))
+        rows.append(row | measure_sinks(run, spec, model))
     path = experiment.folder / "calibrations.png"
     title = "Which calibration ends with fewer sinks, and a lower loss (nats/token)? One point per seed"
     curves(rows, path, title, x="sink_rate", y="val_loss", series="calibration", panel="config", style="o")
@@ -249,13 +209,16 @@ def text_loss(text, spec, model):
     device = model.lm_head.weight.device
     reading = TextSettings(text=text, num_sequences=256, device=device.type)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    return train.evaluate(model, inputs, targets, 16, device, torch.float32)  # no autocast
+    return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 
 
 @torch.inference_mode()
-def measure_sinks(reading: sinks.Settings, spec, model):
-    """A model's sinks at 64 tokens, and SO's links in the mean of layers."""
+def measure_sinks(run: train.Settings, spec, model):
+    """Sinks at 64 held-out tokens of the text that a run learned, and SO's links in the mean of layers."""
+    text = str(default_folder(run.source, run.tokenizer))
+    first_token = "bos" if run.tokenizer == "bytes" else None  # what backcopy sinks on
+    device = model.lm_head.weight.device.type
+    reading = sinks.Settings(text=text, first_token=first_token, device=device)
     row = {"uniform_alpha1": attention.uniform_alpha(64)}
     row |= attention.sink_statistics(model, read_tokens(reading, spec, 64))[0]
     layers = sinks.dissect(reading, spec, model)["layers"]
@@ -265,8 +228,8 @@ def measure_sinks(reading: sinks.Settings, spec, model):
 
 
 COMMANDS = {
-    "lineage": Command(lineage, Settings()),
-    "calibrations": Command(calibrations, CalibrationSettings()),
+    "lineage": Command(lineage, RunSettings(dtype="float32")),
+    "calibrations": Command(calibrations, CalibrationSettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }
 

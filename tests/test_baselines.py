@@ -37,9 +37,7 @@ def weights_of(model) -> dict[str, np.ndarray]:
 
 def std_profile(model, kind: str) -> np.ndarray:
     """Standard deviation of each layer's W_Q, W_K, W_V or W_O."""
-    weights = weights_of(model)
-    layers = range(model.config.num_layers)
-    return np.array([weights[f"model.layers.{layer}.self_attn.{kind}_proj.weight"].std() for layer in layers])
+    return np.array([w.std() for name, w in weights_of(model).items() if f".{kind}_proj.weight" in name])
 
 
 def test_intrinsic_of_two_depths():

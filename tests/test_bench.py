@@ -21,7 +21,7 @@ def small_cases(monkeypatch):
 
 
 def test_rows_of_both_works(tmp_path):
-    done = run_here("reproduce.bench", "--rounds", 2, "--dtype", "bfloat16", "--out", tmp_path)
+    done = run_here("reproduce.bench", "--dtype", "bfloat16", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = read_json(tmp_path / "bench.json")["rows"]
     assert [row["work"] for row in rows] == ["forward", "training"]
@@ -52,9 +52,10 @@ def test_both_learn_the_same_windows():
 def test_turns_alternate_and_medians_count(monkeypatch):
     turns = []
     seconds = {"A": iter([30.0, 20.0, 5.0]), "B": iter([3.0, 2.0, 1.0])}
+    monkeypatch.setattr(bench, "ROUNDS", 3)
     monkeypatch.setattr(bench, "seconds_of", lambda work: next(seconds[work()]))
     works = [lambda: turns.append("A") or "A", lambda: turns.append("B") or "B"]
-    assert bench.take_turns(works, 60, 3) == [60 / 20, 60 / 2]
+    assert bench.take_turns(works, 60) == [60 / 20, 60 / 2]
     assert turns == ["A", "B"] * 4
 
 

@@ -1,18 +1,13 @@
 """reproduce/errors.py: unrelated newborns by the dozen at a tiny size, and their p by hand."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import scipy.stats
-import torch
 from conftest import run_here
 
-import init
 from lib.checkpoint import Newborn
 from lib.files import read_json
-from lib.inputs import random_tokens
-from lineage import coordinates
 from model import PRESETS, ModelConfig
 from reproduce import errors
 
@@ -33,7 +28,6 @@ def test_rows(tmp_path):
     flags += ["--paper-sequences", 100, "--dtype", "float32"]
     done = run_here("reproduce.errors", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
     rows = read_json(tmp_path / "errors.json")["rows"]
     of_states = itertools.product(SHOWS, ("t-test", "U-test", "closed form"), ("gpt2", "normal"))
     of_weights = [("weights", test, "gpt2") for test in ("units", "weights", "embedding matrices")]
@@ -48,25 +42,9 @@ def test_rows(tmp_path):
     assert units["rejections"] == 0 and 0 < units["largest_share"] < 0.2
 
 
-def test_p_of_states_by_whole_forward_passes():
-    experiment = SimpleNamespace(device="cpu", dtype=torch.float32)
-    settings = errors.Settings(num_births=4, paper_sequences=30)
-    p = errors.p_of_states("tiny_llama", "normal", "shared embedding", settings, experiment)
-    tokens = random_tokens(0, range(30), 64, 97)
-    outputs = []
-    for seed in range(1, 5):
-        with torch.inference_mode():
-            outputs.append(init.newborn(SMALL, seed, 0, "normal").hidden(tokens)[:, -1])
-    for pair, (a, b) in enumerate(itertools.combinations(outputs, 2)):
-        test = coordinates.paper_test(a, b)
-        # float32 states of one position or of all may round otherwise, and so change a rank
-        assert p["t-test"][pair] == pytest.approx(test["paper_t_p"], rel=0.05)
-        assert p["closed form"][pair] == pytest.approx(scipy.stats.norm.sf(test["closed_form_z"]), rel=0.05)
-
-
 def test_a_birth_among_strangers_is_found():
     born = [Newborn(SMALL, seed) for seed in (1, 2, 1)]  # the second pair is one birth
     p, largest_share = errors.p_of_units(born)
-    assert p.tolist() == [1, 0, 1] and largest_share == 1
+    assert p == [1, 0, 1] and largest_share == 1
     for p in errors.p_of_weights(born).values():
         assert p[1] == 1 / 100 and min(p[0], p[2]) > 1 / 100

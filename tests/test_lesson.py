@@ -85,7 +85,6 @@ def without_noise(model):
 
 WRONG = [
     (1, F.relu, "a cosine of 0.318"),
-    (1, lambda z: 1e-3 * F.gelu(z), "a cosine of 0.05"),
     (1, torch.zeros_like, "close to a straight line"),
     (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
@@ -110,7 +109,6 @@ def test_wrong_answers(exercise, function, words, untrained):
 
 
 @torch.no_grad()
-def test_any_right_answer_will_do(monkeypatch, untrained):
+def test_any_right_answer_will_do(monkeypatch):
     monkeypatch.setitem(model.ACTIVATIONS, "mine", lambda z: z + z**3)
     check.fair_activation(model.ACTIVATIONS["mine"])
-    check.paper_test_deceived(lambda n, T, d: torch.rand(n, T, d) - 0.5)

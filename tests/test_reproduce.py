@@ -15,12 +15,38 @@ import density
 import pytest
 from conftest import ROOT, run_here
 
+from lib import results
+from lib.files import read_json
 from lib.settings import UserError, read_command
 from reproduce import __main__ as main
 from reproduce import trainings
 from reproduce.claims import CLAIMS
 
+SMALL = "--model tiny_gpt2 --seed 1 --num-sequences 4"
+PAIR = "tiny_llama@1 tiny_llama@2"
+SINKS = "--model backcopy --num-sequences 2"
 PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
+TINY = {  # what is typed in place of a result's own words, so that it takes a second
+    "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
+    "layers": f"{SMALL} --sequence-length 4",
+    "ablation": SMALL,
+    "mlp": SMALL,
+    "engage": SMALL,
+    "amplify": f"{SMALL} --sequence-length 4",
+    "intra": f"{SMALL} --sequence-length 4",
+    "variance": f"{SMALL} --sequence-length 4",
+    "predict": SMALL,
+    "cure": f"{SMALL} --sequence-length 4",
+    "width": "--seed 1 --num-sequences 4",
+    "compare": f"{PAIR} --units 8 --permutations 199",
+    "matrix": f"{PAIR} --units 8 --permutations 199",
+    "identify": "tiny_llama@1 --seeds 0 3",
+    "smollm2/rate": f"{SINKS} --sequence-length 4",
+    "smollm2/anatomy": SINKS,
+    "smollm2/first": SINKS,
+    "smollm2/intervene": f"{SINKS} --factor 2",
+    "smollm2/silence": f"{SINKS} --units 1",
+}
 ENGAGE = "contraction.py engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
 
@@ -58,16 +84,57 @@ def test_a_failure_stops_nothing_and_is_reported(few, capfd):
     assert lines["Figure 11"][3:6] == ["not run here", "", ""]
     assert lines["Figure 6"][4:6] == ["holds", "[figure](engage.png)"]
     assert f"--out '{folder}'" in lines["Figure 6"][6]
-    assert json.loads((folder / "deep/probe.json").read_text())["rows"]
+    environment = read_json(folder / "deep/probe.json")["environment"]
+    assert {"probe.py", "model.py", "lib/results.py"} < set(environment["files"])
+    assert main.is_of_this_code({"environment": environment})
 
 
-def test_what_is_there_is_kept_unless_it_is_damaged(few, asked):
+def test_what_is_there_is_made_anew_if_it_is_damaged_or_of_other_code(few, asked, tmp_path, monkeypatch):
+    """Code is what stands in a file, but for docstrings and comments."""
+    monkeypatch.setattr(results, "ROOT", tmp_path)
     out = Path(few.out)
     (out / "deep").mkdir(parents=True)
     (out / "deep/probe.json").write_text("{")
-    (out / "engage.json").write_text((ROOT / "results/engage.json").read_text())
-    main.reproduce(replace(few, only=("engage", "deep/probe")))
-    assert asked == [[*PROBE.split(), "--out", str(out / "deep")]]
+    environment = {"seconds": 1.0, "files": ["probe.py"]}
+    of_engage = next(claim for claim in CLAIMS if claim.result == "engage")
+
+    def made_anew(source, **changes):
+        results.code_of.cache_clear()
+        (tmp_path / "probe.py").write_text(source)
+        if "code" not in environment:
+            environment["code"] = results.code_digest(["probe.py"])
+        (out / "engage.json").write_text(json.dumps({"rows": [], "environment": environment}))
+        asked.clear()
+        main.reproduce(replace(few, only=("engage", "deep/probe"), **changes))
+        assert asked[-1] == [*PROBE.split(), "--out", str(out / "deep")]
+        is_marked = main.cells(of_engage, few.out)[6].endswith("of other code")
+        assert is_marked == (len(asked) == 2 or "keep" in changes)
+        return len(asked) == 2
+
+    assert not made_anew('"""Of a newborn."""\nx = "#"  # text\n')
+    assert not made_anew('"""What is\n\nborn?"""\n# a comment\n\nx = "#"\n')
+    assert made_anew('x = "#1"\n')
+    assert not made_anew('x = "#1"\n', keep=True)
+    environment["files"] = ["gone.py"]
+    assert made_anew('x = "#"\n')
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_committed_columns_are_those_that_the_code_writes(name, tmp_path):
+    """Of those results that say by which code they were made."""
+    committed = read_json(ROOT / f"results/{name}.json")
+    if "code" not in committed["environment"]:
+        pytest.skip("older than digests")
+    script, *subcommand = main.RESULTS[name].split(" --")[0].split()[:2]
+    done = run_here(script, *subcommand, *TINY[name].split(), "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = read_json(tmp_path / f"{Path(name).name}.json")
+    assert columns(made) == columns(committed)
+
+
+def columns(result: dict) -> tuple[set, set]:
+    """The keys of a result, and those of its rows."""
+    return set(result), {key for row in result["rows"] for key in row}
 
 
 READ = {
@@ -101,7 +168,7 @@ def test_an_interrupted_training_saves_before_we_end(tmp_path):
 
 @pytest.mark.parametrize("name", main.RESULTS)
 def test_commands_are_ones_that_their_scripts_know(name):
-    words = shlex.split(main.command_line(name, main.Settings(out="mine")))
+    words = shlex.split(main.command_line(name, "mine"))
     if words[0] == "-m":
         words.pop(0)
     script = importlib.import_module(words.pop(0).removesuffix(".py"))
@@ -117,10 +184,10 @@ def test_committed_results():
     committed = [path.relative_to(ROOT / "results") for path in ROOT.glob("results/**/*.json")]
     names = {str(path.with_suffix("")) for path in committed if path.parts[0] != "paper_scale"}
     assert names - main.RESULTS.keys() == {"disguised/compare"}  # whose command stands in README
-    settings = main.Settings(out=str(ROOT / "results"))
     page = report_lines((ROOT / "results/README.md").read_text())
     for claim, line in zip(CLAIMS, page, strict=True):
-        assert list(main.cells(claim, settings))[:6] == [cell.replace("\\|", "|") for cell in line[:6]]
+        cells = main.cells(claim, ROOT / "results")
+        assert list(cells[:6]) == [cell.replace("\\|", "|") for cell in line[:6]]
 
 
 ENTRIES = [path for path in density.python_files() if "\nCOMMANDS = " in path.read_text()]

@@ -12,7 +12,6 @@ from lib.data import load_tokenizer
 from lib.files import read_json, sha256
 from lineage.verdict import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
-from reproduce import robustness
 
 CONFIG = ModelConfig(400, 128, 8, 2, 32, 48)
 TEXT = str(ROOT / "model.py")
@@ -40,18 +39,13 @@ def test_children_are_found_and_strangers_are_not(models, tmp_path):
             answer = SAME_BIRTH
         elif suspect == "the same, trained":  # on the base's embedding matrix, whose coordinates it learns
             continue
-        assert (row["verdict"], row["kind"] in robustness.KINDS) == (answer, True), (base, suspect)
+        assert row["verdict"] == answer, (base, suspect)
         assert ("model.safetensors" in (base, suspect)) == (row["kind"] == "never met")
     assert rows["base", "itself"]["distance"] < 1e-6
     assert 0.01 < rows["base", "trained"]["distance"] < rows["base", "trained hard"]["distance"]
-    for suspect, layers in (
-        ("disguised, cut to 6 layers", [1, 2, 4, 5, 6, 7]),
-        ("its last quarter of layers", [7, 8]),
-    ):
-        found = result["layers"][list(rows).index(("base", suspect))]
-        assert [layer["base_layer"] for layer in found] == [f"layer {number}" for number in layers]
+    found = result["layers"][list(rows).index(("base", "disguised, cut to 6 layers"))]
+    assert [layer["base_layer"] for layer in found] == [f"layer {number}" for number in (1, 2, 4, 5, 6, 7)]
     assert result["sha256"] == {"model.safetensors": sha256(models[1])}
-    assert (tmp_path / "robustness.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("words", [["nothing"], ["--text", "nothing"]])

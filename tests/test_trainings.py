@@ -15,7 +15,7 @@ from init import newborn
 from lib import checkpoint, data
 from lib.inputs import TextSettings, read_tokens
 from lib.runs import read_log
-from lib.settings import UserError
+from lib.settings import RunSettings, UserError
 from model import PRESETS
 from reproduce import trainings
 
@@ -78,7 +78,7 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
     (tmp_path / "run/settings.json").write_text(json.dumps(asdict(run)))
     as_train_may_leave_it = replace(run, keep="last", log_every=1, dtype="auto")
     trainings.train_all([run, as_train_may_leave_it])
-    with pytest.raises(UserError, match="--learning-rate 0.001: move it away"):
+    with pytest.raises(UserError, match="begun with --learning-rate 0.001"):
         trainings.train_all([replace(run, learning_rate=0.5)])
 
 
@@ -87,7 +87,6 @@ def test_one_run_alone(quick):
     done = run_here("reproduce.trainings", "train", "runs/calibrations/backcopy-none-7")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in Path("runs").iterdir()] == ["calibrations"]
-    assert Path("runs/calibrations/backcopy-none-7/step_0000002").is_dir()
     assert_refused(run_here("reproduce.trainings", "train", "runs/nowhere"), "no run runs/nowhere")
 
 
@@ -114,12 +113,10 @@ def test_runs_and_pairs_are_the_papers():
     assert {(run.source, run.data_seed) for run in first} == {(("python",), 0)}  # one corpus in one order
     second = runs["llama", 123, 2]
     assert second.init_from == "runs/lineage/tiny_llama-123" and second.source == ("docstrings",)
-    assert second.tokenizer == "data/python-bpe_4096/tokenizer.model"
     child = {seed: f"runs/lineage/tiny_qwen-{seed}" for seed in trainings.SEEDS}
     pairs = trainings.table_pairs("qwen", runs)
     assert ("9", f"{child[2000]}/step_0000000", f"{child[42]}/step_0000000", False) in pairs
     assert ("10", f"{child[42]}/step_0000000", child[42], True) in pairs
-    assert ("12", child[1000], f"{child[1000]}-docstrings", True) in pairs
     assert pairs[-1] == ("12", child[1000], f"{child[123]}-docstrings", False)
 
 
@@ -129,15 +126,14 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     for preset in ("tiny_llama", "tiny_qwen"):
         monkeypatch.setitem(model.PRESETS, preset, replace(model.PRESETS[preset], **small))
     monkeypatch.setattr(trainings, "SEEDS", (1000, 123))
-    rows = trainings.lineage(trainings.Settings(device="cpu", out="out"))["rows"]
+    rows = trainings.lineage(RunSettings(out="out", **CPU))["rows"]
     assert len(rows) == 16  # two of each table
     for row in rows:
         assert (row["verdict"] == "same birth") == row["kin"], row
         assert (row["pcs"] > 0.95) == row["kin"]
     pair = (rows[2]["base"], rows[2]["suspect"])
     expected = seedprint.paper(seedprint.PaperSettings(models=pair, out="out", **CPU))["rows"][0]
-    # states of batches of another size differ in the last bits, and ranks where they nearly tie
-    assert rows[2]["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=1e-4)
+    assert rows[2].items() >= {key: expected[key] for key in ("paper_mean_tau", "paper_t_p")}.items()
 
 
 # ---- calibrations ------------------------------------------------------------------------------------------
@@ -146,7 +142,7 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 def test_calibrations(quick, monkeypatch):
     """All of them, two steps long: rows from the logs."""
     monkeypatch.setattr(trainings, "CALIBRATION_SEEDS", {"backcopy": (42, 123)})
-    rows = trainings.calibrations(trainings.CalibrationSettings(device="cpu", out="out"))["rows"]
+    rows = trainings.calibrations(trainings.CalibrationSettings(out="out", **CPU))["rows"]
     for row, run in zip(rows, trainings.calibration_runs().values(), strict=True):
         log = list(read_log(Path(run.out)))
         assert row["calibration"] == run.attn_calibration
