@@ -33,7 +33,7 @@ from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, rank
 from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
 from lineage import coordinates
-from lineage.verdict import compare_pair, read_model
+from lineage.verdict import SAME_BIRTH, compare_pair, read_model
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -120,12 +120,18 @@ def matrix(settings: CompareSettings):
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_pair(a, b, *numbers)
         rows.append({"a": a.name, "b": b.name} | row)
-        by_share = row["units_share"] or row["body_r"] or 0
-        closeness.append(by_share if row["distance"] is None else 1 - row["distance"])
+        closeness.append(closeness_of(row))
     names = [model.name for model in models]
-    label = "closeness: 1 - distance of hidden units"
+    label = "closeness: 1 - distance if of one birth, else 0"
     family_tree(experiment.folder / "matrix.png", names, squareform(closeness) + np.eye(len(names)), label)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
+
+
+def closeness_of(row):
+    """How close two models are, from 0 to 1: unrelated language models share units, but are not close."""
+    if row["verdict"] != SAME_BIRTH:
+        return 0.0
+    return row["body_r"] if row["distance"] is None else 1 - row["distance"]
 
 
 def several_models(names, scheme):
@@ -237,7 +243,7 @@ def persistence(settings: PersistenceSettings):
         return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
     if settings.stranger is None:
-        stranger = newborn(specs[0].config, STRANGER_SEED, scheme=settings.init).to(experiment.device)
+        stranger = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
     else:
         stranger = compared[1].load(*where)
     stranger_taus = taus_with_birth(last_outputs(stranger, vocab_size, settings))

@@ -40,8 +40,10 @@ from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_product
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
 SETTLED = 0.5  # share of units matched in some layer, from which on the gate is not compared for the map
-CLEARLY_MORE = 2  # times as much must be found for a way that is not the likeliest
-AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
+CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another one to be taken
+AS_CLOSE = (
+    0.9  # of the base's layers with this much of the largest share, the one at its depth is the closest
+)
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
 
 
@@ -63,7 +65,7 @@ def matched_units(neighbours):
 
 
 def mutual_neighbours(sizes):
-    """For each row of (n, m) the column of its largest size, -1 if that has a larger one; and the sizes."""
+    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there."""
     largest, partners = sizes.max(dim=1)
     back = sizes.argmax(dim=0)
     is_mutual = (back[partners] == torch.arange(len(sizes))) & (largest > 0)
@@ -114,7 +116,7 @@ class ModelMatch:
 
     matches: list
     layer_map: dict  # `share` and `r`, by MLPs of the `base` (rows) and of the `suspect` (columns)
-    is_complete: bool  # were all layers read?
+    depth: int  # layers of the suspect that have MLPs, read or not
     has_same_depth: bool
     num_tokens: int  # that the models share
     widths: tuple  # of base and suspect
@@ -209,7 +211,7 @@ def match_models(
     return ModelMatch(
         matches=matches,
         layer_map=layer_map,
-        is_complete=len(theirs) == len(suspect.numbers()),
+        depth=len(suspect.layers),
         has_same_depth=len(base.layers) == len(suspect.layers),
         num_tokens=len(ids_a),
         widths=widths,
@@ -242,10 +244,7 @@ def basis_correlations(base: Units, suspect: Units, tokens):
 
 
 def whitener(table, ids, root):
-    """W (d, d) for which T W' is orthonormal, T being the table's rows `ids`, centred: R^(-T) for all rows.
-
-    For some of them, what is nearest to it.
-    """
+    """W (d, d) that whitens a table: R^(-T), from all rows; where `ids` are some, corrected for these."""
     inverse = torch.linalg.solve_triangular(root.T, torch.eye(len(root)), upper=False)
     if len(ids) >= min(len(table), MOST_TOKENS):
         return inverse
@@ -345,7 +344,9 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
     by_chance, _, _ = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
-    view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"  # no sign can be flipped in a gate
+    view = (
+        base_mlp.views[0] if base_mlp.views == mlp.views else "up"
+    )  # the gate, if both have one: signs of up can be flipped
     theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
     return Match(
         mlp=mlp,

@@ -38,12 +38,12 @@ NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's
     "final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
 NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
-WRITERS = (  # matrices that write to the residual stream: its coordinates are their rows
-    "o_proj|out_proj|c_proj|down_proj|fc2|fc_out|dense_4h_to_h|wo|Wo|w2|lin2|out_lin|output\\.dense"
-    "|(?:self_attention|attention)\\.dense|SelfAttention\\.o|EncDecAttention\\.o"
-)
+# Matrices that write to the residual stream: its coordinates are their rows
+WRITERS = ROLES["down"] + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
+WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
 NO_WEIGHTS = re.compile(r"(?:\.bias|inv_freq|attn\.masked_bias|scales?)$")  # masks are called attn.bias
+LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 MOST_EXPERTS = 256  # of a stack that are told apart
 MOST_TABLES = 4  # that may be a model's embedding matrix
 MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
@@ -69,8 +69,8 @@ class MLP:
 
     @property
     def is_middle(self):
-        """Is it where unrelated models share nothing: behind the first layer, before the last quarter?"""
-        return not self.is_first and self.place < 0.75
+        """Is it where unrelated models share nothing: before the last quarter, and not `is_first`?"""
+        return not self.is_first and self.place < LATE
 
 
 @dataclass(frozen=True)

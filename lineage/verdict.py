@@ -7,7 +7,7 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Facts are gathered, judged by the first of RULES that holds, and told once. Hidden units decide, where there
+Facts are gathered, `judge` has the rules, and each fact is told once. Hidden units decide, where there
 are any (`lineage/match.py`), but not everywhere: unrelated language models share nothing in the middle of
 their depth, and up to 37 % of the last layer, weakly (r at most 0.27), since all learn to predict the same
 words. A child has nearly all units in every layer, with r above 0.9 after ordinary fine-tuning. Coordinates
@@ -29,61 +29,8 @@ from lineage.views import hidden_units
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
-RULES = (  # verdict, when, and why: the first that holds
-    (
-        SAME_BIRTH,
-        lambda facts: facts.are_enough(facts.base_layers),
-        "{matched}; {changes}; {table}",
-    ),
-    (
-        INCONCLUSIVE,
-        lambda facts: facts.base_layers == 1,
-        "{matched}, but no other layer's: one layer may have been copied; {table}; {remedy}",
-    ),
-    (
-        SAME_BIRTH,
-        lambda facts: (
-            facts.body_agrees and not facts.tables_agree and facts.are_enough(len(facts.equal_layers))
-        ),
-        "{coordinates}, which no copied embedding matrix explains, since the base's is another; hidden units "
-        "cannot tell: {units}",
-    ),
-    (
-        INCONCLUSIVE,
-        lambda facts: facts.body_agrees and not facts.tables_agree,
-        "{coordinates} in {equal_layers}, but no more: layers may have been copied; {units}; {remedy}",
-    ),
-    (
-        INCONCLUSIVE,
-        lambda facts: facts.body_agrees,
-        "{coordinates}, and so do the embedding matrices, but hidden units do not say the same: {units}. So "
-        "look an unrelated model trained on a copied embedding matrix, and a child with new MLPs; {remedy}",
-    ),
-    (
-        INCONCLUSIVE,
-        lambda facts: facts.lack and facts.body is None,
-        "nothing to compare: no matrices of one name and shape, and {units}",
-    ),
-    (
-        INCONCLUSIVE,
-        lambda facts: facts.lack and (facts.may_have_mlps or facts.body["p"] <= UNDECIDED_P),
-        "{coordinates}, but a changed basis would hide a child, and {units}",
-    ),
-    (
-        NO_EVIDENCE,
-        lambda facts: facts.lack,
-        "{coordinates}; a child whose basis was changed would not be seen: {units}",
-    ),
-    (
-        INCONCLUSIVE,
-        lambda facts: facts.is_between,
-        "{units}: more than unrelated models share there, but fewer, or more weakly, than a child; {table}; "
-        "{remedy}",
-    ),
-    (NO_EVIDENCE, lambda facts: True, "{units}{proviso}; {table}"),
-)
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
-KIN_SHARE, KIN_R = (
+BASE_SHARE, BASE_R = (
     0.2,
     0.5,
 )  # of a layer's units that are matched, and how strongly: it is the base's anywhere
@@ -100,6 +47,39 @@ SAME_TABLE, CHANGED_TABLE = 0.99, 0.5  # how alike embedding matrices are, in an
 WIDE = 1024  # wider models take seconds a layer: fewer are read,
 MANY = 64  # as of models with more MLPs, or experts
 LAYERS_OF_LARGE_MODELS = 8
+
+
+def judge(facts):
+    """The verdict of two models and its reason: the first rule that holds."""
+    table = table_phrase(facts)
+    if facts.base_layers > 0:
+        matched = matched_phrase(facts)
+        if facts.are_enough(facts.base_layers):
+            return SAME_BIRTH, "; ".join([matched, *changes(facts), table])
+        copied = "but no other layer's: one layer may have been copied"
+        return INCONCLUSIVE, f"{matched}, {copied}; {table}; {REMEDY}"
+    units = facts.lack or units_phrase(facts)
+    body = coordinates_phrase(facts.body) if facts.body else ""
+    if facts.body_agrees and facts.tables_agree:
+        alike = "and so do the embedding matrices, but hidden units do not say the same"
+        looks = "So look an unrelated model trained on a copied embedding matrix, and a child with new MLPs"
+        return INCONCLUSIVE, f"{body}, {alike}: {units}. {looks}; {REMEDY}"
+    if facts.body_agrees:
+        if facts.are_enough(len(facts.equal_layers)):
+            reason = "which no copied embedding matrix explains, since the base's is another"
+            return SAME_BIRTH, f"{body}, {reason}; hidden units cannot tell: {units}"
+        where = f"in {layers_phrase(facts.equal_layers)}, but no more: layers may have been copied"
+        return INCONCLUSIVE, f"{body} {where}; {units}; {REMEDY}"
+    if facts.lack and not body:
+        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {units}"
+    if facts.lack and (facts.may_have_mlps or facts.body["p"] <= UNDECIDED_P):
+        return INCONCLUSIVE, f"{body}, but a changed basis would hide a child, and {units}"
+    if facts.lack:
+        return NO_EVIDENCE, f"{body}; a child whose basis was changed would not be seen: {units}"
+    if facts.is_between:
+        between = "more than unrelated models share there, but fewer, or more weakly, than a child"
+        return INCONCLUSIVE, f"{units}: {between}; {table}; {REMEDY}"
+    return NO_EVIDENCE, f"{units}{facts.proviso}; {table}"
 
 
 @dataclass
@@ -124,7 +104,7 @@ class Facts:
     )  # correlation of each layer's numbers with those of its namesake
     lack: str = ""  # why hidden units cannot tell; "" if they can
     may_have_mlps: bool = True  # that were not found
-    proviso: str = ""  # on what equal tokens rest
+    proviso: str = ""  # that the two models number tokens alike, if that is assumed
 
     @property
     def matches(self):
@@ -145,14 +125,19 @@ class Facts:
         return distinct_layers(self.base_matches)
 
     @property
+    def layers_read(self):
+        """How many layers of the suspect were looked at."""
+        return len({match.mlp.layer for match in self.matches})
+
+    @property
     def equal_layers(self):
         """The numbers of the layers that have the base's numbers, in their own coordinates."""
         return [layer for layer, r in self.layer_r.items() if r >= EQUAL_R]
 
     def are_enough(self, layers):
         """Does a number of layers that are the base's make a child? Of many layers one may be copied."""
-        read = len({match.mlp.layer for match in self.matches}) or len(self.layer_r)
-        return layers > 1 or (layers == 1 and read < FEW_LAYERS)
+        depth = self.match.depth if self.match else len(self.layer_r)
+        return layers > 1 or (layers == 1 and depth < FEW_LAYERS)
 
     @property
     def body_agrees(self):
@@ -184,12 +169,12 @@ class Facts:
 
 def read_model(name, source):
     """The Model of a checkpoint."""
-    place = getattr(source, "place", None)  # a newborn has none
-    return Model(name, source, hidden_units(source), {} if place is None else token_ids(place))
+    vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
+    return Model(name, source, hidden_units(source), vocabulary)
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
-    """A pair's row (DESIGN: `verdict`, `sentence` and their numbers), `layers`, and the `layer_map`.
+    """The row of a pair (verdict, sentence, their numbers), and for figures its `layers` and `layer_map`.
 
     Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
     large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
@@ -205,7 +190,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, *lacks)
-    if facts.base_layers == 1 and not match.is_complete and layers is None:  # is it the only one?
+    if facts.base_layers == 1 and match.depth > facts.layers_read:  # is it the only one?
         match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
         facts.match = match
     return row_of(facts), {"layers": layer_rows(facts), "layer_map": match.layer_map if match else {}}
@@ -218,7 +203,7 @@ def usual_layers(base, suspect):
 
 
 def detectability(base: Model, suspect: Model, match):
-    """Could a child have been seen? Here, and nowhere else, it is decided what "no evidence" takes.
+    """Could a child have been seen, if its basis was changed?
 
     Returns what hidden units lack ("" if nothing), whether both models have MLPs or matrices that may be
     some, and on what equal tokens rest.
@@ -235,12 +220,12 @@ def detectability(base: Model, suspect: Model, match):
         lacks.append(f"{tokens}, too few for a width of {min(match.widths):,}")
     elif match and max(each.units for each in match.matches) < FEWEST_UNITS:
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
-    elif match and all(each.by_chance >= KIN_SHARE * each.units for each in match.matches):
+    elif match and all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
         lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
     proviso = ""
     if base.vocabulary and suspect.vocabulary:
         proviso = ", if their tokenizers tell the truth"
-    elif any(getattr(model.source, "place", None) for model in (base, suspect)):  # not both are newborns
+    elif any(model.source.place for model in (base, suspect)):  # not both are newborns
         proviso = ", if their token numbers mean the same"
     return " and ".join(lacks), may_have_mlps, proviso
 
@@ -252,7 +237,7 @@ def is_of_base(match, searches):
     """Is a layer of the suspect one of the base's? By its share, and by its strength or its place."""
     if not beyond_chance(match, searches):
         return False
-    is_strong = match.share >= KIN_SHARE and match.r >= KIN_R
+    is_strong = match.share >= BASE_SHARE and match.r >= BASE_R
     return is_strong or (match.share >= MIDDLE_SHARE and middle_layers(match) == 2)
 
 
@@ -282,13 +267,13 @@ def beyond_chance(match, searches):
 
 
 def row_of(facts: Facts):
-    """The row of two models: the verdict of the first rule that holds, its sentence, and the numbers."""
-    verdict, template = next((answer, text) for answer, holds, text in RULES if holds(facts))
+    """The row of two models: the verdict, its sentence, and the numbers."""
+    verdict, sentence = judge(facts)
     match = facts.reported_match
     body = facts.body or {}
     return {
         "verdict": verdict,
-        "sentence": template.format_map(phrases(facts)),
+        "sentence": sentence,
         "units": match and match.units,
         "units_found": match and match.found,
         "units_share": match and match.share,
@@ -324,20 +309,6 @@ def mean_distance(matches):
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 
-def phrases(facts: Facts):
-    """What RULES' sentences are made of."""
-    return {
-        "matched": matched_phrase(facts) if facts.base_layers else "",
-        "changes": "; ".join(changes(facts)) if facts.base_layers else "",
-        "units": facts.lack or (units_phrase(facts) if facts.matches else ""),
-        "equal_layers": layers_phrase(facts.equal_layers),
-        "remedy": REMEDY,
-        "coordinates": coordinates_phrase(facts.body) if facts.body else "",
-        "table": table_phrase(facts),
-        "proviso": facts.proviso,
-    }
-
-
 def matched_phrase(facts: Facts):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
     found = facts.base_matches
@@ -348,7 +319,7 @@ def matched_phrase(facts: Facts):
     )
     count = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
     sentence = count if is_least else f"at least {count}"
-    if least.r < KIN_R:
+    if least.r < BASE_R:
         sentence += f", weakly (r = {least.r:.2f})"
     origins = {match.mlp.layer: match.base_mlp.layer + 1 for match in found}
     if (
@@ -362,6 +333,8 @@ def matched_phrase(facts: Facts):
 
 def layers_phrase(numbers):
     """Layers by their numbers: "layers 1-3, 5"."""
+    if not numbers:
+        return "no layer"
     runs = []  # of consecutive ones
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -47,7 +47,7 @@ def model_match(counts: dict, depth=24, r=0.2, likeness=0.06, base_layers=None, 
         base_layer = (base_layers or {}).get(layer + 1, layer + 1) - 1
         found = counts.get(layer + 1, 1)
         matches.append(Match(mlp(layer, depth), mlp(base_layer, depth), found, units, r, 1, found, 0.2))
-    return ModelMatch(matches, {}, True, True, 4096, (256, 256), likeness)
+    return ModelMatch(matches, {}, depth, True, 4096, (256, 256), likeness)
 
 
 ALL = dict.fromkeys(range(1, 25), 1000)
@@ -115,6 +115,12 @@ def test_every_combination_of_coordinates():
     assert (
         row["verdict"] == INCONCLUSIVE and "agree (correlation 0.7, z = 250) in layer 15" in row["sentence"]
     )
+
+
+def test_one_layer_of_the_few_that_were_read_is_no_child():
+    match = model_match({9: 900}, r=0.9)
+    match.matches = match.matches[8::5]
+    assert row_of(Facts(match))["verdict"] == INCONCLUSIVE
 
 
 def test_chance_is_poisson_over_all_counts():
