@@ -30,7 +30,6 @@ CHOICES = {
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
 }
-CHUNK = 512  # positions whose logits exist at a time: 66 MB at V = 32,000; in large batches a 32nd of them
 
 
 @dataclass(frozen=True)
@@ -243,46 +242,6 @@ class Block(nn.Module):
         return stream
 
 
-class CrossEntropy(torch.autograd.Function):
-    """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in nats, in less memory.
-
-    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over; here CHUNK
-    positions' logits serve the loss and both gradients, and are forgotten. The backward pass only scales the
-    gradients. Products are in autocast's dtype, sums in float32 at least.
-    """
-
-    @staticmethod
-    def forward(ctx, states, head, targets, with_gradients):
-        device = states.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
-        exact = torch.promote_types(dtype, torch.float32)
-        weight = head.to(dtype)
-        loss = states.new_zeros((), dtype=exact)
-        d_states = torch.empty_like(states) if with_gradients else None
-        d_head = torch.zeros_like(head) if with_gradients else None  # 467 MB at V = 152,000, d = 768
-        size = max(CHUNK, len(states) // 32)
-        for start in range(0, len(states), size):
-            part = slice(start, start + size)
-            x = states[part].to(dtype)
-            logits = F.linear(x, weight).to(exact)  # (size, V)
-            p = logits.softmax(1)
-            log_sum = logits.amax(1) - p.amax(1).log()  # log-sum-exp: the largest p is never 0
-            wanted = (torch.arange(len(x), device=x.device), targets[part])
-            loss += (log_sum - logits[wanted]).sum()
-            if with_gradients:
-                p[wanted] -= 1
-                d_logits = p.to(dtype)
-                d_states[part] = d_logits @ weight
-                d_head += d_logits.T @ x
-        ctx.save_for_backward(d_states, d_head)
-        return loss
-
-    @staticmethod
-    def backward(ctx, d_loss):
-        d_states, d_head = ctx.saved_tensors
-        return d_loss * d_states, d_loss * d_head, None, None
-
-
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` gives logits, `model.hidden(...)` the final states we measure."""
 
@@ -348,8 +307,8 @@ class Transformer(nn.Module):
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        loss = torch.compiler.disable(CrossEntropy.apply)  # which would unroll its loop, in a second a turn
-        return loss(states.flatten(0, 1), self.head_weight, targets.flatten(), torch.is_grad_enabled())
+        # F.cross_entropy of the logits, of which it never holds all
+        return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())
 
 
 if __name__ == "__main__":

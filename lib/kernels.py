@@ -1,11 +1,13 @@
-"""How does a CPU want attention and rotation computed?
+"""How are attention and rotation computed quickly on a CPU, and a loss in little memory?
 
-The functions give what `model.causal_attention` and `model.rotate` say, faster on CPUs; a test holds both
+The functions give what `model.causal_attention`, `model.rotate` and torch's cross-entropy say; tests hold both
 against each other. This file imports nothing of ours.
 """
 
 import torch
 import torch.nn.functional as F
+
+CHUNK = 512  # positions whose logits exist at a time: 66 MB at V = 32,000; in large batches a 32nd of them
 
 
 def rotate(x, cos, sin):
@@ -80,3 +82,49 @@ def halved_attention(q, k, v):
     late = F.scaled_dot_product_attention(late_queries, k, v, attn_mask=mask, enable_gqa=grouped)
     heads = torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1)  # (B, T, H, Dh)
     return heads.transpose(1, 2)
+
+
+def summed_cross_entropy(states, head, targets):
+    """The summed loss, in nats, of targets (n,) under the logits of states (n, d) and a head (V, d)."""
+    loss = torch.compiler.disable(CrossEntropy.apply)  # which would unroll its loop, in a second a turn
+    return loss(states, head, targets, torch.is_grad_enabled())
+
+
+class CrossEntropy(torch.autograd.Function):
+    """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in nats, in less memory.
+
+    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over; here CHUNK
+    positions' logits serve the loss and both gradients, and are forgotten. The backward pass only scales the
+    gradients. Products are in autocast's dtype, sums in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, states, head, targets, with_gradients):
+        device = states.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        weight = head.to(dtype)
+        loss = states.new_zeros((), dtype=exact)
+        d_states = torch.empty_like(states) if with_gradients else None
+        d_head = torch.zeros_like(head) if with_gradients else None  # 467 MB at V = 152,000, d = 768
+        size = max(CHUNK, len(states) // 32)
+        for start in range(0, len(states), size):
+            part = slice(start, start + size)
+            x = states[part].to(dtype)
+            logits = F.linear(x, weight).to(exact)  # (size, V)
+            p = logits.softmax(1)
+            log_sum = logits.amax(1) - p.amax(1).log()  # log-sum-exp: the largest p is never 0
+            wanted = (torch.arange(len(x), device=x.device), targets[part])
+            loss += (log_sum - logits[wanted]).sum()
+            if with_gradients:
+                p[wanted] -= 1
+                d_logits = p.to(dtype)
+                d_states[part] = d_logits @ weight
+                d_head += d_logits.T @ x
+        ctx.save_for_backward(d_states, d_head)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        d_states, d_head = ctx.saved_tensors
+        return d_loss * d_states, d_loss * d_head, None, None

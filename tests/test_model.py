@@ -280,7 +280,7 @@ def test_presets_are_the_papers():
 
 def test_loss_in_chunks_is_the_plain_one(monkeypatch):
     """Value and gradients, in float64: sums differ by 1e-15."""
-    monkeypatch.setattr("model.CHUNK", 5)
+    monkeypatch.setattr("lib.kernels.CHUNK", 5)
     model = random_model(KINDS["gpt2"]).double()
     targets = TOKENS.flip(1)
     results = []
