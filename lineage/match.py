@@ -43,7 +43,7 @@ MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
-SETTLED = 0.5  # share of units matched in some layer, from which on the gate is not compared for the map
+SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance
 CLEARLY_MORE = 2  # times as much must be found for a way that is not the likeliest
 AS_CLOSE = 0.9  # of the largest share: among such MLPs of a base the one in its place is the closest
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
@@ -343,7 +343,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     if not ways:
         raise refusal
     score, *way = max(ways, key=lambda way: way[0])
-    if score < CLEARLY_MORE * ways[0][0]:
+    if score < SETTLED and score < CLEARLY_MORE * ways[0][0]:  # chance may have found it
         _, *way = ways[0]
     return match_models(*way, units, layers, key)
 
