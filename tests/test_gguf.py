@@ -17,8 +17,8 @@ import transformers
 from conftest import KINDS, ROOT, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lib import checkpoint, data, files, folders
-from lib.folders import GGUF_KEYS
+from lib import checkpoint, data, files, formats
+from lib.formats import GGUF_KEYS
 from lib.settings import UserError
 from model import ModelConfig
 
@@ -131,7 +131,7 @@ def test_other_architectures_are_compared_only(tmp_path):
     model = random_model(ModelConfig(97, 64, 1, 2, 32, 64, tie_embeddings=True))
     more = ["blk.0.ffn_norm.weight", "blk.0.post_ffw_norm.weight"]
     path = write(tmp_path / "b.gguf", "gemma2", model, more=more)
-    source = folders.Weights(path, any_architecture=True)
+    source = formats.open_any(path)
     names = {name for name, _ in model.named_parameters()}
     names |= {f"model.layers.0.{place}_feedforward_layernorm.weight" for place in ("pre", "post")}
     assert source.shapes.keys() == names and source.family == ""  # its gains are stored as they are
@@ -222,7 +222,7 @@ def test_a_hostile_file_is_refused_at_once(name, tmp_path):
     path.write_bytes(HOSTILE[name])
     begun = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match="a.gguf"):
-        folders.open_gguf(path)
+        formats.open_gguf(path)
     assert time.perf_counter() - begun[0] < 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun[1] < 100_000  # kilobytes
 
@@ -233,7 +233,7 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
     for size in [*range(0, 400, 13), *np.linspace(400, len(whole) - 64, 30).astype(int)]:
         (tmp_path / "a.gguf").write_bytes(whole[:size])
         with pytest.raises(UserError, match="a.gguf"):
-            folders.open_gguf(tmp_path / "a.gguf")
+            formats.open_gguf(tmp_path / "a.gguf")
 
 
 def test_without_the_packages(tiny, monkeypatch):
