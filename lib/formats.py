@@ -99,6 +99,7 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
         "its pickle has {}: if you trust it, torch.load it and torch.save its weights alone",
     ),
     ("^\x80", "it is older than torch 1.6: if you trust it, torch.load it and torch.save it again"),
+    (r"Dequantization for \w+", "{} is unknown to the package gguf: quantise the model anew"),
     (CUT, "it is shorter than it says of itself: download it again"),
 )
 

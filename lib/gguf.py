@@ -25,7 +25,6 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 MOST_LAYERS = 256  # whose tensors' names are listed
-NOT_UNPACKED = "Q8_1 Q8_K I8 I16 I32 I64 F64".split()  # by the package
 PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
 PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
@@ -102,8 +101,7 @@ class GGUF:
             is_whole = 0 not in shape and shape[-1] % block == 0 and place + size <= path.stat().st_size
             if not is_whole or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
-            if kind.name in NOT_UNPACKED:
-                raise ValueError(f"{name} is of {kind.name}: quantise it anew, by llama-quantize")
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)  # an error if it cannot
             read = partial(unpacked, path, place, size, shape, kind, heads.get(stem.rpartition(".")[2]))
             self.tensors[name] = LazyTensor(shape, "F32", read)
 
