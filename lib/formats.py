@@ -7,10 +7,10 @@
     >>> open_any(Path("/models/pythia-70m")).width
     512
 
-A folder holds config.json, and weights in one file or in shards and their index; a single file of weights, or
-a .gguf file, which has all of that in it, may be named in a folder's place. A file is told by its first
-bytes. Nothing in it is ever executed: a .safetensors or .gguf file is a table of names before the numbers,
-and of a pickle torch's own `weights_only` allows tensors and plain values alone.
+A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
+.gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed: a
+.safetensors or .gguf file is a table of names before the numbers, and of a pickle torch's own `weights_only`
+allows tensors and plain values alone.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ import re
 import sys
 import zipfile
 from dataclasses import MISSING, fields, replace
-from functools import partial
 from pathlib import Path
 
 import safetensors
@@ -161,33 +160,24 @@ def is_gguf(place):
 
 
 def open_gguf(path):
-    """A .gguf file, whose header is parsed once while it stays as it is; UserError for what is none."""
+    """A .gguf file, whose header is parsed once until it changes; UserError for what is none."""
     check_regular(path)
-    status = path.stat()
     with as_user_error(path):
-        return parsed_gguf(path, status.st_mtime_ns, status.st_size)
+        return parsed_gguf(path, path.stat().st_mtime_ns)
 
 
-@functools.lru_cache(8)
-def parsed_gguf(path, changed, size):
-    """A file of that name, time of change and size."""
-    return GGUF(path)
+parsed_gguf = functools.lru_cache(8)(lambda path, changed: GGUF(path))
 
 
 def safetensors_of(path):
-    """The LazyTensors of a .safetensors file, by name."""
+    """The LazyTensors of a .safetensors file, by name; each is read into memory of its own."""
     file = safetensors.safe_open(path, "pt")
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        read = partial(copy_of, file.get_tensor, name)
-        tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), read)
+        shape = tuple(tensor.get_shape())
+        tensors[name] = LazyTensor(shape, tensor.get_dtype(), lambda name=name: file.get_tensor(name).clone())
     return tensors
-
-
-def copy_of(read, *arguments):
-    """A tensor in memory of its own: the file's pages are let go."""
-    return read(*arguments).clone()
 
 
 def pickled_tensors(path):
@@ -208,8 +198,8 @@ def pickled_tensors(path):
             is_plain = value.layout == torch.strided and not value.is_meta
             if not is_plain or value.numel() * value.element_size() > path.stat().st_size:
                 raise UserError(f"{path}: {name} has numbers that are not in the file")
-            read = partial(copy_of, value.detach)
-            tensors[str(name)] = LazyTensor(tuple(value.shape), str(value.dtype), read)
+            shape = tuple(value.shape)
+            tensors[str(name)] = LazyTensor(shape, str(value.dtype), value.detach().clone)
     return tensors
 
 
@@ -412,7 +402,7 @@ def contents(place):
 def own_checkpoint(place, raw, tensors):
     """The CheckpointReader of our architecture; UserError unless the tensors are config.json's.
 
-    A tied embedding matrix may be stored under the head's name, or under both.
+    A tied matrix may be stored as the embedding's, as the head's, or as both.
     """
     config = config_from_hf(raw, place)
     if config.num_layers > len(tensors):  # building the layers might take all memory

@@ -82,7 +82,10 @@ class GGUF:
         if header.number("4s") != MAGIC or header.number("I") not in (2, 3):
             raise ValueError("expected GGUF of version 2 or 3")
         num_tensors, num_values = header.number("Q"), header.number("Q")
-        self.values = dict(read_value(header) for _ in range(num_values))
+        self.values = {}
+        for _ in range(num_values):
+            key = header.value()
+            self.values[key] = header.value(header.number("I"))
         infos = [read_info(header) for _ in range(num_tensors)]
         if self.values.get("split.count", 0) > 1:
             raise ValueError("split.count is above 1")
@@ -110,11 +113,6 @@ class GGUF:
         """Can text be cut by its tokenizer? A file names its kind, and leaves out its rules."""
         kind = [str(self.values.get(f"tokenizer.ggml.{key}")) for key in ("model", "pre")]
         return kind == ["gpt2", "smollm"]
-
-
-def read_value(header):
-    """A key of a header, and its value."""
-    return header.value(), header.value(header.number("I"))
 
 
 def read_info(header):
