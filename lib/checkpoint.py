@@ -93,9 +93,11 @@ class Spec:
             model = Transformer(checkpoint.config).cast_blocks(dtype)
         weights = {}
         for name, parameter in model.named_parameters():
-            weights[name] = checkpoint.read(name).to(device, parameter.dtype).contiguous()
-            if not weights[name].isfinite().all():
+            weight = checkpoint.read(name).to(device, parameter.dtype)
+            low, high = weight.aminmax()  # takes no memory
+            if not (low.isfinite() and high.isfinite()):
                 raise UserError(f"{self.label}: {name} is not finite: check it for NaN")
+            weights[name] = weight.contiguous()
         model.load_state_dict(weights, assign=True)  # without a copy
         return model.eval()
 

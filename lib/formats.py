@@ -93,11 +93,8 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
-    (
-        r"(?<=GLOBAL )\S+",
-        "its pickle has {}: if you trust it, torch.load it and torch.save its weights alone",
-    ),
-    ("^\x80", "it is older than torch 1.6: if you trust it, torch.load it and torch.save it again"),
+    (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
+    (r"\A\x80[\s\S]{7}[^{]", "it is of torch before 1.6: if you trust it, load it and save it again"),
     (r"Dequantization for \w+", "{} is unknown to the package gguf: quantise the model anew"),
     (CUT, "it is shorter than it says of itself: download it again"),
 )
@@ -209,7 +206,8 @@ def open_tensors(paths):
     for path in paths:
         check_regular(path)
         with as_user_error(path):
-            is_pickle = beginning(path).startswith(("PK", "\x80"))  # zip files, and bare pickles
+            start = beginning(path)
+            is_pickle = start.startswith(("PK", "\x80")) and start[8:9] != "{"  # a header of that length
             tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
     return tensors
 

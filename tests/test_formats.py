@@ -263,13 +263,17 @@ def test_pickles_that_torch_does_not_open(tmp_path):
     with pytest.raises(UserError, match="its pickle has numpy.*save its weights alone"):
         formats.open_any(path)
     torch.save(weights, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UserError, match="older than torch 1.6"):
+    with pytest.raises(UserError, match="of torch before 1.6"):
         formats.open_any(path)
 
 
 def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "weights.bin")
     assert formats.open_any(tmp_path / "weights.bin").width == 32
+    for size in (0x80, 0x280, 0x4B50):  # of a header, which then begins as a pickle does, or a zip file
+        header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
+        (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
+        assert formats.open_any(tmp_path / "y").width == 2
     torch.save({"lora_A.weight": torch.ones(3, 3)}, tmp_path / "x")
     with pytest.raises(UserError, match="no hidden_size.*lora_A is a LoRA adapter's"):
         formats.open_any(tmp_path / "x")
