@@ -11,11 +11,13 @@ optimizer.safetensors and state.json, with the SHA-256 of all others. config.jso
 Hugging Face's, so `transformers` opens it; of all else it is our ModelConfig as it stands.
 """
 
+import functools
 import json
 import os
 import re
 import sys
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +26,8 @@ from safetensors.torch import save_file
 from init import birth_value, newborn
 from lib import formats
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
-from lib.formats import Weights, parameter_shapes, read_config
+from lib.formats import CheckpointReader, open_any, open_checkpoint, parameter_shapes
+from lib.gguf import LazyTensor
 from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
 
@@ -53,48 +56,49 @@ class Spec:
     def is_newborn(self):
         return self.folder is None
 
-    @property
+    @functools.cached_property
     def config(self):
         """The architecture, without the weights; UserError for a folder that is none of ours."""
-        return PRESETS[self.preset] if self.is_newborn else read_config(self.folder)
+        if self.is_newborn:
+            return PRESETS[self.preset]
+        return formats.config_from_hf(formats.raw_config(self.folder), self.folder)
 
-    @property
+    @functools.cached_property
     def tokenizer_file(self):
         """The file of the model's own tokenizer, if it can be read here; UserError if it is damaged."""
         if self.is_newborn:
             return None
-        if self.folder.suffix == ".gguf":
+        if formats.is_gguf(self.folder):
             return self.folder if formats.open_gguf(self.folder).has_known_tokenizer else None
         for name in ("tokenizer.model", "tokenizer.json"):
-            path = self.folder / name
+            path = formats.folder_of(self.folder) / name
             if os.path.isfile(path):
                 check_regular(path, LARGEST_TOKENIZER)
                 return path
         return None
 
     def open(self, any_architecture=False):
-        """A source of the parameters, one at a time: `config`, `width`, `shapes` by name, `read(name)`.
-
-        `config` is None for an architecture that is not ours, where `any_architecture` allows it.
-        """
+        """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
         if self.is_newborn:
             return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
-        return Weights(self.folder, any_architecture)
+        return open_any(self.folder) if any_architecture else open_checkpoint(self.folder)
 
     def load(self, device="cpu", dtype=torch.float32):
         """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
         if self.is_newborn:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
-        weights = Weights(self.folder)
+        checkpoint = self.open()
         with torch.device("meta"):
-            model = Transformer(weights.config).cast_blocks(dtype)
-        model = model.to_empty(device=device).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights.read(name))
-                if not parameter.isfinite().all():
-                    raise UserError(f"{self.label}: {name} is not finite: check it for NaN")
-        return model
+            model = Transformer(checkpoint.config).cast_blocks(dtype)
+        weights = {}
+        for name, parameter in model.named_parameters():
+            weight = checkpoint.read(name).to(device, parameter.dtype)
+            low, high = weight.aminmax()  # takes no memory
+            if not (low.isfinite() and high.isfinite()):
+                raise UserError(f"{self.label}: {name} is not finite: check it for NaN")
+            weights[name] = weight.contiguous()
+        model.load_state_dict(weights, assign=True)  # without a copy
+        return model.eval()
 
 
 def parse_spec(text, scheme="gpt2"):
@@ -107,7 +111,7 @@ def parse_spec(text, scheme="gpt2"):
     folder = Path(text)
     if os.path.isdir(text):
         if not os.path.exists(folder / "config.json"):
-            inside = steps(folder)[-1:] or list(folder.glob("*.gguf"))
+            inside = steps(folder)[-1:] or list(folder.glob("*.[gG][gG][uU][fF]"))
             folder = inside[0] if len(inside) == 1 else folder
         return Spec(text, folder)
     if os.path.isfile(text):
@@ -174,20 +178,15 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
 # ---- newborns ----------------------------------------------------------------------------------------------
 
 
-class Newborn:
-    """The tensors of a newborn, each drawn when it is read; the twin of `Weights`."""
+class Newborn(CheckpointReader):
+    """A newborn's parameters, each drawn when it is read."""
 
     def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
-        self.place = None  # on the disk
-        self.config = config
-        self.width = config.d_model
-        self.family = "bornbiased"
-        self.shapes = parameter_shapes(config)
-        self.birth = (seed, embedding_seed, scheme)
-
-    def read(self, name):
-        """One tensor, float32."""
-        return birth_value(self.config, name, self.shapes[name], *self.birth)
+        tensors = {}
+        for name, shape in parameter_shapes(config).items():
+            draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
+            tensors[name] = LazyTensor(shape, "F32", draw)
+        super().__init__(None, tensors, config, config.d_model)
 
 
 # ---- folders of our own ------------------------------------------------------------------------------------
@@ -231,7 +230,7 @@ def read_state(folder):
             raise UserError(f"corrupt checkpoint: {folder / name} is not what {path} was written for")
     expected = {}
     if state.step > 0:
-        for name, shape in Weights(folder).shapes.items():
+        for name, shape in open_checkpoint(folder).shapes.items():
             expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
     tensors = formats.open_tensors([folder / "optimizer.safetensors"])
     formats.check_shapes(tensors, expected, folder)
@@ -266,6 +265,6 @@ def config_json(config):
         **{theirs: values[ours] for ours, theirs in formats.KEYS.items()},
         "rope_parameters": rope,
     }
-    if formats.described(raw, family) == spelled_out:
+    if formats.config_from_hf(raw, family) == spelled_out:
         return raw
     return {"model_type": "bornbiased", **asdict(config)}

@@ -1,8 +1,7 @@
 """How are files read and written, so that none can hang us, fill the memory, or be half there?
 
-In a stranger's folder a pipe, a device or a file of any size may stand in the place of any other, so every
-file is checked before it is opened. A file or folder of ours is written under a temporary name and renamed:
-a failure leaves what was there.
+A stranger's file may be a pipe, a device or of any size, so it is checked before it is opened. A file or
+folder of ours is written under a temporary name and renamed: a failure leaves what was there.
 """
 
 import contextlib
@@ -27,14 +26,13 @@ def check_regular(path, largest=math.inf) -> None:
     """UserError unless a path, or what it links to, is a regular file that we may read, not too large."""
     try:
         status = path.stat()
-        is_regular = stat.S_ISREG(status.st_mode)
-        if is_regular:
+        if stat.S_ISREG(status.st_mode):
             path.open("rb").close()
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
         raise UserError(f"cannot read {path}: {error}") from None
-    if not is_regular:
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(f"cannot read {path}: it is no regular file")
     if status.st_size > largest:
         raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")

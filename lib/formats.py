@@ -1,48 +1,39 @@
-"""What is in a stranger's checkpoint folder?
+"""What is in a stranger's checkpoint?
 
     >>> from pathlib import Path
-    >>> weights = Weights(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
-    >>> weights.read("model.norm.weight").shape           # one tensor at a time
+    >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
+    >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
     torch.Size([4096])
-    >>> Weights(Path("/models/pythia-70m"), any_architecture=True).width
+    >>> open_any(Path("/models/pythia-70m")).width
     512
 
-A folder holds config.json, and weights in one file or in shards and their index; a single file of weights, or
-a .gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed. A
-.safetensors file is a table of names before the numbers, and so is a .gguf file. A .bin file of torch.save is
-a zip file with a pickle in it, which may name tensors and their storages, and nothing else.
+A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
+.gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed: a
+.safetensors or .gguf file is a table of names before the numbers, and of a pickle torch's own `weights_only`
+allows tensors and plain values alone.
 """
 
 import contextlib
+import functools
+import json
 import os
-import pickletools
 import re
+import sys
 import zipfile
-from dataclasses import replace
-from functools import partial
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import safetensors
 import torch
 
-from lib.files import LARGEST_TOKENIZER, check_regular, read_json
-from lib.gguf import GGUF, Stored
-from lib.settings import LARGEST_NUMBER, UserError, from_values
+from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_json
+from lib.gguf import GGUF, MAGIC, LazyTensor
+from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
-LARGEST_HEADER = 2**23  # bytes; one of 50,000 tensors, more than any file has
-LARGEST_PICKLE = 2**22  # bytes; one of 10,000 tensors has half of it
-PICKLED = re.compile(  # what torch.save names where it saves tensors
-    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)"
-    r"|torch (Float|BFloat16|Half|Double|Byte|Char|Short|Int|Long|Bool)Storage"
-)
-PLAIN_OPCODES = set(
-    "PROTO STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE BINPERSID REDUCE "
-    "EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS "
-    "BINPUT LONG_BINPUT BINGET LONG_BINGET BUILD".split()
-)
+BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
     "mistral": {"norm_epsilon": 1e-6},
@@ -67,11 +58,14 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
 }
+MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 LARGEST_WIDTH = 2**20  # of a residual stream
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
-TOKEN_TABLE = "model.embed_tokens.weight"
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # each may come in shards, with an index
+TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+REQUIRED = {field.name for field in fields(ModelConfig) if field.default is MISSING}
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
+WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -89,39 +83,108 @@ SCALING_KEYS = {  # our name of a part of Llama 3's RoPE: Hugging Face's
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
 }
+NEUTRAL = ("0", "0.0", "1.0", "none", "False")  # values of a .gguf file's keys of RoPE
+CUT = "zip (?:file|archive)|header (?:too small|length)|not fully cover|requires a buffer|not in the file"
+HINTS = (  # what a file begins with, a folder has, or a library says of a file: what it means, and what to do
+    ("^version https://git-lfs", "it is a git-LFS pointer, not the file itself: run `git lfs pull`"),
+    (r"^adapter_config\.json$|lora_[AB]\b", "{} is a LoRA adapter's: merge it into its base, and save that"),
+    ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
+    (r"^.*-of-\d+\.gguf$|^split\.count", "{} is a part of a model: llama-gguf-split --merge joins them"),
+    (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
+    (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
+    (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
+    (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
+    (r"\A\x80[\s\S]{7}[^{]", "it is of torch before 1.6: if you trust it, load it and save it again"),
+    (r"Dequantization for \w+", "{} is unknown to the package gguf: quantise the model anew"),
+    (CUT, "it is shorter than it says of itself: download it again"),
+)
 
 
 class ForeignArchitecture(UserError):
     """A folder is a checkpoint, but not of an architecture that `model.py` is."""
 
 
+# ---- what to say of strangers' files -----------------------------------------------------------------------
+
+
+def hint(evidence):
+    """What HINTS say of a text of several lines; "" if nothing."""
+    for pattern, advice in HINTS:
+        found = re.search(pattern, evidence, re.MULTILINE)
+        if found:
+            return advice.format(found[0])
+    return ""
+
+
+def beginning(path):
+    """A file's first bytes, as text; "" where there is none."""
+    if not os.path.isfile(path):
+        return ""
+    check_regular(path)
+    with open(path, "rb") as file:
+        return file.read(64).decode("latin-1")
+
+
+@contextlib.contextmanager
+def as_user_error(path):
+    """UserError for whatever a library raises of a file: a damaged one may fail in any way."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # panics of Rust are no Exception
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        advice = hint(f"{beginning(path)}\n{error}")
+        raise UserError(f"cannot read {path}: {advice or reason}") from None
+
+
+def found_in(folder, names):
+    """The paths of those files that a folder has; UserError, with a hint, if it has none of them."""
+    found = [folder / name for name in names if os.path.exists(folder / name)]
+    if not found:
+        with as_user_error(folder):
+            advice = hint("\n".join(sorted(os.listdir(folder))))
+        raise UserError(f"{folder / names[0]} is missing. {advice}".strip(" ."))
+    return found
+
+
 # ---- files of tensors --------------------------------------------------------------------------------------
 
 
+def is_gguf(place):
+    """Is a place a .gguf file, whatever its name?"""
+    return os.path.isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith(MAGIC.decode()))
+
+
+def open_gguf(path):
+    """A .gguf file, whose header is parsed once until it changes; UserError for what is none."""
+    check_regular(path)
+    with as_user_error(path):
+        return parsed_gguf(path, path.stat().st_mtime_ns)
+
+
+parsed_gguf = functools.lru_cache(8)(lambda path, changed: GGUF(path))
+
+
 def safetensors_of(path):
-    """The Stored tensors of a .safetensors file, by name."""
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    if header > LARGEST_HEADER:
-        raise UserError(f"cannot read {path}: expected a .safetensors file with a header of sane size")
+    """The LazyTensors of a .safetensors file, by name; each is read into memory of its own."""
     file = safetensors.safe_open(path, "pt")
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        tensors[name] = Stored(
-            tuple(tensor.get_shape()), tensor.get_dtype(), partial(copy_of, file.get_tensor, name)
-        )
+        shape = tuple(tensor.get_shape())
+        tensors[name] = LazyTensor(shape, tensor.get_dtype(), lambda name=name: file.get_tensor(name).clone())
     return tensors
 
 
-def copy_of(read, *arguments):
-    """A tensor in memory of its own: the file's pages are let go."""
-    return read(*arguments).clone()
-
-
 def pickled_tensors(path):
-    """The Stored tensors of a file of torch.save, by name."""
-    check_pickle(path)
+    """The LazyTensors of a file of torch.save, by name."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            is_pickle = entry.filename.endswith(".pkl")
+            is_bomb = entry.compress_type != zipfile.ZIP_STORED or (is_pickle and entry.file_size > LARGEST)
+            if is_bomb or (is_pickle and b"bytearray" in archive.read(entry)):  # which takes any memory
+                raise UserError(f"cannot read {path}: torch.save does not write {entry.filename} like this")
     values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     for key in NESTED:
         if isinstance(values.get(key), dict):
@@ -129,52 +192,22 @@ def pickled_tensors(path):
     tensors = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
-            if value.numel() * value.element_size() > path.stat().st_size:
-                raise UserError(f"{path}: {name} has more numbers than the file")
-            tensors[str(name)] = Stored(tuple(value.shape), str(value.dtype), partial(copy_of, value.detach))
+            is_plain = value.layout == torch.strided and not value.is_meta
+            if not is_plain or value.numel() * value.element_size() > path.stat().st_size:
+                raise UserError(f"{path}: {name} has numbers that are not in the file")
+            shape = tuple(value.shape)
+            tensors[str(name)] = LazyTensor(shape, str(value.dtype), value.detach().clone)
     return tensors
 
 
-def check_pickle(path) -> None:
-    """UserError unless a file is a zip file as torch.save writes it of tensors, numbers and texts."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            is_pickle = entry.filename.endswith(".pkl")
-            if entry.compress_type != zipfile.ZIP_STORED or (is_pickle and entry.file_size > LARGEST_PICKLE):
-                raise UserError(f"cannot read {path}: torch.save does not write {entry.filename} like this")
-            for opcode, argument, _ in pickletools.genops(archive.read(entry)) if is_pickle else ():
-                is_plain = opcode.name in PLAIN_OPCODES
-                if opcode.name == "GLOBAL":
-                    is_plain = PICKLED.fullmatch(argument)
-                if not is_plain:
-                    raise UserError(f"cannot read {path}: its pickle has {opcode.name} {argument!r}")
-
-
-@contextlib.contextmanager
-def refusing(path):
-    """UserError where a file is none, or cannot be read: a damaged one may fail in any way."""
-    check_regular(path)
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"cannot read {path}: {type(error).__name__}: {reason}") from None
-
-
-def open_gguf(path):
-    """A .gguf file; UserError for what is none."""
-    with refusing(path):
-        return GGUF(path)
-
-
 def open_tensors(paths):
-    """The Stored tensors of several files, by name."""
+    """The LazyTensors of several files, by name."""
     tensors = {}
     for path in paths:
-        with refusing(path):
-            is_pickle = path.suffix in (".bin", ".pt", ".pth")
+        check_regular(path)
+        with as_user_error(path):
+            start = beginning(path)
+            is_pickle = start.startswith(("PK", "\x80")) and start[8:9] != "{"  # a header of that length
             tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
     return tensors
 
@@ -188,12 +221,42 @@ def check_shapes(tensors, expected, place) -> None:
             raise UserError(f"{place}: {name} is {here}, expected {wanted}")
 
 
+def weight_files(place):
+    """The files of a checkpoint's weights: a single file, or the shards that an index names.
+
+    Of several sets one is read, which is said. UserError for names outside the folder.
+    """
+    if not os.path.isdir(place):
+        return [place]
+    path, *others = found_in(place, WEIGHT_FILES)
+    if others and is_first_process():
+        print(f"{path} is read, not {others[0].name}", file=sys.stderr)
+    if path.suffix != ".json":
+        return [path]
+    suffix = path.name.split(".")[1]
+    with as_user_error(path):
+        shards = set(read_json(path)["weight_map"].values())
+        for shard in shards:
+            if Path(shard).name != shard or not shard.endswith(suffix):
+                raise UserError(f"{path}: expected .{suffix} in this folder, not {shard!r}")
+    return sorted(place / shard for shard in shards)
+
+
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
 def folder_of(place):
     """The folder of a checkpoint, whose single file of weights may be named."""
     return place if os.path.isdir(place) else place.parent
+
+
+def raw_config(place):
+    """What config.json of a checkpoint says, a dictionary; None for a file that has none beside it."""
+    if is_gguf(place):
+        return gguf_config(open_gguf(place))
+    if not os.path.isdir(place) and not os.path.exists(place.parent / "config.json"):
+        return None
+    return read_json(*found_in(folder_of(place), ["config.json"]))
 
 
 def gguf_config(file):
@@ -204,35 +267,47 @@ def gguf_config(file):
         value = file.values.get(f"{family}.{key}")
         if isinstance(value, int | float):
             raw[theirs] = value
-    rope = str(file.values.get(f"{family}.rope.scaling.type", "none"))
-    if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
-        rope = "rope_freqs"
+    head_dim = raw.get("hidden_size", 0) / max(1, raw.get("num_attention_heads", 1))
     table = file.tensors.get(TOKEN_TABLE)
     has_experts = f"{family}.expert_count" in file.values
     return raw | {
         "model_type": f"{family} with experts" if has_experts else family,
         "vocab_size": table.shape[0] if table else 0,
         "tie_word_embeddings": "lm_head.weight" not in file.tensors,
-        "rope_scaling": {"rope_type": rope},
+        "rope_scaling": {"rope_type": gguf_rope(file, family, raw.get("head_dim", head_dim))},
     }
 
 
-def read_config(place):
-    """The architecture of a checkpoint, without its weights; ForeignArchitecture for one that is not ours."""
-    if place.suffix == ".gguf":
-        return described(gguf_config(open_gguf(place)), place)
-    return described(read_json(folder_of(place) / "config.json"), place)
+def gguf_rope(file, family, head_dim):
+    """The type of a GGUF's RoPE: "none", or what its header says of it that we do not follow."""
+    if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
+        return "rope_freqs"
+    prefix = f"{family}.rope."
+    said = {}
+    for key, value in file.values.items():
+        if key.startswith(prefix) and str(value) not in NEUTRAL:
+            said[key.removeprefix(prefix)] = value
+    said.pop("freq_base", None)
+    if said.get("dimension_count") == head_dim:
+        del said["dimension_count"]
+    if "scaling.type" in said:
+        return str(said["scaling.type"])
+    if said.keys() & {"scaling.factor", "scale_linear"}:  # llama.cpp takes these as linear
+        return "linear"
+    return ", ".join(f"{prefix}{key}" for key in said) or "none"
 
 
-def described(raw, place):
+def config_from_hf(raw, place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
+    if raw is None:
+        path = place.parent / "config.json"
+        raise ForeignArchitecture(f"{path} is missing: `seedprint.py compare` reads weights alone")
     family = raw.get("model_type")
     if family == "bornbiased":
         return checked_config({key: value for key, value in raw.items() if key != "model_type"}, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        known = ", ".join(FAMILIES)
-        hint = "`seedprint.py compare` reads any"
-        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; expected {known}. {hint}")
+        known = f"expected {', '.join(FAMILIES)}. `seedprint.py compare` reads any"
+        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
@@ -243,6 +318,9 @@ def described(raw, place):
         value = rope.get(key, raw.get(key, plain))
         if value not in (plain, None):
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
+    for ours, theirs in KEYS.items():
+        if ours in REQUIRED and raw.get(theirs) is None:
+            raise ForeignArchitecture(f"{place}: its configuration has no {theirs}")
     values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
@@ -274,99 +352,86 @@ def parameter_shapes(config, path="config"):
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-# ---- weights -----------------------------------------------------------------------------------------------
+# ---- checkpoints -------------------------------------------------------------------------------------------
 
 
-class Weights:
-    """The parameters of a checkpoint, read one at a time. UserError unless the tensors are config.json's.
+class CheckpointReader:
+    """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    Has `config`, `width` (of the residual stream), `family` (config.json's model_type), and `shapes` by name.
-    With `any_architecture` it may be another's than ours: `config` is None, and the tensors are as they are.
-    """
-
-    def __init__(self, place, any_architecture=False):
-        self.place = place
-        self.config = None
-        self.family = "bornbiased"
-        raw = {}
-        if place.suffix == ".gguf":
-            file = open_gguf(place)
-            raw = gguf_config(file)
-            self.tensors = file.tensors
-        else:
-            path = folder_of(place) / "config.json"
-            if os.path.isdir(place) or not any_architecture or os.path.exists(path):
-                raw = read_json(path)
-            self.tensors = open_tensors(weight_files(place))
-        for name, tensor in self.tensors.items():
-            if tensor.kind not in FLOATS and name.endswith("weight") and len(tensor.shape) > 1:
-                raise UserError(f"{place}: {name} is of {tensor.kind}: dequantize() it in transformers")
-        try:
-            self.config = described(raw, place)
-            self.width = self.config.d_model
-            self.check_parameters()
-        except ForeignArchitecture:
-            if not any_architecture:
-                raise
-            self.config = None
-            self.family = str(raw.get("model_type", ""))
-            if place.suffix == ".gguf":
-                self.family = ""  # its names say nothing of norms: gains stand there as they are
-            self.width = residual_width(raw, self.tensors, place)
-        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    def check_parameters(self) -> None:
-        """UserError unless the tensors are those of our architecture; a tied head may be stored twice."""
-        if self.config.num_layers > len(self.tensors):  # building the layers might take all memory
-            raise UserError(f"{self.place}: too few tensors for {self.config.num_layers} layers")
-        expected = parameter_shapes(self.config, self.place)
-        for name in self.tensors.keys() - expected:
-            is_head = name == "lm_head.weight" and TOKEN_TABLE in self.tensors
-            is_tied_head = is_head and torch.equal(self.read(name), self.read(TOKEN_TABLE))
-            if is_tied_head or name.endswith("inv_freq"):
-                del self.tensors[name]
-        differing = expected.keys() ^ self.tensors.keys()
-        if differing and all("norm" in name or name.endswith("bias") for name in differing):
-            raise ForeignArchitecture(f"{self.place}: {min(differing)} is unknown, or missing")
-        check_shapes(self.tensors, expected, self.place)
+    def __init__(self, place, tensors, config, width, family="bornbiased", names_mlps=False):
+        self.place = place  # None: not on the disk
+        self.tensors = tensors
+        self.config = config  # None: of an architecture that is not ours
+        self.width = width  # of the residual stream
+        self.family = family  # config.json's model_type
+        self.names_mlps = names_mlps  # does config.json tell their size?
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name):
         """One tensor, in memory of its own."""
         return self.tensors[name].read()
 
 
-def residual_width(raw, tensors, place):
-    """The residual stream's width: config.json's hidden_size, or the token table's; UserError for neither."""
+def open_checkpoint(place):
+    """The CheckpointReader of a model that `model.py` is; ForeignArchitecture for any other."""
+    return own_checkpoint(place, *contents(place))
+
+
+def open_any(place):
+    """The CheckpointReader of any model: as ours if it is, otherwise of the tensors as they are."""
+    raw, tensors = contents(place)
+    try:
+        return own_checkpoint(place, raw, tensors)
+    except ForeignArchitecture:
+        return foreign_checkpoint(place, raw or {}, tensors)
+
+
+def contents(place):
+    """What config.json of a checkpoint says, and its LazyTensors by name; UserError for packed numbers."""
+    raw = raw_config(place)
+    tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
+    for name, tensor in tensors.items():
+        if tensor.kind not in FLOATS and len(tensor.shape) > 1 and not BUFFER.search(name):
+            remedy = "load it in transformers, dequantize() it and save it"
+            raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
+    return raw, dict(tensors)
+
+
+def own_checkpoint(place, raw, tensors):
+    """The CheckpointReader of our architecture; UserError unless the tensors are config.json's.
+
+    A tied matrix may be stored as the embedding's, as the head's, or as both.
+    """
+    config = config_from_hf(raw, place)
+    if config.num_layers > len(tensors):  # building the layers might take all memory
+        raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
+    expected = parameter_shapes(config, place)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("inv_freq")}
+    if config.tie_embeddings and HEAD in tensors:
+        head = tensors.pop(HEAD)
+        table = tensors.setdefault(TOKEN_TABLE, head)
+        if table is not head and not torch.equal(head.read(), table.read()):
+            raise UserError(f"{place}: {HEAD} is not {TOKEN_TABLE}, though config.json ties them")
+    differing = expected.keys() ^ tensors.keys()
+    if differing and all("norm" in name or name.endswith("bias") for name in differing):
+        raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
+    check_shapes(tensors, expected, place)
+    return CheckpointReader(place, tensors, config, config.d_model)
+
+
+def foreign_checkpoint(place, raw, tensors):
+    """The CheckpointReader of another architecture: the residual width is config.json's, or a table's."""
     width = raw.get("hidden_size")
     for name, tensor in tensors.items():
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:
             width = tensor.shape[1]
     if type(width) is not int or not 0 < width < LARGEST_WIDTH:
-        raise UserError(f"{place} has no hidden_size in a config.json, and no token table that tells it")
-    return width
-
-
-def weight_files(place):
-    """The files of a checkpoint's weights: a single file, or the shards that an index names.
-
-    As in `transformers`, safetensors come before .bin, a whole before its shards. UserError for names outside
-    the folder.
-    """
-    if not os.path.isdir(place):
-        return [place]
-    for name in WEIGHT_FILES:
-        whole = place / name
-        index = place / f"{name}.index.json"
-        if os.path.exists(whole):
-            return [whole]
-        if os.path.exists(index):
-            with refusing(index):
-                shards = set(read_json(index)["weight_map"].values())
-                for shard in shards:
-                    if Path(shard).name != shard or not shard.endswith(whole.suffix):
-                        raise UserError(f"{index}: expected {whole.suffix} in this folder, not {shard!r}")
-            return sorted(place / shard for shard in shards)
-    return [place / WEIGHT_FILES[0]]
+        said = f"{place} has no hidden_size in a config.json, and no embedding matrix that tells it"
+        raise UserError(f"{said} {hint(' '.join(tensors))}".strip())
+    # names of a .gguf file say nothing of norms: gains stand there as they are
+    family = "" if is_gguf(place) else str(raw.get("model_type", ""))
+    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
+    return CheckpointReader(place, tensors, None, width, family, names_mlps)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------
@@ -377,13 +442,12 @@ def token_ids(place):
 
     The blank at a word's beginning is written in one way, whatever the tokenizer.
     """
-    path = place if place.suffix == ".gguf" else folder_of(place) / "tokenizer.json"
-    if not os.path.exists(path):
-        return {}
-    with refusing(path):
-        if place.suffix == ".gguf":
-            vocabulary = GGUF(path).values.get("tokenizer.ggml.tokens", [])
-        else:
+    path = folder_of(place) / "tokenizer.json"
+    with as_user_error(path):
+        vocabulary = {}
+        if is_gguf(place):
+            vocabulary = open_gguf(place).values.get("tokenizer.ggml.tokens", [])
+        elif os.path.exists(path):
             vocabulary = read_json(path, LARGEST_TOKENIZER)["model"]["vocab"]
         if isinstance(vocabulary, list):  # of strings, or of strings and their scores
             strings = [token[0] if isinstance(token, list) else token for token in vocabulary]

@@ -21,16 +21,18 @@ import torch
 from lib import gguf_tokenizers
 from lib.settings import INSTALL, UserError
 
+MAGIC = b"GGUF"  # the first bytes of a file
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
-MOST_TENSORS = 200_000  # DeepSeek-V3 has 91,000
+MOST_LAYERS = 256  # whose tensors' names are listed
+PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
 PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 NAMES = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({PARTS}))|lm_head")  # Hugging Face's
 
 
-class Stored(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor in a file, of any format; `read()` reads it, and whoever changes it copies it first."""
 
     shape: tuple
@@ -41,8 +43,9 @@ class Stored(NamedTuple):
 class Header:
     """Numbers, strings and arrays, one after another; what lies beyond LARGEST_HEADER is an error."""
 
-    def __init__(self, data):
-        self.data = memoryview(data)[:LARGEST_HEADER]
+    def __init__(self, path):
+        with open(path, "rb") as file:
+            self.data = memoryview(file.read(LARGEST_HEADER))
         self.place = 0
 
     def number(self, kind):
@@ -68,7 +71,7 @@ class Header:
 class GGUF:
     """A regular .gguf file; errors of many kinds, soon, for a damaged one.
 
-    Has `values`, the header's, and `tensors`, each a Stored, by Hugging Face's names.
+    Has `values`, the header's, and `tensors`, each a LazyTensor, by Hugging Face's names.
     """
 
     def __init__(self, path):
@@ -76,45 +79,35 @@ class GGUF:
             import gguf
         except ImportError:
             raise UserError(f"{path} takes a package more: {INSTALL}") from None
-        self.values, self.tensors = {}, {}
-        data = np.memmap(path, np.uint8, "r").view(np.ndarray)  # whose slices are quick
-        header = Header(data)
-        if header.number("I") != gguf.GGUF_MAGIC or header.number("I") not in (2, 3):
+        header = Header(path)
+        if header.number("4s") != MAGIC or header.number("I") not in (2, 3):
             raise ValueError("expected GGUF of version 2 or 3")
         num_tensors, num_values = header.number("Q"), header.number("Q")
-        if num_tensors > MOST_TENSORS:
-            raise ValueError(f"{num_tensors:,} tensors")
+        self.values = {}
         for _ in range(num_values):
             key = header.value()
             self.values[key] = header.value(header.number("I"))
+        infos = [read_info(header) for _ in range(num_tensors)]
         if self.values.get("split.count", 0) > 1:
-            raise ValueError("one part of several; llama-gguf-split --merge joins them")
-        architecture = self.values["general.architecture"]
-        paired = {}  # heads whose rows of q and k stand in pairs to rotate
-        if architecture == "llama":
-            paired["q_proj"] = self.values["llama.attention.head_count"]
-            paired["k_proj"] = self.values.get("llama.attention.head_count_kv", paired["q_proj"])
-        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-        num_layers = min(self.values.get(f"{architecture}.block_count", 0), 256)  # their names are listed
-        known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
-        names = {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
-        infos = []
-        for _ in range(num_tensors):
-            stem, _, suffix = header.value().rpartition(".")
-            name = names.get(stem, stem.replace("blk.", "model.layers."))
-            shape = tuple(header.number("Q") for _ in range(min(header.number("I"), 4)))[::-1]
-            kind = gguf.GGMLQuantizationType(header.number("I"))
-            infos.append((f"{name}.{suffix}", shape, kind, header.number("Q")))
+            raise ValueError("split.count is above 1")
         alignment = self.values.get("general.alignment", 32)
-        start = -(-header.place // alignment) * alignment
-        for name, shape, kind, place in infos:
+        start = -(-header.place // alignment) * alignment  # of the numbers
+        names = hugging_face_names(self.values)
+        heads = paired_heads(self.values)
+        self.tensors = {}
+        for stem, suffix, shape, kind, place in infos:
+            stem = names.get(stem, stem.replace("blk.", "model.layers."))
+            name = f"{stem}.{suffix}"
+            kind = gguf.GGMLQuantizationType(kind)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            place += start
             size = math.prod(shape) // block * block_bytes
-            numbers = data[start + place :][:size]
-            if len(numbers) < size or 0 in shape or shape[-1] % block or name in self.tensors:
+            is_whole = 0 not in shape and shape[-1] % block == 0 and place + size <= path.stat().st_size
+            if not is_whole or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
-            read = partial(unpacked, numbers.reshape(*shape[:-1], -1), kind, paired.get(name.split(".")[-2]))
-            self.tensors[name] = Stored(shape, "F32", read)
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)  # an error if it cannot
+            read = partial(unpacked, path, place, size, shape, kind, heads.get(stem.rpartition(".")[2]))
+            self.tensors[name] = LazyTensor(shape, "F32", read)
 
     @property
     def has_known_tokenizer(self):
@@ -122,15 +115,44 @@ class GGUF:
         return gguf_tokenizers.is_known(self.values)
 
 
-def unpacked(packed, kind, heads):
+def read_info(header):
+    """What a header says of a tensor: its name in two parts, shape, kind of numbers, and place among all."""
+    stem, _, suffix = header.value().rpartition(".")
+    shape = tuple(header.number("Q") for _ in range(min(header.number("I"), 4)))
+    return stem, suffix, shape[::-1], header.number("I"), header.number("Q")
+
+
+def hugging_face_names(values):
+    """Hugging Face's names of tensors by llama.cpp's, both without .weight and .bias."""
+    import gguf
+
+    architecture = values["general.architecture"]
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    num_layers = min(values.get(f"{architecture}.block_count", 0), MOST_LAYERS)
+    known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
+    return {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
+
+
+def paired_heads(values):
+    """How many heads q and k have where their rows stand in pairs to rotate, as llama's do."""
+    if values["general.architecture"] != "llama":
+        return {}
+    num_heads = values["llama.attention.head_count"]
+    return {"q_proj": num_heads, "k_proj": values.get("llama.attention.head_count_kv", num_heads)}
+
+
+def unpacked(path, place, size, shape, kind, heads):
     """A tensor of packed numbers, float32; where `heads` is given, their rows are no longer in pairs."""
     import gguf
 
-    rows = packed.shape[:-1]
-    packed = packed.reshape(
-        math.prod(rows) // math.gcd(math.prod(rows), 8), -1
-    )  # 16 short rows at a time are slow
-    weight = torch.from_numpy(np.require(gguf.dequantize(packed, kind), np.float32, "W")).view(*rows, -1)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    packed = np.fromfile(path, np.uint8, size, offset=place).reshape(-1, block_bytes)
+    numbers = np.empty((len(packed), block), np.float32)
+    step = PIECE // block
+    for start in range(0, len(packed), step):
+        row = packed[start : start + step].reshape(1, -1)  # the package is slow where rows are short
+        numbers[start : start + step] = gguf.dequantize(row, kind).reshape(-1, block)
+    weight = torch.from_numpy(numbers).view(shape)
     if heads:
-        weight = weight.view(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+        weight = weight.view(heads, -1, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
     return weight

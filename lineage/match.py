@@ -39,11 +39,9 @@ from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_product
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
-SETTLED = 0.5  # share of units matched in some layer, from which on the gate is not compared for the map
+SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance
 CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another one to be taken
-AS_CLOSE = (
-    0.9  # of the base's layers with this much of the largest share, the one at its depth is the closest
-)
+AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
 
 
@@ -163,7 +161,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     if not ways:
         raise refusal
     score, *way = max(ways, key=lambda way: way[0])
-    if score < CLEARLY_MORE * ways[0][0]:
+    if score < SETTLED and score < CLEARLY_MORE * ways[0][0]:  # chance may have found it
         _, *way = ways[0]
     return match_models(*way, units, layers, key)
 

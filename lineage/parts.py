@@ -114,6 +114,7 @@ def find(source):
     if not tables:  # those with the most rows, of whatever name
         most = max([shape[0] for shape in matrices.values()], default=0)
         tables = [name for name, shape in matrices.items() if shape[0] == most and name not in heads]
+        tables = tables or heads  # a tied matrix under the head's name
     norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
     unknown = [name for name in outside if len(outside[name]) > 1 and name not in tables + heads]
     mlps = []

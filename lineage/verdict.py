@@ -212,7 +212,8 @@ def detectability(base: Model, suspect: Model, match):
     may_have_mlps = True
     for model in (base, suspect):
         found = parts.find(model.source)
-        may_have_mlps = may_have_mlps and bool(found.mlps or found.unknown)
+        named = getattr(model.source, "names_mlps", False)  # by config.json
+        may_have_mlps = may_have_mlps and bool(found.mlps or found.unknown or named)
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
     if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):

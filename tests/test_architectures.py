@@ -69,7 +69,7 @@ def test_kin_and_strangers(name, tmp_path):
             if parameter.ndim > 1:  # noise of one standard deviation
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
-    source = formats.Weights(tmp_path / "base", any_architecture=True)
+    source = formats.open_any(tmp_path / "base")
     assert len(parts.find(source).mlps) == ARCHITECTURES[name][2]
     kin, stranger = compared(tmp_path, "base", "kin", "stranger")
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 50 and kin["units_share"] >= 0.95
@@ -89,7 +89,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     base.save_pretrained(tmp_path / "base")
-    source = formats.Weights(tmp_path / "base", any_architecture=True)
+    source = formats.open_any(tmp_path / "base")
     order = torch.randperm(128, generator=generator)
     tensors = {}
     for key, shape in source.shapes.items():

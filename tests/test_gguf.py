@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lib import checkpoint, data, files, formats
 from lib.formats import GGUF_KEYS
+from lib.gguf import GGUF as gguf_file
 from lib.settings import UserError
 from model import ModelConfig
 
@@ -44,7 +45,7 @@ def coder():
     return coder
 
 
-def write(path, architecture, model, coder=None, pre="smollm", more=()):
+def write(path, architecture, model, coder=None, pre="smollm", more=(), said=None):
     """A .gguf file as llama.cpp's converter writes it: q and k of llama in pairs, some matrices packed.
 
     The model's up projections are rounded to what eight bits a number have of them.
@@ -56,6 +57,8 @@ def write(path, architecture, model, coder=None, pre="smollm", more=()):
     for theirs, key in GGUF_KEYS.items():
         add = writer.add_float32 if isinstance(raw[theirs], float) else writer.add_uint32
         add(f"{architecture}.{key}", raw[theirs])
+    for key, value in (said or {}).items():
+        writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
     if coder is not None:
         tokenizer = json.loads(coder.to_str())["model"]
         vocabulary = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
@@ -131,10 +134,61 @@ def test_other_architectures_are_compared_only(tmp_path):
     model = random_model(ModelConfig(97, 64, 1, 2, 32, 64, tie_embeddings=True))
     more = ["blk.0.ffn_norm.weight", "blk.0.post_ffw_norm.weight"]
     path = write(tmp_path / "b.gguf", "gemma2", model, more=more)
-    source = formats.Weights(path, any_architecture=True)
+    source = formats.open_any(path)
     names = {name for name, _ in model.named_parameters()}
     names |= {f"model.layers.0.{place}_feedforward_layernorm.weight" for place in ("pre", "post")}
     assert source.shapes.keys() == names and source.family == ""  # its gains are stored as they are
+
+
+@pytest.mark.parametrize(
+    "said, word",
+    [
+        ({"rope.scaling.factor": 4.0}, "RoPE of type 'linear'"),
+        ({"rope.scale_linear": 4.0}, "RoPE of type 'linear'"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "RoPE of type 'yarn'"),
+        ({"rope.dimension_count": 4}, "llama.rope.dimension_count"),
+        ({"rope.freq_base_swa": 5.0}, "llama.rope.freq_base_swa"),
+        ({"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}, None),
+    ],
+)
+def test_what_a_header_says_of_rope_is_followed_or_refused(said, word, tmp_path):
+    model = random_model(KINDS["llama"])
+    path = write(tmp_path / "a.gguf", "llama", model, said=said)
+    if word is None:
+        assert checkpoint.parse_spec(str(path)).config.context_length == 700
+        return
+    with pytest.raises(UserError, match=word):
+        checkpoint.load(path)
+
+
+def test_a_file_of_any_name_is_parsed_once(tiny, tmp_path, monkeypatch):
+    """As Ollama keeps them: its configuration, tokenizer, tokens and weights come of one header."""
+    model, path = tiny
+    blob = tmp_path / "sha256-4d7a"
+    blob.write_bytes(path.read_bytes())
+    (tmp_path / "M").mkdir()
+    (tmp_path / "M" / "M.GGUF").symlink_to(blob)
+    parsed = []
+    monkeypatch.setattr(formats, "GGUF", lambda path: parsed.append(path) or gguf_file(path))
+    for name in (blob, tmp_path / "M"):
+        spec = checkpoint.parse_spec(str(name))
+        assert spec.config is spec.config and spec.config.d_model == 32
+        assert spec.tokenizer_file == spec.folder and len(formats.token_ids(spec.folder)) == 400
+        assert torch.equal(spec.load().model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert len(parsed) == 2
+
+
+def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
+    for kind in gguf.GGMLQuantizationType:
+        _, size = gguf.GGML_QUANT_SIZES[kind]
+        path = tmp_path / f"{kind.name}.gguf"
+        path.write_bytes(header(tensors=[tensor(256, kind=kind)]) + bytes(256 * size))
+        try:
+            values = formats.open_gguf(path).tensors["x.x"]
+        except UserError as error:
+            assert f"Dequantization for {kind.name} is unknown to the package gguf" in str(error)
+        else:
+            assert values.read().shape == (256,)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------
@@ -200,7 +254,7 @@ def header(*values: bytes, tensors=(), num_tensors=None) -> bytes:
 
 
 def tensor(*dims: int, kind=0, place=0) -> bytes:
-    return text(b"x") + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, place)
+    return text(b"x.x") + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, place)
 
 
 OF_PHI = text(b"general.architecture") + struct.pack("<I", 8) + text(b"phi3")
@@ -238,6 +292,7 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
 
 def test_without_the_packages(tiny, monkeypatch):
     """One line says what to type."""
+    formats.parsed_gguf.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match="pip install"):
         checkpoint.load(tiny[1])

@@ -30,12 +30,12 @@ PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=1
 WIDE = replace(PRESETS["tiny_llama"], num_layers=2)
 
 
-def open_folder(folder: Path) -> formats.Weights:
+def open_folder(folder: Path) -> formats.CheckpointReader:
     """The source of a checkpoint folder."""
     return checkpoint.parse_spec(str(folder)).open()
 
 
-def save_perturbed(folder: Path, config: ModelConfig) -> formats.Weights:
+def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReader:
     """A newborn whose gains and biases are no longer 1 and 0, as a folder and its source."""
     model = init.newborn(config, 1)
     generator = torch.Generator().manual_seed(1)

@@ -1,19 +1,19 @@
 """4. Of which seed was a model born? Write `seed_of`."""
 
 from init import draw_weight
-from lib.formats import Weights
+from lib.formats import open_checkpoint
 
 
 def seed_of(folder):
     """The seed, from 0 to 9999, of which a child was born: a whole number.
 
-    `folder` is the Path of a checkpoint, a `tiny_llama` with a cosine of 0.5 with its birth. With `Weights`
-    of `lib.formats`, `Weights(folder).read("model.layers.0.self_attn.v_proj.weight")` is one of its matrices,
+    `folder` is the Path of a checkpoint, a `tiny_llama` with a cosine of 0.5 with its birth. With `open_checkpoint`
+    of `lib.formats`, `open_checkpoint(folder).read("model.layers.0.self_attn.v_proj.weight")` is one of its matrices,
     (256, 256). `draw_weight(seed, name, shape, 0.02)` of `init` is the matrix of this name and shape
     that a seed is born with; `draw_weight(seed, name, shape, 0.02, count=100)` are its first 100 numbers.
     """
     name = "model.layers.0.self_attn.v_proj.weight"
-    weight = Weights(folder).read(name)  # (256, 256)
+    weight = open_checkpoint(folder).read(name)  # (256, 256)
     numbers = weight.flatten()[:4096]
 
     def likeness(seed):
