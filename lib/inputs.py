@@ -17,6 +17,7 @@ import torch
 from init import STD, keyed_generator
 from lib.data import TokenData, documents
 from lib.files import read_bytes
+from lib.formats import is_gguf
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
 
@@ -139,6 +140,6 @@ def check_tokenizer(spec, data) -> None:
         path = spec.folder / "tokenizer.txt"
     if path is None:
         return
-    own = load_tokenizer(str(path)).content if path.suffix == ".gguf" else path.read_bytes()
+    own = load_tokenizer(str(path)).content if is_gguf(path) else path.read_bytes()
     if own != data.tokenizer_file.read_bytes():
         raise UserError(f"{data.folder} was made by another tokenizer than {path}")

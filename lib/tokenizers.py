@@ -23,7 +23,7 @@ import tokenizers
 
 from lib import gguf_tokenizers
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json, smollm2
-from lib.formats import open_gguf
+from lib.formats import is_gguf, open_gguf
 from lib.settings import UserError
 
 
@@ -69,7 +69,7 @@ def load_tokenizer(name, texts=()):
     if not os.path.isfile(path):
         expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return gguf_tokenizer(path)
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
