@@ -126,8 +126,9 @@ def trained(model, tokens, rates, teacher=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    first, last = np.array_split(losses, 10)[::9]
-    print(f"loss: {first.mean():.2f}, at most {max(losses):.2f}, at last {last.mean():.2f}")
+    few = max(1, len(losses) // 10)
+    ends = (np.mean(losses[:few]), max(losses), np.mean(losses[-few:]))
+    print("loss: {:.2f}, at most {:.2f}, at last {:.2f}".format(*ends))
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
 
