@@ -49,7 +49,7 @@ PANELS = {  # of `anatomy`: the links of SO's chain
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
-CONTROLS = ("constant", "removers", "elsewhere", "random")  # kinds of `silence`
+CONTROLS = ("removers", "elsewhere", "random")  # kinds of `silence`
 
 
 @dataclass

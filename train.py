@@ -96,7 +96,7 @@ class Training:
         model, state, moments = load_model(settings, self.tokens)
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
-        self.is_newborn = state is None
+        self.is_new = state is None  # nothing to resume
         self.step = 0
         if state is not None:
             self.step = state.step
@@ -114,8 +114,8 @@ class Training:
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
         if self.is_master:
-            runs.begin_logs(settings, self.run, -1 if self.is_newborn else self.step)
-            if self.is_newborn:
+            runs.begin_logs(settings, self.run, -1 if self.is_new else self.step)  # -1: an empty log
+            if self.is_new:
                 runs.append_row(self.run, {"step": 0})
                 self.save()
         stopped = False
