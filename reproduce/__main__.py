@@ -58,7 +58,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
     "smollm2/first": "sinks.py first --model smollm2 --num-sequences 25",
     "smollm2/intervene": "sinks.py intervene --model smollm2 --factor 2 8 32",
-    "smollm2/silence": "sinks.py silence --model smollm2 --units 4",
+    "smollm2/silence": "sinks.py silence --model smollm2",
     "bench": "-m reproduce.bench --dtype bfloat16",
 }
 
