@@ -8,7 +8,7 @@
     torch.Size([1, 64, 50257])
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
-Building only allocates; `init.py` fills.
+Build under torch.device("meta"), as `init.newborn` does: it only allocates, and `init.py` fills.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -87,7 +87,7 @@ class ModelConfig:
             raise ValueError(f"heads of {self.d_model}/{self.num_heads}: RoPE needs an even, whole head_dim")
 
 
-GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # and RoPE in place of learned positions
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # but RoPE, and no biases in projections
 PRESETS = {
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
@@ -102,7 +102,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is at least float32."""
+    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 or wider."""
 
     def __init__(self, width, eps):
         super().__init__()
@@ -110,8 +110,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # without a wide copy of x
         return x * (norm.square() / x.shape[-1] + self.eps).rsqrt().to(x.dtype) * self.weight.to(x.dtype)
 
 
@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        embedding = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # by itself it draws
+        embedding = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # else it draws V d numbers
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)

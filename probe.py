@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
 Random sequences go in, the argmax of the last position's logits comes out. If the newborn had no preference,
-N sequences would give N random tokens; instead they agree. For each model, seed and length a row says on
+N sequences would give N random tokens; instead a few tokens come up far too often. For each model, seed and length a row says on
 which token and how often (`top1_*`), how often the most frequent of N uniform draws would come up
 (`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
 (`mean_cosine`), and the token that their mean direction would predict (`direction_token`, BB Finding 2.2).
@@ -49,7 +49,7 @@ class Settings(RunSettings):
 
 
 def probe(settings: Settings):
-    """Which tokens do untrained models prefer? By default a minute for each two seeds, on 2 cores."""
+    """Which tokens do untrained models prefer? By default half a minute a seed, on 2 cores."""
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
     check_lengths(settings.sequence_length or (), context)
