@@ -9,8 +9,8 @@
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 
-Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: every row of an MLP down
-projection loses its mean, so that a mean output common to all hidden units cannot pass (`contraction.py
+Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: every row of an MLP
+down projection loses its mean, so that a mean output common to all hidden units cannot pass (`contraction.py
 cure`). SwiGLU's contraction is another one, of order 1/d, and stays.
 
 A draw is a function of (seed, parameter name, shape) alone: every parameter has a stream of its own (numpy's

@@ -143,7 +143,7 @@ def draw_robustness(rows, details, path) -> None:
             points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
         points.append({"depth": math.nan, "matched": math.nan, "kind": row["kind"]})  # here a line ends
     title = "How much of each layer is another model's?"
-    labels = {"xlabel": "relative depth of the layer", "ylabel": "% of hidden units matched"}
+    labels = {"xlabel": "relative depth (0: input, 1: output)", "ylabel": "% of hidden units matched"}
     curves(points, path, title, x="depth", y="matched", series="kind", style=".-", **labels)
 
 
