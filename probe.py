@@ -7,8 +7,8 @@
 
 Random sequences go in, the argmax of the last position's logits comes out. If the newborn had no preference,
 N sequences would give N random tokens; instead a few tokens come up far too often. For each model, seed and
-length a row says on which token and how often (`top1_*`), how often the most frequent of N uniform draws would
-come up (`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
+length a row says on which token and how often (`top1_*`), how often the most frequent of N uniform draws
+would come up (`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
 (`mean_cosine`), and the token that their mean direction would predict (`direction_token`, BB Finding 2.2).
 """
 
