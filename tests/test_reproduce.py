@@ -133,7 +133,7 @@ def test_committed_columns_are_those_that_the_code_writes(name, tmp_path):
 
 
 def columns(result: dict) -> tuple[set, set]:
-    """The keys of a result, but for the files of models, which newborns do not have, and those of its rows."""
+    """The keys of a result, but for files of models, which newborns lack, and those of its rows."""
     return set(result) - {"sources"}, {key for row in result["rows"] for key in row}
 
 
