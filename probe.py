@@ -24,7 +24,7 @@ from lib.figures import BLUE, VERMILION, new_figure, save_figure, short_names
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
-from lib.settings import Command, RunSettings, at_least, run_script
+from lib.settings import Command, RunSettings, about, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
@@ -61,7 +61,9 @@ def probe(settings: Settings):
         model = spec.load(experiment.device, experiment.dtype)
         for T in lengths:
             counts = count_predictions(model, T, num_sequences, settings.input_seed)
-            row = {"model": spec.name, "seed": spec.seed, "sequence_length": T, **preference(model, counts)}
+            row = {"model": spec.name, "seed": spec.seed, "sequence_length": T}
+            with about(spec.label):
+                row |= preference(model, counts)
             if spec.tokenizer_file:
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))

@@ -150,10 +150,10 @@ def paper(settings: PaperSettings):
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
     where = (experiment.device, experiment.dtype)
-    base_outputs = last_outputs(specs[0].load(*where), vocab_size, settings)
+    base_outputs = outputs_of(specs[0], where, vocab_size, settings)
     rows = []
     for spec in progress(specs[1:], desc="paper", unit=" suspects"):
-        outputs = last_outputs(spec.load(*where), vocab_size, settings)
+        outputs = outputs_of(spec, where, vocab_size, settings)
         test = coordinates.paper_test(base_outputs, outputs)
         rows.append({"base": specs[0].name, "suspect": spec.name} | test)
     return experiment.save(rows)
@@ -167,6 +167,14 @@ def comparable_models(names, settings: PaperSettings):
         raise UserError(f"only models of one width can be compared, not of {widths}")
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     return specs
+
+
+def outputs_of(spec, where, vocab_size, settings: PaperSettings):
+    """`last_outputs` of a checkpoint; UserError, which names it, unless they are finite."""
+    outputs = last_outputs(spec.load(*where), vocab_size, settings)
+    if not outputs.isfinite().all():
+        raise UserError(f"{spec.name}: its states are not finite: check its weights for huge numbers")
+    return outputs
 
 
 @torch.inference_mode()
@@ -236,7 +244,7 @@ def persistence(settings: PersistenceSettings):
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
     where = (experiment.device, experiment.dtype)
     vocab_size = min(spec.config.vocab_size for spec in compared)
-    birth_outputs = last_outputs(specs[0].load(*where), vocab_size, settings)
+    birth_outputs = outputs_of(specs[0], where, vocab_size, settings)
     chosen = coordinates.top_dimensions(birth_outputs.numpy(), "top", birth_outputs.shape[1] // 2)
 
     def taus_with_birth(outputs):
@@ -250,11 +258,11 @@ def persistence(settings: PersistenceSettings):
     rows = []
     for spec in progress(specs, desc="checkpoints"):
         step = spec.folder.name
-        outputs = last_outputs(spec.load(*where), vocab_size, settings)
+        outputs = outputs_of(spec, where, vocab_size, settings)
         taus = taus_with_birth(outputs)
         beside = stranger_taus
         if step in strangers:
-            beside = taus_with_birth(last_outputs(strangers[step].load(*where), vocab_size, settings))
+            beside = taus_with_birth(outputs_of(strangers[step], where, vocab_size, settings))
         row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
         row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
         test = coordinates.paper_test(birth_outputs, outputs)

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from init import keyed_generator
 from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
-from lib.figures import curves, legend_below, new_figure, save_figure
+from lib.figures import curves, legend_below, new_figure, save_figure, short_names
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
@@ -124,11 +124,10 @@ def text_of(settings: Settings, spec):
 
 
 def by_checkpoint(rows):
-    """The rows of each checkpoint, by its label."""
-    checkpoints = defaultdict(list)
-    for row in rows:
-        checkpoints[row["checkpoint"]].append(row)
-    return checkpoints
+    """What a figure calls each checkpoint, and its rows."""
+    labels = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    for label, name in zip(labels, short_names(labels)):
+        yield name, [row for row in rows if row["checkpoint"] == label]
 
 
 def names_of(units):
@@ -146,11 +145,11 @@ def rate(settings: RateSettings):
     T = lists["heads"][0]["sequence_length"]  # the first is drawn
     maps = [row for row in lists["heads"] if row["sequence_length"] == T]
     figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
-    for axes, row in zip(grid, maps):
+    for axes, label, row in zip(grid, short_names([row["checkpoint"] for row in maps]), maps):
         alpha = np.array(row["alpha1"]).T  # (H, L)
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=f"{row['checkpoint']}, {T} tokens")
+        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {T} tokens")
         axes.locator_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
@@ -284,7 +283,7 @@ def draw_anatomy(path, rows) -> None:
     for axes, (key, title) in zip(grid.flat, PANELS.items()):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("position" if key == "std" else "layer")
-        for label, points in by_checkpoint(rows).items():
+        for label, points in by_checkpoint(rows):
             link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
             if key == "std":
                 axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
@@ -307,7 +306,7 @@ def intervene(settings: InterveneSettings):
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
-    (label, points), *_ = by_checkpoint(lists["points"]).items()  # the first model is drawn
+    (label, points), *_ = by_checkpoint(lists["points"])  # the first model is drawn
     drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
     question = f"Where the super neuron is active at position {k}, is it a sink? ({label})"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
@@ -382,7 +381,7 @@ def draw_silence(path, rows) -> None:
     figure, ((axes,),) = new_figure(question, width=7, height=4)
     axes.set_xscale("log")
     axes.set(xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink")
-    for label, of_model in by_checkpoint(rows).items():
+    for label, of_model in by_checkpoint(rows):
         steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
         controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
         (line,) = axes.plot(*zip(*steps), "o-", label=label)

@@ -76,21 +76,26 @@ def plain_ticks(axis) -> None:
 
 
 def short_names(names, longest=32):
-    """What to call the models of one figure: all names as they are, or, if one is long, what differs in them.
+    """What to call the models of one figure: names as they are, or of long ones what differs in them.
 
-    Words that all begin or end with are left out: /models/a/final-checkpoint and /models/b/final-checkpoint
-    are …a… and …b…. Of what is still too long the middle is left out.
+    Words that all long ones begin or end with are left out: /models/a/final-checkpoint and
+    /models/b/final-checkpoint are …a… and …b…. Of what is still too long the middle is left out.
     """
     names = [str(name) for name in names]
-    if max(map(len, names)) <= longest:
-        return names
-    if len(set(names)) > 1:
-        start = re.sub(r"\w*$", "", os.path.commonprefix(names))
-        names = ["…" * bool(start) + name.removeprefix(start) for name in names]
-        end = re.sub(r"^\w*", "", os.path.commonprefix([name[::-1] for name in names])[::-1])
-        names = [name.removesuffix(end) + "…" * bool(end) for name in names]
-    third = longest // 3
-    return [name if len(name) <= longest else f"{name[:third]}…{name[-2 * third :]}" for name in names]
+    long = {name for name in names if len(name) > longest}
+    start, end = "", ""
+    if len(long) > 1:
+        start = re.sub(r"[^/]*$", "", os.path.commonprefix([*long]))
+        rest = [name.removeprefix(start)[::-1] for name in long]
+        end = re.sub(r"^[\w.]*", "", os.path.commonprefix(rest)[::-1])
+    shown = []
+    for name in names:
+        if name in long:
+            name = "…" * bool(start) + name.removeprefix(start).removesuffix(end) + "…" * bool(end)
+        if len(name) > longest:
+            name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
+        shown.append(name)
+    return shown
 
 
 # ---- curves ------------------------------------------------------------------------------------------------

@@ -368,8 +368,11 @@ class CheckpointReader:
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name):
-        """One tensor, in memory of its own."""
-        return self.tensors[name].read()
+        """One tensor, in memory of its own; UserError for one that is not finite."""
+        weight = self.tensors[name].read()
+        if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
+            raise UserError(f"{self.place}: {name} is not finite: check it for NaN")
+        return weight
 
 
 def open_checkpoint(place):

@@ -65,7 +65,9 @@ class Experiment:
             try:
                 write_json(result, self.folder / f"{self.name}.json")
             except ValueError:
-                raise UserError("the result is not finite: check the weights for huge numbers") from None
+                row = next((row for row in rows if re.search(r"\b(nan|inf)\b", repr(row))), {})
+                who = row.get("checkpoint", "the model")
+                raise UserError(f"{who}: its result is not finite: look for huge weights") from None
             print_rows(rows if shown is None else shown, columns)
         return result
 

@@ -9,6 +9,7 @@ A script describes its settings once, in a dataclass. tyro makes the flags and `
 A config file is the user's own Python; each public name in it must be a setting, of its type.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -158,6 +159,15 @@ def from_values(kind, values, place):
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{place}: {error}") from None
+
+
+@contextlib.contextmanager
+def about(name):
+    """A UserError in here is said of `name`, a model."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 # ---- what a script does ------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Correlation:
     def value(self) -> Tensor | None:
         """(d, d) float64, 0 where a column is constant; None without rows, UserError for weights of NaN."""
         if not self.squares.isfinite().all():
-            raise UserError("a model's weights are not finite: check them for NaN")
+            raise UserError("a model's weights are huge: their squares are not finite")
         scale = torch.outer(*self.squares).sqrt()
         if not scale.any():
             return None
@@ -158,12 +158,10 @@ def closest_births(source, parameter, count, seeds):
     """The ten of some seeds whose births of a matrix are closest to a source's, by its first `count` numbers.
 
     A newborn's numbers are Gaussian, so that their cosine with any fixed numbers has Student's law, and the
-    search among all seeds costs their number (Bonferroni): `family_log10_p`. UserError for NaN.
+    search among all seeds costs their number (Bonferroni): `family_log10_p`.
     """
     shape = source.shapes[parameter]
     numbers = source.read(parameter).flatten()[:count].double().numpy()
-    if not np.isfinite(numbers).all():
-        raise UserError(f"{parameter} is not finite: check it for NaN")
     unit = (numbers / max(np.linalg.norm(numbers), 1e-300)).astype(np.float32)
     m = len(unit)
 

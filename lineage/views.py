@@ -119,7 +119,7 @@ class Units:
         for view, weights in rows.items():
             columns = self.tables.root(self.table_of(view)) @ weights.T
             if not columns.isfinite().all():
-                raise UserError(f"{mlp.label}: its weights are not finite, or huge: check them for NaN")
+                raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
             columns = columns / columns.norm(dim=0).clamp(min=1e-30) * living
             views[view] = decorrelated(columns)
         return views
@@ -186,7 +186,7 @@ def root_of(table: Tensor) -> Tensor:
     gram = cross_products(table, ids, table, ids)
     mean = gram.diagonal().mean()
     if not mean.isfinite():
-        raise UserError("an embedding matrix is not finite: check it for NaN")
+        raise UserError("an embedding matrix is huge: its squares are not finite")
     if mean < 1e-30:
         raise UserError("nothing varies in an embedding matrix: there is nothing to compare")
     gram.diagonal().add_(SMALLEST_EIGENVALUE * mean)

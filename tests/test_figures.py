@@ -96,7 +96,11 @@ def test_layers_are_ticked_at_whole_numbers(layers, drawn):
         ([f"/models/{name}/face-format/final-checkpoint" for name in "ab"], ["…a…", "…b…"]),
         (
             ["/models/of/many/a/long/run", "/models/of/many/a/long/run/step_0000005"],
-            ["…run", "…run/step_0000005"],
+            ["/models/of/many/a/long/run", "/models/of…ong/run/step_0000005"],
+        ),
+        (
+            ["smollm2", *[f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]],
+            ["smollm2", "…qwen2.5-coder-0.5b…", "…qwen2.5-coder-1.5b…"],
         ),
         (["a_long_word" * 10, "short"], ["a_long_wor…long_worda_long_word", "short"]),
     ],
