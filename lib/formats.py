@@ -325,7 +325,13 @@ def config_from_hf(raw, place):
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
-    config = checked_config(values, place)
+    try:
+        config = checked_config(values, place)
+    except UserError as error:  # which says our names
+        message = str(error)
+        for ours, theirs in KEYS.items():
+            message = re.sub(rf"\b{ours}(?=`$| cannot be)", theirs, message)
+        raise UserError(message) from None
     window = raw.get("sliding_window")
     if raw.get("use_sliding_window", family == "mistral") and isinstance(window, int):
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
