@@ -91,6 +91,7 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
     (r"^.*-of-\d+\.gguf$|^split\.count", "{} is a part of a model: llama-gguf-split --merge joins them"),
     (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
+    (r"^sha256-\w+$", "name one of Ollama's blobs, the largest: {}, or another"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),

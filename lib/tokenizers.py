@@ -136,10 +136,11 @@ def as_user_error(name):
     """UserError for whatever the tokenizers library raises: panics of its Rust are no Exception."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise UserError(f"{name} is no tokenizer.json that can be used: {error}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{name} has no tokenizer that can be used: {reason}; give another one") from None
 
 
 def bos_beside(path):

@@ -23,6 +23,8 @@ from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
 
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
+SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
+FEW = "--num-sequences 25"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": "probe.py --seed 42 --num-sequences 10000",
@@ -59,6 +61,15 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/first": "sinks.py first --model smollm2 --num-sequences 25",
     "smollm2/intervene": "sinks.py intervene --model smollm2 --factor 2 8 32",
     "smollm2/silence": "sinks.py silence --model smollm2",
+    "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
+    "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
+    "qwen2.5-coder-0.5b/intervene": f"sinks.py intervene --model {SMALL} {FEW}",
+    "qwen2.5-coder-0.5b/silence": f"sinks.py silence --model {SMALL} {FEW}",
+    "qwen2.5-coder-1.5b/rate": f"sinks.py rate --model {LARGE} {FEW} --sequence-length 64",
+    "qwen2.5-coder-1.5b/anatomy": f"sinks.py anatomy --model {LARGE} {FEW}",
+    "qwen2.5-coder-1.5b/intervene": f"sinks.py intervene --model {LARGE} {FEW}",
+    "qwen2.5-coder-1.5b/silence": f"sinks.py silence --model {LARGE} {FEW}",
+    "models/silence": f"sinks.py silence --model smollm2 {SMALL} {LARGE} {FEW}",
     "bench": "-m reproduce.bench --dtype bfloat16",
 }
 

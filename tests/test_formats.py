@@ -224,6 +224,7 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "refs snapshots": "name the folder models--",
     "m-00001-of-00002.gguf m-00002-of-00002.gguf": "llama-gguf-split --merge",
     "A.GGUF b.gguf": "name one .gguf file, as A.GGUF",
+    "sha256-4d7a sha256-5e": "the largest: sha256-4d7a, or another",
     "ckpt.pt": "ckpt.pt has weights alone",
     "consolidated.00.pth params.json": "consolidated.00.pth has weights alone",
     "consolidated.safetensors": "consolidated.safetensors has weights alone",
