@@ -113,7 +113,7 @@ class ModelMatch:
     """A Match for each MLP of the suspect that was read, and a map of all pairs of layers."""
 
     matches: list
-    layer_map: dict  # `share` and `r`, by MLPs of the `base` (rows) and of the `suspect` (columns)
+    layer_map: dict  # `share`, by MLPs of the `base` (rows) and of the `suspect` (columns)
     depth: int  # layers of the suspect that have MLPs, read or not
     has_same_depth: bool
     num_tokens: int  # that the models share
@@ -192,17 +192,15 @@ def match_models(
     null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
     ours, theirs = layers_to_read(base, suspect, layers)
     columns = map_columns(base, suspect, basis, ours, theirs, units, MAP_UNITS, exchanged)
-    matches, shares, strengths = [], [], []
-    for number, views, share, r in progress(columns, desc="layers", total=len(theirs), leave=False):
+    matches, shares = [], []
+    for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
         own_place = len(shares) * len(ours) // len(theirs)
         closest = ours[closest_place(share, own_place)]
         matches.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
         shares.append(share.tolist())
-        strengths.append(r.tolist())
     layer_map = {"base": [base.parts.mlps[number].label for number in ours]}
     layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
     layer_map["share"] = np.transpose(shares).tolist()
-    layer_map["r"] = np.transpose(strengths).tolist()
     widths = (base.width, suspect.width)
     alike = basis["up"].square().sum().item() / min(widths)
     by_chance = min(0.999, max(widths) / len(ids_a))  # the mean of random tables: they share dimensions
@@ -253,11 +251,9 @@ def whitener(table, ids, root):
 
 
 class BaseRows:
-    """A few units of each MLP of a base, rows of the layer map, in the basis of the narrower model."""
+    """A few units of each MLP of a base, rows of the layer map, in the suspect's basis."""
 
-    def __init__(self, base: Units, suspect: Units, basis, numbers, units, few):
-        self.basis = basis
-        self.in_base = base.width < suspect.width
+    def __init__(self, base: Units, basis, numbers, units, few):
         self.sizes = []  # how many units of each MLP there are,
         self.sampled = []  # how many of them live,
         self.living = []  # and how many live in all
@@ -271,10 +267,8 @@ class BaseRows:
             self.sizes.append(len(shown))
             self.sampled.append(living_units(views))
             self.living.append(living)
-        rows = {view: torch.cat(each) for view, each in rows.items() if len(each) == len(numbers)}
-        if not self.in_base:
-            rows = {view: each @ basis[view] for view, each in rows.items()}
-        self.rows = rows  # by view: (units, d or e)
+        whole = [view for view in rows if len(rows[view]) == len(numbers)]
+        self.rows = {view: torch.cat(rows[view]) @ basis[view] for view in whole}  # (units, e) each
 
     def column(self, views):
         """The layer map's column of an MLP of the suspect, from its views by name, (e, m) each.
@@ -289,8 +283,7 @@ class BaseRows:
         for view in [view for view in ("up", "down", "gate") if view in self.rows and view in views]:
             if shares.max() > SETTLED:
                 break
-            columns = self.basis[view] @ views[view] if self.in_base else views[view]
-            correlations = (self.rows[view] @ columns).abs_()  # (units, m)
+            correlations = (self.rows[view] @ views[view]).abs_()  # (units, m)
             for place, block in enumerate(correlations.split(self.sizes)):
                 neighbours[place].append(mutual_neighbours(block))
                 places, _, matched = matched_units(neighbours[place])
@@ -303,7 +296,7 @@ class BaseRows:
 
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
     """Yield for each of the suspect's MLPs in `theirs` its number, views, and `column` of those in `ours`."""
-    rows = BaseRows(base, suspect, basis, ours, units, few)
+    rows = BaseRows(base, basis, ours, units, few)
     for number in theirs:
         views = suspect.views(number)
         if exchanged:
@@ -342,9 +335,8 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
     by_chance, _, _ = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
-    view = (
-        base_mlp.views[0] if base_mlp.views == mlp.views else "up"
-    )  # the gate, if both have one: signs of up can be flipped
+    # The gate, if both have one: signs of up can be flipped.
+    view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"
     theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
     return Match(
         mlp=mlp,

@@ -30,10 +30,8 @@ SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
-BASE_SHARE, BASE_R = (
-    0.2,
-    0.5,
-)  # of a layer's units that are matched, and how strongly: it is the base's anywhere
+BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
+BASE_R = 0.5  # they are matched as strongly as this
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
 FEW_LAYERS = 8  # a model of which fewer are read is judged by one of them
@@ -99,9 +97,7 @@ class Facts:
     match: ModelMatch | None  # of hidden units
     body: dict | None = None  # the test of the blocks' coordinates
     embedding: dict | None = None  # and of the embedding matrices'
-    layer_r: dict = field(
-        default_factory=dict
-    )  # correlation of each layer's numbers with those of its namesake
+    layer_r: dict = field(default_factory=dict)  # correlation of each layer's numbers with its namesake's
     lack: str = ""  # why hidden units cannot tell; "" if they can
     may_have_mlps: bool = True  # that were not found
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
@@ -123,11 +119,6 @@ class Facts:
     def base_layers(self):
         """How many layers are the base's."""
         return distinct_layers(self.base_matches)
-
-    @property
-    def layers_read(self):
-        """How many layers of the suspect were looked at."""
-        return len({match.mlp.layer for match in self.matches})
 
     @property
     def equal_layers(self):
@@ -190,7 +181,8 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, *lacks)
-    if facts.base_layers == 1 and match.depth > facts.layers_read:  # is it the only one?
+    layers_read = {each.mlp.layer for each in facts.matches}
+    if facts.base_layers == 1 and match.depth > len(layers_read):  # is it the only one?
         match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
         facts.match = match
     return row_of(facts), {"layers": layer_rows(facts), "layer_map": match.layer_map if match else {}}
@@ -312,24 +304,19 @@ def mean_distance(matches):
 
 def matched_phrase(facts: Facts):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
-    found = facts.base_matches
+    found, searched = facts.base_matches, facts.matches
     least = facts.reported_match
     is_least = all(match.share == least.share for match in found)
-    layers = (
-        "every layer" if len(found) == len(facts.matches) else f"{len(found)} of {len(facts.matches)} layers"
-    )
+    layers = "every layer" if len(found) == len(searched) else f"{len(found)} of {len(searched)} layers"
     count = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
     sentence = count if is_least else f"at least {count}"
     if least.r < BASE_R:
         sentence += f", weakly (r = {least.r:.2f})"
-    origins = {match.mlp.layer: match.base_mlp.layer + 1 for match in found}
-    if (
-        facts.match.has_same_depth
-        and all(layer + 1 == origin for layer, origin in origins.items())
-        and len(origins) > 1
-    ):
+    origins = {match.mlp.layer: match.base_mlp.layer for match in found}
+    are_in_place = facts.match.has_same_depth and all(here == there for here, there in origins.items())
+    if are_in_place and len(origins) > 1:
         return sentence
-    return f"{sentence}, in {layers_phrase(origins.values())} of the base"
+    return f"{sentence}, in {layers_phrase([layer + 1 for layer in origins.values()])} of the base"
 
 
 def layers_phrase(numbers):
