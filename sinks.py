@@ -264,7 +264,7 @@ def summarise(layer, block, chain, activity, links):
         "norm_ratio": first["norm"] / others["norm"],
         "value_ratio": first["value_norm"] / others["value_norm"],
         "key_alignment": first["key_alignment"],
-        "effective_rank": chain.effective_rank[layer],
+        "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
         "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.values.std(layer, axes=1)),
         "alpha1": first["alpha"],
         "dimension": None,

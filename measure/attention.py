@@ -164,9 +164,6 @@ class Chain:
     """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`."""
 
     def __init__(self, num_sequences):
-        self.num_sequences = num_sequences
-        self.seen = defaultdict(int)  # sequences, by layer
-        self.effective_rank = {}  # by layer, when all were seen
         self.values = RunningStd()
         self.norm = LayerMean(num_sequences)  # of the stream after each layer, (T,)
         self.dominance_ratio = LayerMean(num_sequences)  # of it, (T,)
@@ -185,10 +182,6 @@ class Chain:
             self.dominance_ratio.add(layer, dominance_ratio(x))
             self.state.add(layer, flat / T)
             self.product.add(layer, (flat.T @ flat / T)[None])
-            self.seen[layer] += len(x)
-            if self.seen[layer] == self.num_sequences:  # those of all layers are half a gigabyte in a 1.5B
-                product = self.product.means.pop(layer)
-                self.effective_rank[layer] = effective_rank(self.state.means[layer], product)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
         """Add heads (B, H, T, Dh), and the q, k, v that they came from."""
