@@ -124,10 +124,10 @@ def text_of(settings: Settings, spec):
 
 
 def by_checkpoint(rows):
-    """What a figure calls each checkpoint, and its rows."""
+    """What a figure calls each checkpoint, and its rows; matplotlib hides what begins with _."""
     labels = list(dict.fromkeys(row["checkpoint"] for row in rows))
     for label, name in zip(labels, short_names(labels)):
-        yield name, [row for row in rows if row["checkpoint"] == label]
+        yield f" {name}", [row for row in rows if row["checkpoint"] == label]
 
 
 def names_of(units):
@@ -150,6 +150,7 @@ def rate(settings: RateSettings):
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
         axes.set(xlabel="layer", ylabel="head", title=f"{label}, {T} tokens")
+        axes.title.set_fontsize(10)
         axes.locator_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, ax=axes, label="attention to position 1")
     save_figure(figure, experiment.folder / "rate.png")
@@ -308,7 +309,7 @@ def intervene(settings: InterveneSettings):
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     (label, points), *_ = by_checkpoint(lists["points"])  # the first model is drawn
     drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
-    question = f"Where the super neuron is active at position {k}, is it a sink? ({label})"
+    question = f"Where the super neuron is active at position {k}, is it a sink? ({label.strip()})"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
     labels = {"xlabel": f"|activation| of the super neuron at {k}", "ylabel": f"attention to position {k}"}
     curves(drawn, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
@@ -322,6 +323,8 @@ def every_intervention(settings: InterveneSettings, spec, model):
     Each is made in all layers at once (`changed` is "all"), then in layer 1. The super neuron is the first
     builder. All sequences run at once, for mu.
     """
+    if spec.config.num_layers == 1:
+        raise UserError(f"{spec.label} has one layer: no other one can tell what was changed in it")
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = Activity(model, tokens)
     neurons = activity.describe(activity.builders(activity.layer, 1))
@@ -351,7 +354,7 @@ def attended(model, tokens, k, neuron, on_heads):
     with hidden_units(model, on_units):
         alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
     L = model.config.num_layers
-    seen_from = neuron["layer"] if neuron["layer"] < L else min(1, L - 1)
+    seen_from = neuron["layer"] if neuron["layer"] < L else 1
     return alpha[:, seen_from:].double().mean(1), activations[neuron["layer"]][:, neuron["neuron"]]
 
 
@@ -398,7 +401,7 @@ def named_units(settings: SilenceSettings, spec):
         if not (match and int(match[1]) <= spec.config.num_layers and int(match[2]) < spec.config.d_ff):
             raise UserError(f"--unit {word}: expected LAYER/UNIT of {spec.label}, as in 12/1229")
         units.append((int(match[1]), int(match[2])))
-    return units
+    return list(dict.fromkeys(units))  # each once
 
 
 def every_silence(settings: SilenceSettings, spec, model):
@@ -438,8 +441,13 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     sets.append(("elsewhere", [unit for unit in elsewhere if unit not in units][:count]))
     generator = keyed_generator("silence", settings.input_seed)
     d_ff = activity.first.shape[1]
-    sets.append(("random", [(layer, int(generator.integers(d_ff))) for layer, _ in units]))
-    return sets
+    drawn = []
+    for layer, _ in units:
+        others = [(layer, unit) for unit in range(d_ff) if (layer, unit) not in units + drawn]
+        if others:
+            drawn.append(others[generator.integers(len(others))])
+    sets.append(("random", drawn))
+    return [(kind, some) for kind, some in sets if some]
 
 
 def silence_row(kind, units, activity, alpha, loss, state):

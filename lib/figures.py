@@ -46,9 +46,11 @@ def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
 
 
 def legend_below(figure, axes) -> None:
-    """Name below the figure what is drawn on some axes."""
-    drawn = axes.get_legend_handles_labels()
-    figure.legend(*drawn, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    """Name below the figure what is drawn on some axes, in as many columns as fit."""
+    handles, labels = axes.get_legend_handles_labels()
+    width = 0.6 + 0.085 * max(map(len, labels), default=0)  # inches of a column
+    columns = min(3, max(1, int(figure.get_figwidth() / width)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def save_figure(figure, path) -> None:
@@ -79,7 +81,8 @@ def short_names(names, longest=32):
     """What to call the models of one figure: names as they are, or of long ones what differs in them.
 
     Words that all long ones begin or end with are left out: /models/a/final-checkpoint and
-    /models/b/final-checkpoint are …a… and …b…. Of what is still too long the middle is left out.
+    /models/b/final-checkpoint are …a… and …b…. Of what is still too long the middle is left out, unless
+    two would be called the same.
     """
     names = [str(name) for name in names]
     long = {name for name in names if len(name) > longest}
@@ -95,7 +98,7 @@ def short_names(names, longest=32):
         if len(name) > longest:
             name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
         shown.append(name)
-    return shown
+    return shown if len(set(shown)) == len(set(names)) else names
 
 
 # ---- curves ------------------------------------------------------------------------------------------------

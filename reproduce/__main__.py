@@ -64,11 +64,9 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
     "qwen2.5-coder-0.5b/intervene": f"sinks.py intervene --model {SMALL} {FEW}",
-    "qwen2.5-coder-0.5b/silence": f"sinks.py silence --model {SMALL} {FEW}",
     "qwen2.5-coder-1.5b/rate": f"sinks.py rate --model {LARGE} {FEW} --sequence-length 64",
     "qwen2.5-coder-1.5b/anatomy": f"sinks.py anatomy --model {LARGE} {FEW}",
     "qwen2.5-coder-1.5b/intervene": f"sinks.py intervene --model {LARGE} {FEW}",
-    "qwen2.5-coder-1.5b/silence": f"sinks.py silence --model {LARGE} {FEW}",
     "models/silence": f"sinks.py silence --model smollm2 {SMALL} {LARGE} {FEW}",
     "bench": "-m reproduce.bench --dtype bfloat16",
 }

@@ -285,6 +285,11 @@ def test_silence_is_a_model_without_these_units(tmp_path):
         left = changed[largest, :, 0, dimension].mean() / stream[largest, :, 0, dimension].mean()
         assert row["left"] == pytest.approx(left.item(), rel=1e-4, abs=1e-5)
         assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
+    random = parse(rows[-1]["units"])
+    assert len(set(random)) == 3 and not {a, b, c} & set(random)
+    most = sinks.every_silence(replace(settings, units=10**6), saved(model, tmp_path), model)["rows"]
+    by_kind = {row["kind"]: set(parse(row["units"])) for row in most}
+    assert not by_kind["first"] & by_kind.get("random", set())
     named = replace(settings, unit=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
     again = sinks.every_silence(named, saved(model, tmp_path), model)["rows"]
     assert (again[1]["kind"], again[1]["units"]) == ("first", rows[4]["units"])
