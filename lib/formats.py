@@ -92,6 +92,7 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"^.*-of-\d+\.gguf$|^split\.count", "{} is a part of a model: llama-gguf-split --merge joins them"),
     (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
     (r"^sha256-\w+$", "name one of Ollama's blobs, the largest: {}, or another"),
+    (r"^global_step\d+$", "{} is DeepSpeed's: zero_to_fp32.py makes one checkpoint of its parts"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
@@ -144,7 +145,8 @@ def found_in(folder, names):
     found = [folder / name for name in names if os.path.exists(folder / name)]
     if not found:
         with as_user_error(folder):
-            advice = hint("\n".join(sorted(os.listdir(folder))))
+            there = [name for name in sorted(os.listdir(folder)) if os.path.exists(folder / name)]
+            advice = hint("\n".join(there))
         raise UserError(f"{folder / names[0]} is missing. {advice}".strip(" ."))
     return found
 
@@ -422,6 +424,8 @@ def own_checkpoint(place, raw, tensors):
         table = tensors.setdefault(TOKEN_TABLE, head)
         if table is not head and not torch.equal(head.read(), table.read()):
             raise UserError(f"{place}: {HEAD} is not {TOKEN_TABLE}, though config.json ties them")
+    if not expected.keys() & tensors.keys():
+        raise ForeignArchitecture(f"{place}: {min(tensors)} and all others are unknown: have they a prefix?")
     differing = expected.keys() ^ tensors.keys()
     if differing and all("norm" in name or name.endswith("bias") for name in differing):
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
@@ -437,7 +441,7 @@ def foreign_checkpoint(place, raw, tensors):
             width = tensor.shape[1]
     if type(width) is not int or not 0 < width < LARGEST_WIDTH:
         said = f"{place} has no hidden_size in a config.json, and no embedding matrix that tells it"
-        raise UserError(f"{said} {hint(' '.join(tensors))}".strip())
+        raise UserError(f"{said}. {hint(' '.join(tensors))}".strip(" ."))
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None

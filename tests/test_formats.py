@@ -215,6 +215,19 @@ def test_mlps_that_nobody_found_are_missing(folder):
         assert "no MLPs found" in lack and may_have_mlps is not verdict
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
+def test_a_prefix_before_all_names(prefix, folder):
+    """As torch.compile, DistributedDataParallel and peft write them: compared, and not run."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    base = verdict_of.read_model("base", formats.open_any(folder))
+    renamed = {prefix + name: tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(renamed, folder / "model.safetensors")
+    with pytest.raises(UserError, match="prefix"):
+        formats.open_checkpoint(folder)
+    row, _ = verdict_of.compare_pair(base, verdict_of.read_model("suspect", formats.open_any(folder)))
+    assert row["verdict"] == "same birth"
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
 WHOLE = "config.json model.safetensors"
 FOUND_INSTEAD = {  # files of a folder: what is said of it
@@ -225,6 +238,7 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "m-00001-of-00002.gguf m-00002-of-00002.gguf": "llama-gguf-split --merge",
     "A.GGUF b.gguf": "name one .gguf file, as A.GGUF",
     "sha256-4d7a sha256-5e": "the largest: sha256-4d7a, or another",
+    "config.json global_step500": "zero_to_fp32.py makes one",
     "ckpt.pt": "ckpt.pt has weights alone",
     "consolidated.00.pth params.json": "consolidated.00.pth has weights alone",
     "consolidated.safetensors": "consolidated.safetensors has weights alone",
