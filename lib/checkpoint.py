@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib import formats
+from lib import formats, gguf_tokenizers
 from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
 from lib.formats import CheckpointReader, open_any, open_checkpoint, parameter_shapes
 from lib.gguf import LazyTensor
@@ -69,7 +69,8 @@ class Spec:
         if self.is_newborn:
             return None
         if formats.is_gguf(self.folder):
-            return self.folder if formats.open_gguf(self.folder).has_known_tokenizer else None
+            values = formats.open_gguf(self.folder).values
+            return self.folder if gguf_tokenizers.is_known(values) else None
         for name in ("tokenizer.model", "tokenizer.json"):
             path = formats.folder_of(self.folder) / name
             if os.path.isfile(path):

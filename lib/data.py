@@ -142,9 +142,9 @@ def default_folder(source, tokenizer):
 
 
 def prepare(settings: Settings):
-    """Tokenize a source into a folder, which appears complete or not at all; returns the folder.
+    """Tokenize a source into a folder, which appears complete or not at all, and say what there is.
 
-    UserError if it exists, for what cannot be read, or no text.
+    Returns the folder. UserError if it exists, for what cannot be read, or no text.
     """
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
     if os.path.exists(out):
@@ -158,6 +158,9 @@ def prepare(settings: Settings):
         meta |= write_tokens(folder, texts, tokenizer, settings.held_out)
         tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    print(f"{out}: {meta['bytes']:,} bytes in {meta['documents']:,} documents")
+    sizes = meta["tokens"]
+    print(f"{sizes['train']:,} training and {sizes['val']:,} validation tokens of {meta['vocab_size']:,}")
     return out
 
 
@@ -291,16 +294,7 @@ def permutation(data_seed, epoch, T, size):
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-def describe(settings: Settings) -> None:
-    """Prepare a data set, and say what there is."""
-    folder = prepare(settings)
-    meta = TokenData(folder).meta
-    print(f"{folder}: {meta.bytes:,} bytes in {meta.documents:,} documents")
-    train, val = meta.tokens["train"], meta.tokens["val"]
-    print(f"{train:,} training and {val:,} validation tokens of {meta.vocab_size:,}")
-
-
-COMMANDS = {"": Command(describe, Settings())}
+COMMANDS = {"": Command(prepare, Settings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -181,9 +181,6 @@ def lineage_figure(path, base, rows, details) -> None:
         if detail["layers"]:
             draw_shares(units, detail["layers"])
             draw_layer_map(layer_map, detail["layer_map"])
-        else:
-            for axes in (units, layer_map):
-                axes.text(0.5, 0.5, "no hidden units to compare", transform=axes.transAxes, ha="center")
     save_figure(figure, path)
 
 

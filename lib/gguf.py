@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lib import gguf_tokenizers
 from lib.settings import INSTALL, UserError
 
 MAGIC = b"GGUF"  # the first bytes of a file
@@ -108,11 +107,6 @@ class GGUF:
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)  # an error if it cannot
             read = partial(unpacked, path, place, size, shape, kind, heads.get(stem.rpartition(".")[2]))
             self.tensors[name] = LazyTensor(shape, "F32", read)
-
-    @property
-    def has_known_tokenizer(self):
-        """Can text be cut by its tokenizer?"""
-        return gguf_tokenizers.is_known(self.values)
 
 
 def read_info(header):

@@ -75,7 +75,7 @@ def read_tokens(settings: TextSettings, spec, T):
     if text is None:
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
     elif os.path.isdir(text):
-        data = open_data(text)
+        data = TokenData(text)
         check_tokenizer(spec, data)
         tokenizer = data.tokenizer_file
         tokens, _ = data.held_out(count, T)
@@ -105,9 +105,6 @@ def first_token(word, tokenizer, spec):
     if not re.fullmatch(r"\d{1,9}", word):
         raise UserError(f"--first-token {word}: expected a token's number, or bos where a tokenizer has it")
     return int(word)
-
-
-open_data = functools.lru_cache(TokenData)
 
 
 @functools.lru_cache

@@ -50,7 +50,7 @@ def start(settings: RunSettings):
         if rank() == 0:
             print(f"--dtype auto: {dtype} on {device.type}")
     settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
-    return settings, device, settings.torch_dtype
+    return settings, device, getattr(torch, dtype)
 
 
 def choose_device(name):

@@ -9,7 +9,6 @@ A script describes its settings once, in a dataclass. tyro makes the flags and `
 A config file is the user's own Python; each public name in it must be a setting, of its type.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-import torch
 import torch.distributed as dist
 import tyro
 
@@ -58,11 +56,6 @@ class RunSettings(OutputSettings):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where faster
-
-    @property
-    def torch_dtype(self):
-        """The torch.dtype, once an experiment has begun: before that it may be "auto"."""
-        return getattr(torch, self.dtype)
 
 
 def at_least(least, kind=int):
@@ -159,15 +152,6 @@ def from_values(kind, values, place):
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{place}: {error}") from None
-
-
-@contextlib.contextmanager
-def about(name):
-    """A UserError in here is said of `name`, a model."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
 
 
 # ---- what a script does ------------------------------------------------------------------------------------
