@@ -435,13 +435,16 @@ def own_checkpoint(place, raw, tensors):
 
 def foreign_checkpoint(place, raw, tensors):
     """The CheckpointReader of another architecture: the residual width is config.json's, or a table's."""
+    names = " ".join(tensors)
+    if "lora_" in names and "base_layer" not in names:
+        raise UserError(f"{place}: {hint(names)}")
     width = raw.get("hidden_size")
     for name, tensor in tensors.items():
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:
             width = tensor.shape[1]
     if type(width) is not int or not 0 < width < LARGEST_WIDTH:
         said = f"{place} has no hidden_size in a config.json, and no embedding matrix that tells it"
-        raise UserError(f"{said}. {hint(' '.join(tensors))}".strip(" ."))
+        raise UserError(f"{said}. {hint(names)}".strip(" ."))
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None

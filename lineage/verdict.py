@@ -208,6 +208,8 @@ def detectability(base: Model, suspect: Model, match):
         may_have_mlps = may_have_mlps and bool(found.mlps or found.unknown or named)
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
+        elif parts.HEAD.search(found.tables[0]):  # which is the embedding matrix only if the two are tied
+            lacks.append(f"no embedding matrix but a head found in {model.name}")
     if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
         tokens = f"they share {match.num_tokens:,} tokens"
         lacks.append(f"{tokens}, too few for a width of {min(match.widths):,}")

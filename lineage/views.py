@@ -190,7 +190,10 @@ def root_of(table: Tensor) -> Tensor:
     if mean < 1e-30:
         raise UserError("nothing varies in an embedding matrix: there is nothing to compare")
     gram.diagonal().add_(SMALLEST_EIGENVALUE * mean)
-    return torch.linalg.cholesky(gram).T.float()
+    root, failure = torch.linalg.cholesky_ex(gram)
+    if failure:
+        raise UserError("an embedding matrix varies in too few directions, or a few tokens drown all others")
+    return root.T.float()
 
 
 def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:

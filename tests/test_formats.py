@@ -290,7 +290,7 @@ def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
         assert formats.open_any(tmp_path / "y").width == 2
     torch.save({"lora_A.weight": torch.ones(3, 3)}, tmp_path / "x")
-    with pytest.raises(UserError, match="no hidden_size.*lora_A is a LoRA adapter's"):
+    with pytest.raises(UserError, match="lora_A is a LoRA adapter's"):
         formats.open_any(tmp_path / "x")
 
 
