@@ -99,12 +99,23 @@ def weight_correlations(a, b):
             rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
-            correlation = sums[kind].update(rows_a[:count], rows_b[:count])
+            rows_a, rows_b = without_identity(rows_a[:count]), without_identity(rows_b[:count])
+            correlation = sums[kind].update(rows_a, rows_b)
             if layer:
                 layers[name[: layer.start(1)], int(layer[1])].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     return values, {number: fmean(layers[layer]) for number, layer in enumerate(sorted(layers), start=1)}
+
+
+def without_identity(rows):
+    """Rows (m, d) without the identity that they may have begun from: all that did would look related."""
+    size = min(rows.shape)
+    mean = rows[:size, :size].diagonal().float().mean()
+    if mean.abs() > rows.float().std():
+        rows = rows.float().clone()
+        rows.diagonal().sub_(mean)
+    return rows
 
 
 def plain_matrices(source):

@@ -154,6 +154,15 @@ def test_weight_correlations_against_a_stack(changes, left_out):
         assert len(layer_r) == min(source.config.num_layers for source in pair)
 
 
+def test_a_common_identity_is_no_kinship():
+    """Of matrices that begin as the identity what was learnt since is compared."""
+    noise = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(0)) * 0.02
+    rows = [coordinates.without_identity(each + torch.eye(96)) for each in noise]
+    for found, since in zip(rows, noise):
+        torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
+    torch.testing.assert_close(coordinates.without_identity(noise[0]), noise[0], atol=0, rtol=0)
+
+
 def test_p_of_newborn_strangers_is_uniform():
     tests = []
     for i in range(120):
