@@ -35,8 +35,6 @@ COSINES = ("mean_cosine", "std_cosine")  # columns of which rows have the mean o
 
 @dataclass
 class WidthSettings(RunSettings):
-    """Options of `width`."""
-
     seed: tuple[int, ...] = tuple(range(42, 50))  # seeds of the weights
     input_seed: int = 0  # seed of the random inputs
     num_sequences: at_least(2) = 300  # random sequences, or vectors, for each seed and length
@@ -44,8 +42,6 @@ class WidthSettings(RunSettings):
 
 @dataclass
 class Settings(WidthSettings):
-    """Options of every other experiment."""
-
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, or PRESET@SEED
     sequence_length: tuple[int, ...] | None = None  # positions in a sequence; None: the experiment's own
 

@@ -37,8 +37,6 @@ SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # 
 
 @dataclass
 class Settings(RunSettings):
-    """Options of `probe.py`."""
-
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, or checkpoints
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     embedding_seed: int = 0  # seed of embedding and head, the same for all seeds (BB B.2)

@@ -48,8 +48,6 @@ Models = Annotated[
 
 @dataclass
 class CompareSettings(OutputSettings):
-    """Options of `compare` and `matrix`."""
-
     models: Models = ()  # BASE and SUSPECTs: checkpoint folders, files, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
@@ -60,8 +58,6 @@ class CompareSettings(OutputSettings):
 
 @dataclass
 class PaperSettings(RunSettings):
-    """Options of the paper's test."""
-
     models: Models = ()  # BASE and SUSPECTs: checkpoint folders, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     input_seed: int = 0  # seed of the random sequences
@@ -72,16 +68,12 @@ class PaperSettings(RunSettings):
 
 @dataclass
 class PersistenceSettings(PaperSettings):
-    """Options of `persistence`."""
-
     models: Models = ()  # one run folder
     stranger: str | None = None  # run of another birth; None: a newborn of another seed
 
 
 @dataclass
 class IdentifySettings(OutputSettings):
-    """Options of `identify`."""
-
     models: Models = ()  # one model: a checkpoint folder, or PRESET@SEED
     seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 

@@ -54,8 +54,6 @@ CONTROLS = ("removers", "elsewhere", "random")  # kinds of `silence`
 
 @dataclass
 class Settings(TextSettings):
-    """Options of every experiment."""
-
     model: tuple[str, ...] = ()  # presets, PRESET@SEED, checkpoints, .gguf files; (): smollm2, if it is there
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
@@ -64,24 +62,18 @@ class Settings(TextSettings):
 
 @dataclass
 class RateSettings(Settings):
-    """Options of `rate`."""
-
     sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
     epsilon: Annotated[float, Meta(ge=0, le=1)] = EPSILON  # of a sink head, alpha_1 is above this (Gu et al.)
 
 
 @dataclass
 class InterveneSettings(Settings):
-    """Options of `intervene`."""
-
     position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
     factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, which multiplies the variation, or the values
 
 
 @dataclass
 class SilenceSettings(Settings):
-    """Options of `silence`."""
-
     units: at_least(1) | None = None  # builders to set to zero; None: 99 % of the dimension, 64 units at most
     unit: tuple[str, ...] | None = None  # hidden units to set to zero instead, LAYER/UNIT
 

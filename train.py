@@ -30,8 +30,6 @@ from model import CHOICES, PRESETS
 
 @dataclass
 class Settings(RunSettings):
-    """Options of train.py."""
-
     model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train; its vocabulary is the tokenizer's
     seed: int = 42  # seed of the weights
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed

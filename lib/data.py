@@ -45,8 +45,6 @@ TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them
 
 @dataclass
 class Settings:
-    """Options of python -m lib.data."""
-
     source: Positional[tuple[str, ...]] = ("python",)  # python, docstrings, backcopy, files, globs
     tokenizer: str = "bpe:4096"  # bpe:N, .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2, bytes
     held_out: float = 0.01  # share of the tokens in the validation split

@@ -69,7 +69,7 @@ def plain_ticks(axis) -> None:
     """Ticks of a logarithmic axis as numbers, where matplotlib has formulas; of layers at whole numbers."""
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
-        locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,))
+        locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,), numticks=6)
         if high < 5 * low:
             locator = MaxNLocator(5)
         axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
@@ -77,7 +77,7 @@ def plain_ticks(axis) -> None:
         axis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
 
 
-def short_names(names, longest=32):
+def short_names(names):
     """What to call the models of one figure: names as they are, or of long ones what differs in them.
 
     Words that all long ones begin or end with are left out: /models/a/final-checkpoint and
@@ -85,6 +85,7 @@ def short_names(names, longest=32):
     two would be called the same.
     """
     names = [str(name) for name in names]
+    longest = 32 if len(set(names)) > 1 else 48
     long = {name for name in names if len(name) > longest}
     start, end = "", ""
     if len(long) > 1:

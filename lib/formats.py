@@ -336,7 +336,9 @@ def config_from_hf(raw, place):
             message = re.sub(rf"\b{ours}(?=`$| cannot be)", theirs, message)
         raise UserError(message) from None
     window = raw.get("sliding_window")
-    if raw.get("use_sliding_window", family == "mistral") and isinstance(window, int):
+    if raw.get("use_sliding_window", family == "mistral") and window is not None:
+        if not isinstance(window, int):
+            raise UserError(f"{place}: sliding_window cannot be {window!r}")
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
     return config
 
@@ -436,7 +438,7 @@ def own_checkpoint(place, raw, tensors):
 def foreign_checkpoint(place, raw, tensors):
     """The CheckpointReader of another architecture: the residual width is config.json's, or a table's."""
     names = " ".join(tensors)
-    if "lora_" in names and "base_layer" not in names:
+    if "lora_A" in names:  # its deltas would not be seen
         raise UserError(f"{place}: {hint(names)}")
     width = raw.get("hidden_size")
     for name, tensor in tensors.items():

@@ -56,8 +56,6 @@ def random_vectors(input_seed, indices, T, d):
 
 @dataclass
 class TextSettings(RunSettings):
-    """Options of a script that measures on text."""
-
     text: str | None = None  # text file, source of lib.data or data set; None: docstrings, or random tokens
     tokenizer: str | None = None  # tokenizer of --text, as in python -m lib.data; None: the model's own
     first_token: str | None = None  # put this token at position 1: its number, or bos

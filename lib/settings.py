@@ -45,15 +45,11 @@ class Command(NamedTuple):
 
 @dataclasses.dataclass
 class OutputSettings:
-    """Options of every experiment."""
-
     out: str = "results"  # folder that receives the JSON and PNG files
 
 
 @dataclasses.dataclass
 class RunSettings(OutputSettings):
-    """Options of every experiment that runs a model: where to compute, and how precisely."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where faster
 

@@ -47,8 +47,6 @@ HEAD = "lm_head.weight"
 
 @dataclass
 class Settings(OutputSettings):
-    """Options of `disguise`."""
-
     model: tyro.conf.Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
     transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
     out: str = "disguised"  # checkpoint folder to be written

@@ -74,8 +74,6 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
 
 @dataclass
 class Settings(OutputSettings):
-    """Options of `python -m reproduce`."""
-
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make; None: all
     keep: bool = False  # keep results that were made by other code than today's
 

@@ -38,8 +38,6 @@ TABLE = "model.embed_tokens.weight"
 
 @dataclass
 class Settings(OutputSettings):
-    """Options of `robustness`."""
-
     models: tyro.conf.Positional[tuple[str, ...]] = ("smollm2",)  # BASE, and models that it never met
     text: str = "python"  # what children learn; random tokens where BASE has no tokenizer
     steps: at_least(1) = 300  # of training the hard child, of a sequence of 128 tokens each

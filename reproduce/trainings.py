@@ -46,15 +46,11 @@ MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | 
 
 @dataclass
 class CalibrationSettings(RunSettings):
-    """Options of `calibrations`."""
-
     text: str | None = None  # file of held-out English, for Table 7's perplexity
 
 
 @dataclass
 class TrainSettings:
-    """Options of `train`."""
-
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of runs, like runs/lineage/tiny_llama-1000
 
 
