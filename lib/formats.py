@@ -33,6 +33,7 @@ from model import ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
+TOWER = re.compile(r"vision|visual|image|audio")  # part of a model that reads no tokens, often a frozen one
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -64,6 +65,7 @@ TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddi
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REQUIRED = {field.name for field in fields(ModelConfig) if field.default is MISSING}
+PART = re.compile(r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -189,11 +191,8 @@ def pickled_tensors(path):
             if is_bomb or (is_pickle and b"bytearray" in archive.read(entry)):  # which takes any memory
                 raise UserError(f"cannot read {path}: torch.save does not write {entry.filename} like this")
     values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for key in NESTED:
-        if isinstance(values.get(key), dict):
-            values = values[key]
     tensors = {}
-    for name, value in values.items():
+    for name, value in nested_weights(path, values).items():
         if isinstance(value, torch.Tensor):
             is_plain = value.layout == torch.strided and not value.is_meta
             if not is_plain or value.numel() * value.element_size() > path.stat().st_size:
@@ -201,6 +200,21 @@ def pickled_tensors(path):
             shape = tuple(value.shape)
             tensors[str(name)] = LazyTensor(shape, str(value.dtype), value.detach().clone)
     return tensors
+
+
+def nested_weights(path, values):
+    """The tensors by name in what a training script saved; of several dictionaries one, which is said."""
+    inside = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if key in NESTED or any(isinstance(part, torch.Tensor) for part in value.values()):
+                inside.append(key)
+    if not inside:
+        return values
+    inside.sort(key=lambda key: key not in NESTED)
+    if inside[1:] and is_first_process():
+        print(f"{path}: {inside[0]!r} is read, not {inside[1]!r}", file=sys.stderr)
+    return nested_weights(path, values[inside[0]])
 
 
 def open_tensors(paths):
@@ -211,6 +225,9 @@ def open_tensors(paths):
         with as_user_error(path):
             start = beginning(path)
             is_pickle = start.startswith(("PK", "\x80")) and start[8:9] != "{"  # a header of that length
+            if not is_pickle and start[8:9] not in ("", "{"):
+                advice = hint(start) or "expected a .safetensors or .gguf file, or one of torch.save"
+                raise UserError(f"cannot read {path}: {advice}")
             tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
     return tensors
 
@@ -230,8 +247,11 @@ def weight_files(place):
     Of several sets one is read, which is said. UserError for names outside the folder.
     """
     if not os.path.isdir(place):
+        if PART.search(f"{place.parent.name}/{place.name}"):
+            raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
         return [place]
     path, *others = found_in(place, WEIGHT_FILES)
+    others += place.glob("adapter_model.*")
     if others and is_first_process():
         print(f"{path} is read, not {others[0].name}", file=sys.stderr)
     if path.suffix != ".json":
@@ -264,7 +284,7 @@ def raw_config(place):
 
 def gguf_config(file):
     """What config.json would say of a GGUF's model."""
-    family = file.values["general.architecture"]
+    family = file.values.get("general.architecture", "unknown")
     raw = {}
     for theirs, key in GGUF_KEYS.items():
         value = file.values.get(f"{family}.{key}")
@@ -406,7 +426,7 @@ def contents(place):
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     for name, tensor in tensors.items():
         if tensor.kind not in FLOATS and len(tensor.shape) > 1 and not BUFFER.search(name):
-            remedy = "load it in transformers, dequantize() it and save it"
+            remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
     return raw, dict(tensors)
 
@@ -440,6 +460,7 @@ def foreign_checkpoint(place, raw, tensors):
     names = " ".join(tensors)
     if "lora_A" in names:  # its deltas would not be seen
         raise UserError(f"{place}: {hint(names)}")
+    tensors = {name: tensor for name, tensor in tensors.items() if not TOWER.search(name)}
     width = raw.get("hidden_size")
     for name, tensor in tensors.items():
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:

@@ -21,7 +21,7 @@ import math
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from statistics import fmean
+from statistics import median
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ def weight_correlations(a, b):
 
     Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
     the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
-    missing; models of different width have none. Returns these, and the mean correlation of the numbers of
+    missing; models of different width have none. Returns these, and the median correlation of the numbers of
     each layer's matrices, by its number, counted through the model from 1.
     """
     if a.width != b.width:
@@ -105,7 +105,7 @@ def weight_correlations(a, b):
                 layers[name[: layer.start(1)], int(layer[1])].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
-    return values, {number: fmean(layers[layer]) for number, layer in enumerate(sorted(layers), start=1)}
+    return values, {number: median(layers[layer]) for number, layer in enumerate(sorted(layers), start=1)}
 
 
 def without_identity(rows):
@@ -173,7 +173,9 @@ def closest_births(source, parameter, count, seeds):
     """
     shape = source.shapes[parameter]
     numbers = source.read(parameter).flatten()[:count].double().numpy()
-    unit = (numbers / max(np.linalg.norm(numbers), 1e-300)).astype(np.float32)
+    if not numbers.any():
+        raise UserError(f"{source.place}: {parameter} is zero: it tells no birth")
+    unit = (numbers / np.linalg.norm(numbers)).astype(np.float32)
     m = len(unit)
 
     def cosine_of(seed):

@@ -25,7 +25,8 @@ ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
 PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.weight$")
-FINAL_NORM = re.compile(r"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layer_?norm)\.weight$")
+GAIN = r"(?:\.weight|\.scale|_weight)$"
+FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layer_?norm){GAIN}")
 ROLES = {  # of an MLP's matrices
     "gate_up": "gate_up_proj|Wi",  # both in one
     "gate": "gate_proj|w1|wi_0",
@@ -144,6 +145,8 @@ def mlps_of_layer(source, names, width):
             shapes[rest] = source.shapes[name]
     matrices = [name for name in names.values() if len(source.shapes[name]) > 1]
     unknown = [name for name in matrices if not ATTENTION.search(name)] or matrices[MOST_OF_ATTENTION:]
+    if is_factored(rest for rest, name in names.items() if len(source.shapes[name]) == 2):
+        return [], unknown
     norms = norms_of_layer(source, names, width)
     mlps = []
     for owner, roles in (named_mlps(shapes, width) or mlps_by_shape(shapes, width)).items():
@@ -157,6 +160,13 @@ def mlps_of_layer(source, names, width):
             label = f", expert {int(number[1]) + 1}" if number else ""
             mlps.append((label, of_roles, None, *norms))
     return mlps, unknown
+
+
+def is_factored(matrices):
+    """Is a matrix of an MLP stored as a product, as in up_proj.U and up_proj.V? None of them has units."""
+    owners = Counter(rest.removesuffix(".weight").rpartition(".")[0] for rest in matrices)
+    several = [owner for owner, count in owners.items() if count > 1]
+    return any(pattern.match(owner) for owner in several for pattern in MLP_MATRIX.values())
 
 
 def units_of(shape, width):
@@ -211,7 +221,8 @@ def norms_of_layer(source, names, width):
     gains = {rest: name for rest, name in names.items() if source.shapes[name] == (width,)}
     behind = gains.get(f"{NORM_BEHIND}.weight")
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
-        rests = [rest for rest in gains if rest.endswith(f"{norm}.weight")]
+        rests = [rest for rest in gains if re.search(norm + GAIN, rest)]
+        rests.sort(key=lambda rest: ATTENTION.search(rest) is None)
         if rests:
             return gains[rests[-1]], behind  # T5's feed-forward layer is a layer's last
     return None, behind

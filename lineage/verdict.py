@@ -66,7 +66,9 @@ def judge(facts):
         if facts.are_enough(len(facts.equal_layers)):
             reason = "which no copied embedding matrix explains, since the base's is another"
             return SAME_BIRTH, f"{body}, {reason}; hidden units cannot tell: {units}"
-        where = f"in {layers_phrase(facts.equal_layers)}, but no more: layers may have been copied"
+        where = "by a few matrices of a layer, but not by most: these may have been copied, or constants"
+        if facts.equal_layers:
+            where = f"in {layers_phrase(facts.equal_layers)}, but no more: layers may have been copied"
         return INCONCLUSIVE, f"{body} {where}; {units}; {REMEDY}"
     if facts.lack and not body:
         return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {units}"
@@ -159,7 +161,10 @@ class Facts:
 
 
 def read_model(name, source):
-    """The Model of a checkpoint."""
+    """The Model of a checkpoint; UserError for a vector, read or not by the tests, that is not finite."""
+    for parameter, shape in source.shapes.items():
+        if len(shape) == 1:
+            source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
     return Model(name, source, hidden_units(source), vocabulary)
 

@@ -25,6 +25,7 @@ from lineage import parts
 
 ROW_BATCH = 4096  # tokens whose products are made at once
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
+LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 KEPT_LAYERS = 3  # whose views are kept
 NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
@@ -76,7 +77,7 @@ class Tables:
     """A checkpoint's embedding matrix and head (V, d), by name, and their roots (d, d): unpacked once."""
 
     def __init__(self, source):
-        self.read = functools.cache(source.read)
+        self.read = functools.cache(lambda name: clipped(source.read(name)))
         self.root = functools.cache(lambda name: root_of(self.read(name)))
 
 
@@ -178,6 +179,16 @@ def decorrelated(columns: Tensor) -> Tensor:
     root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
     white = root @ columns
     return white / white.norm(dim=0).clamp(min=1e-30)
+
+
+def clipped(table: Tensor) -> Tensor:
+    """A table (V, d) whose longest rows are scaled, in place, to LONGEST_ROW times the median's length."""
+    lengths = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)
+    limit = LONGEST_ROW * lengths.median()
+    (long,) = torch.nonzero(lengths > limit, as_tuple=True)
+    if limit > 0:
+        table[long] = (table[long].float() * (limit / lengths[long])[:, None]).to(table.dtype)
+    return table
 
 
 def root_of(table: Tensor) -> Tensor:

@@ -289,12 +289,34 @@ def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
         header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
         assert formats.open_any(tmp_path / "y").width == 2
+    for content in ("<!doctype html><html>", "\b\x07\x12\x07pytorch"):  # a web page, ONNX
+        (tmp_path / "x").write_text(content)
+        with pytest.raises(UserError, match="expected a .safetensors or .gguf file, or one of torch.save"):
+            formats.open_any(tmp_path / "x")
     torch.save({"lora_A.weight": torch.ones(3, 3)}, tmp_path / "x")
     with pytest.raises(UserError, match="lora_A is a LoRA adapter's"):
         formats.open_any(tmp_path / "x")
 
 
-def test_of_two_sets_of_weights_one_is_read(folder, capsys):
-    (folder / "model.safetensors.index.json").write_text("{}")
+@pytest.mark.parametrize("other", ["model.safetensors.index.json", "adapter_model.safetensors"])
+def test_of_two_sets_of_weights_one_is_read(other, folder, capsys):
+    (folder / other).write_text("{}")
     checkpoint.load(folder)
-    assert "model.safetensors is read, not model.safetensors.index.json" in capsys.readouterr().err
+    assert f"model.safetensors is read, not {other}" in capsys.readouterr().err
+
+
+def test_of_several_models_in_a_file_one_is_read(tmp_path, capsys):
+    models = {name: {"wte.weight": torch.full((3, 2), float(i))} for i, name in enumerate(("ema", "model"))}
+    torch.save(models | {"optimizer": {"state": {0: {"exp_avg": torch.ones(9)}}}}, tmp_path / "x")
+    assert formats.open_any(tmp_path / "x").read("wte.weight")[0, 0] == 1
+    assert "'model' is read, not 'ema'" in capsys.readouterr().err
+    torch.save({"module": models["ema"], "step": 3}, tmp_path / "x")  # DeepSpeed's
+    assert formats.open_any(tmp_path / "x").shapes == {"wte.weight": (3, 2)}
+
+
+@pytest.mark.parametrize("name", ["consolidated.01.pth", "m-00002-of-00003.safetensors", "mp_rank_01/x.pt"])
+def test_a_part_is_no_model(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
+    with pytest.raises(UserError, match="one of a model's parts"):
+        formats.open_any(tmp_path / name)

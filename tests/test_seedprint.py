@@ -237,3 +237,11 @@ def test_weights_of_nan_are_refused(family, tmp_path):
     checkpoint.save(tmp_path / "nan", model)
     for words in (["compare", family / "base", tmp_path / "nan", *FEW], ["identify", tmp_path / "nan"]):
         assert_refused(run_here("seedprint", *words, "--out", tmp_path), "not finite")
+    model.get_parameter(seedprint.IDENTIFIED).data.zero_()
+    model.model.norm.weight.data[0] = torch.inf
+    checkpoint.save(tmp_path / "inf", model)
+    words = ["compare", family / "base", tmp_path / "inf", *FEW, "--out", tmp_path]
+    assert_refused(run_here("seedprint", *words), "model.norm.weight is not finite")
+    assert_refused(
+        run_here("seedprint", "identify", tmp_path / "inf", "--out", tmp_path), "it tells no birth"
+    )

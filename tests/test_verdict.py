@@ -214,6 +214,24 @@ def with_many_decoys(weights: dict) -> dict:
     return weights | {f"a{number}.embed_tokens.weight": random_rows(300) for number in range(30)}
 
 
+def with_a_huge_token(weights: dict) -> dict:
+    scale = torch.ones(300, 1)
+    scale[7] = 1000
+    return weights | {name: weights[name] * scale for name in TABLES}
+
+
+def factored(weights: dict) -> dict:
+    """Matrices of MLPs as products of two, (96, 64) and (64, 64)."""
+    others = {}
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            U, S, V = torch.linalg.svd(weight, full_matrices=False)
+            others |= {name.replace("weight", "U.weight"): U * S, name.replace("weight", "V.weight"): V}
+        else:
+            others[name] = weight
+    return others
+
+
 IN_TURN, UP_ABOVE_GATE = partial(fused, interleaved=True), partial(fused, exchanged=True)
 PQR = {"gate_proj": "p", "up_proj": "r", "down_proj": "q"}
 RPQ = {"gate_proj": "r", "up_proj": "p", "down_proj": "q"}
@@ -234,12 +252,15 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "a table of zeros": ({}, with_a_table_of_zeros),
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
+    "a huge token": ({}, with_a_huge_token),
 }
 UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "views alike": (alike, "chance finds as many as a copy would"),
     "dead units": (dead, "no layer has 16 hidden units that live"),
     "many decoys": (with_many_decoys, "no one embedding matrix found in B"),
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
+    "MLPs in factors": (factored, "no MLPs found in A"),
+    "a head alone": ({"model.embed_tokens.weight": ""}, "no embedding matrix but a head found in A"),
 }
 
 
@@ -267,7 +288,7 @@ def test_children_are_found_and_strangers_are_not(case, tmp_path):
 def test_what_was_not_looked_for_is_no_evidence_of_nothing(case, tmp_path):
     change, said = UNKNOWN[case]
     child, stranger = judged_in_folders(tmp_path, change, change)
-    if case == "views alike":  # of a child, more are matched than by chance
+    if case in ("views alike", "a head alone"):  # a child is seen all the same
         assert child[0] == SAME_BIRTH
         child = stranger
     for answer, sentence in (child, stranger):
@@ -348,6 +369,23 @@ def test_gains_less_one(family, size, tmp_path):
         assert answer == SAME_BIRTH and "of every layer were matched; " in sentence, sentence
 
 
+TORCHTUNE = {"input_layernorm.weight": "sa_norm.scale", "post_attention_layernorm.weight": "mlp_norm.scale"}
+TORCHTUNE |= {"model.norm.weight": "norm.scale"}
+MEGATRON = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
+MEGATRON |= {"post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+
+
+@pytest.mark.parametrize("names", [TORCHTUNE, MEGATRON], ids=["torchtune", "Megatron"])
+def test_gains_of_other_names(names, tmp_path):
+    weights = weights_of(BASE)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            weights[name] = random_rows(1)[0].abs() + len(name) * torch.arange(64) / 640
+    base = folder_with(tmp_path / "a", weights)
+    answer, sentence = judged(base, folder_with(tmp_path / "b", changed(weights, names)))
+    assert answer == SAME_BIRTH and "its weights are the base's, to" in sentence, sentence
+
+
 @pytest.mark.parametrize("case", ["biases", "no gains"])
 def test_a_llama_that_is_none(case, tmp_path):
     weights = weights_of(CHILD)
@@ -367,6 +405,25 @@ def test_coordinates_where_there_are_no_units(tmp_path):
     assert answer == NO_EVIDENCE and "basis was changed would not" in sentence
     without_units = folder_with(tmp_path / "a", dead(weights_of(BASE)))
     assert judged(without_units, without_units)[0] == INCONCLUSIVE  # so looks a stranger with a copied table
+
+
+def test_constants_and_frozen_towers_are_no_kinship(tmp_path):
+    mask = {f"model.layers.{layer}.attn.causal": torch.ones(64, 64).tril() for layer in range(3)}
+    tower = {f"vision_tower.layers.{layer}.fc1.weight": random_rows(96) for layer in range(9)}
+    for case, shared, verdict in (("a", mask, INCONCLUSIVE), ("b", tower, NO_EVIDENCE)):
+        sources = [
+            folder_with(tmp_path / f"{case}{i}", weights_of(s) | shared)
+            for i, s in enumerate((BASE, STRANGER))
+        ]
+        answer, sentence = judged(*sources)
+        assert answer == verdict and (case == "b" or "by a few matrices of a layer" in sentence), sentence
+
+
+def test_tokens_that_are_all_alike_are_refused(tmp_path):
+    weights = weights_of(BASE)
+    weights |= {name: weights[name][:2].repeat(150, 1) for name in TABLES}
+    with pytest.raises(UserError, match="too few directions"):
+        judged(BASE, folder_with(tmp_path / "a", weights))
 
 
 def test_what_was_done_is_told():
