@@ -83,7 +83,7 @@ def distance(rows_a, rows_b):
         rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
         cosines.append((rows @ rows.T).fill_diagonal_(0).flatten().double())
     agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
-    return 1 - agreement**0.5
+    return round(1 - agreement**0.5, 9)  # what is smaller is rounding's
 
 
 # ---- two models --------------------------------------------------------------------------------------------

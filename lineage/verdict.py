@@ -41,6 +41,7 @@ TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are 
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
+ROUNDING = 1e-6  # and up to here of a change of basis, which computes the same
 SAME_TABLE, CHANGED_TABLE = 0.99, 0.5  # how alike embedding matrices are, in any basis
 WIDE = 1024  # wider models take seconds a layer: fewer are read,
 MANY = 64  # as of models with more MLPs, or experts
@@ -370,7 +371,7 @@ def changes(facts: Facts):
     if far is not None and far > COPY:
         yield f"its weights are at a distance of {far:.2g}, by training, merging, noise or rounding"
     elif far is not None:
-        yield f"its weights are the base's, to {far:.1g}"
+        yield f"its weights are the base's, {f'to {far:.1g}' if far > ROUNDING else 'up to rounding'}"
 
 
 def coordinates_phrase(body):

@@ -1,7 +1,8 @@
 """What becomes of models that differ in one thing, trained on one text in one order? (BB 6, B.3; SO)
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
-    python -m reproduce.trainings calibrations --text wiki.txt       # four scalings of heads, 80 minutes
+    python -m reproduce.trainings calibrations                       # four scalings of heads, 80 minutes
+    python -m reproduce.trainings perplexity --text wiki.txt         # what two of them make of a text
     python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
 
 Each run is made once, in runs/, and reused; one that was stopped is taken up again.
@@ -45,8 +46,8 @@ MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | 
 
 
 @dataclass
-class CalibrationSettings(RunSettings):
-    text: str | None = None  # file of held-out English, for Table 7's perplexity
+class PerplexitySettings(RunSettings):
+    text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
 
 
 @dataclass
@@ -171,20 +172,17 @@ def table_pairs(style, runs):
 # ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
 
 
-def calibrations(settings: CalibrationSettings):
-    """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12, Table 7; SO)"""
-    if settings.text and not Path(settings.text).is_file():
-        raise UserError(f"no text file '{settings.text}'")
+def calibrations(settings: RunSettings):
+    """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; SO)"""
     runtime.start(settings)
     runs = calibration_runs()
     train_all(list(runs.values()))
-    experiment = Experiment("calibrations", "BB Figure 12, Table 7; SO", settings)
+    experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
     rows = []
     for (config, kind, seed), run in runs.items():
         spec = checkpoint.parse_spec(run.out)
         model = spec.load(experiment.device, experiment.dtype)
         row = {"config": config, "calibration": kind, "seed": seed} | losses(run.out)
-        row["text_loss"] = text_loss(settings.text, spec, model)
         rows.append(row | measure_sinks(run, spec, model))
     path = experiment.folder / "calibrations.png"
     title = "Which calibration ends with fewer sinks, and a lower loss (nats/token)? One point per seed"
@@ -198,10 +196,24 @@ def losses(run):
     return {"val_loss": later[-1], "mean_loss": np.mean(later)}
 
 
+def perplexity(settings: PerplexitySettings):
+    """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
+    if not Path(settings.text).is_file():
+        raise UserError(f"no text file '{settings.text}': the paper's is the test split of WikiText-2")
+    runtime.start(settings)
+    runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
+    train_all(list(runs.values()))
+    experiment = Experiment("perplexity", "BB Table 7", settings)
+    rows = []
+    for (config, kind, seed), run in runs.items():
+        spec = checkpoint.parse_spec(run.out)
+        loss = text_loss(settings.text, spec, spec.load(experiment.device, experiment.dtype))
+        rows.append({"config": config, "calibration": kind, "seed": seed, "text_loss": loss})
+    return experiment.save(rows)
+
+
 def text_loss(text, spec, model):
-    """Mean loss on 256 windows of a text file, nats/token (Table 7); None without it, or a tokenizer."""
-    if text is None or spec.tokenizer_file is None:
-        return None
+    """Mean loss on 256 windows of a text file, nats/token."""
     device = model.lm_head.weight.device
     reading = TextSettings(text=text, num_sequences=256, device=device.type)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
@@ -225,7 +237,8 @@ def measure_sinks(run: train.Settings, spec, model):
 
 COMMANDS = {
     "lineage": Command(lineage, RunSettings(dtype="float32")),
-    "calibrations": Command(calibrations, CalibrationSettings(dtype="float32")),
+    "calibrations": Command(calibrations, RunSettings(dtype="float32")),
+    "perplexity": Command(perplexity, PerplexitySettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }
 

@@ -99,8 +99,8 @@ def test_losses_are_those_after_birth(tmp_path):
 def test_mistakes_before_hours_of_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    for words in (["--out", "file"], ["--text", "nowhere.txt"]):
-        assert_refused(run_here("reproduce.trainings", "calibrations", *words), words[1])
+    for command, *words in (["calibrations", "--out", "file"], ["perplexity", "--text", "nowhere.txt"]):
+        assert_refused(run_here("reproduce.trainings", command, *words), words[1])
     assert not Path("runs").exists()
 
 
@@ -142,7 +142,7 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 def test_calibrations(quick, monkeypatch):
     """All of them, two steps long: rows from the logs."""
     monkeypatch.setattr(trainings, "CALIBRATION_SEEDS", {"backcopy": (42, 123)})
-    rows = trainings.calibrations(trainings.CalibrationSettings(out="out", **CPU))["rows"]
+    rows = trainings.calibrations(RunSettings(out="out", **CPU))["rows"]
     for row, run in zip(rows, trainings.calibration_runs().values(), strict=True):
         log = list(read_log(Path(run.out)))
         assert row["calibration"] == run.attn_calibration
@@ -150,7 +150,7 @@ def test_calibrations(quick, monkeypatch):
         assert row["mean_alpha1"] == pytest.approx(row["uniform_alpha1"], rel=0.15)
 
 
-def test_text_loss_is_the_cross_entropy(tmp_path):
+def test_text_loss_is_the_cross_entropy(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
     sets = data.Settings(source=(str(text),), tokenizer="bpe:290", held_out=0.5, out=str(tmp_path / "data"))
@@ -164,4 +164,8 @@ def test_text_loss_is_the_cross_entropy(tmp_path):
         p = model(tokens[:, :-1]).double().softmax(-1)
     expected = -p.gather(2, tokens[:, 1:, None]).log().mean().item()
     assert trainings.text_loss(str(text), spec, model) == pytest.approx(expected, rel=1e-5)  # float32 logits
-    assert trainings.text_loss(None, spec, model) is None
+    run = train.Settings(out=str(tmp_path / "a"))
+    monkeypatch.setattr(trainings, "calibration_runs", lambda: {("laptop", "none", 1): run})
+    monkeypatch.setattr(trainings, "train_all", lambda runs: None)
+    settings = trainings.PerplexitySettings(text=str(text), out=str(tmp_path), **CPU)
+    assert trainings.perplexity(settings)["rows"][0]["text_loss"] == pytest.approx(expected, rel=1e-5)
