@@ -95,6 +95,10 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
     (r"^sha256-\w+$", "name one of Ollama's blobs, the largest: {}, or another"),
     (r"^global_step\d+$", "{} is DeepSpeed's: zero_to_fp32.py makes one checkpoint of its parts"),
+    (r"^iter_\d+$", "{} is Megatron's: convert it to Hugging Face's format"),
+    (r"^\.metadata$", "it is a distributed checkpoint: torch.distributed.checkpoint.format_utils joins it"),
+    (r"^.*\.(?:npz|msgpack|h5|onnx)$", "{} is of another library: save its weights as .safetensors"),
+    ("not in a subdirectory", "it is no file of torch.save: save its weights as .safetensors"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
@@ -106,6 +110,9 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
 
 class ForeignArchitecture(UserError):
     """A folder is a checkpoint, but not of an architecture that `model.py` is."""
+
+    def __init__(self, reason):
+        super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
 
 
 # ---- what to say of strangers' files -----------------------------------------------------------------------
@@ -191,6 +198,8 @@ def pickled_tensors(path):
             if is_bomb or (is_pickle and b"bytearray" in archive.read(entry)):  # which takes any memory
                 raise UserError(f"cannot read {path}: torch.save does not write {entry.filename} like this")
     values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected tensors by name, not a {type(values).__name__}")
     tensors = {}
     for name, value in nested_weights(path, values).items():
         if isinstance(value, torch.Tensor):
@@ -324,12 +333,12 @@ def config_from_hf(raw, place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     if raw is None:
         path = place.parent / "config.json"
-        raise ForeignArchitecture(f"{path} is missing: `seedprint.py compare` reads weights alone")
+        raise ForeignArchitecture(f"{path} is missing")
     family = raw.get("model_type")
     if family == "bornbiased":
         return checked_config({key: value for key, value in raw.items() if key != "model_type"}, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        known = f"expected {', '.join(FAMILIES)}. `seedprint.py compare` reads any"
+        known = f"expected {', '.join(FAMILIES)}"
         raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):

@@ -84,7 +84,8 @@ def read_tokens(settings: TextSettings, spec, T):
     else:
         tokens = random_windows(encode(text, str(tokenizer)), count, T, settings.input_seed)
     if len(tokens) < count:
-        raise UserError(f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}")
+        found = f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}"
+        raise UserError(f"{found}: name a longer text, or a shorter --sequence-length")
     if settings.first_token is not None:
         tokens[:, 0] = first_token(settings.first_token, tokenizer, spec)
     largest = int(tokens.max())

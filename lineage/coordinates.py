@@ -88,6 +88,7 @@ def weight_correlations(a, b):
         return {}, {}
     matrices = [plain_matrices(source) for source in (a, b)]
     inputs_first = [parts.stores_inputs_first(source) for source in (a, b)]
+    found = parts.find(a)
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
     layers = defaultdict(list)
     shared = [name for name in matrices[0] if name in matrices[1]]
@@ -95,7 +96,8 @@ def weight_correlations(a, b):
         names = (matrices[0][name], matrices[1][name])
         layer = parts.LAYER.search(name)
         kind = "body" if layer else "embedding"
-        if kind == "embedding" or a.shapes[names[0]] == b.shapes[names[1]]:
+        is_table = names[0] in found.tables + found.heads
+        if is_table or (layer and a.shapes[names[0]] == b.shapes[names[1]]):
             rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))

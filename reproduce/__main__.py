@@ -26,13 +26,13 @@ LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
 FEW = "--num-sequences 25"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
-    "probe": "probe.py --seed 42 43",
+    "probe": "probe.py --seed 42 43 --dtype float32",
     "ten_thousand/probe": "probe.py --seed 42 --num-sequences 10000",
     "lengths/probe": "probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500",
     "nano_llama/probe": "probe.py --model nano_llama",
     "gpt2_1b/probe": "probe.py --model gpt2_1b --num-sequences 300",
     "centered/probe": "probe.py --seed 42 43 --init centered",
-    "layers": "contraction.py layers",
+    "layers": "contraction.py layers --dtype float32",
     "nano_llama/layers": "contraction.py layers --model nano_llama --seed 42 --num-sequences 300 "
     "--sequence-length 64",
     "ablation": "contraction.py ablation",

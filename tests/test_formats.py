@@ -242,6 +242,9 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "ckpt.pt": "ckpt.pt has weights alone",
     "consolidated.00.pth params.json": "consolidated.00.pth has weights alone",
     "consolidated.safetensors": "consolidated.safetensors has weights alone",
+    "iter_0000100": "iter_0000100 is Megatron's: convert it",
+    ".metadata __0_0.distcp": "format_utils joins it",
+    "config.json weights.npz": "weights.npz is of another library",
     "config.json model-00001-of-00002.safetensors": "the .index.json that names all is missing",
 }
 
