@@ -169,7 +169,7 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
     """UserError if one of the lengths does not fit the models' context."""
     for length in lengths:
         if not 1 <= length <= context:
-            raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context")
+            raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context or window")
 
 
 # ---- newborns ----------------------------------------------------------------------------------------------

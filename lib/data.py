@@ -34,7 +34,7 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import atomic_folder, check_regular, read_json
+from lib.files import atomic_folder, check_regular, check_text, read_json
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tokenizers import load_tokenizer
@@ -84,6 +84,8 @@ def python_files():
 def read(file):
     """The documents of a file: of .txt pages with the rest of their last line, of JSON a line each."""
     check_regular(file)
+    with file.open("rb") as content:
+        check_text(file, content.read(4096))
     with file.open(encoding="utf-8", errors="replace") as lines:
         if file.suffix == ".txt":
             yield from iter(lambda: lines.read(PAGE) + lines.readline(PAGE), "")

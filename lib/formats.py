@@ -65,7 +65,9 @@ TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddi
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 REQUIRED = {field.name for field in fields(ModelConfig) if field.default is MISSING}
-PART = re.compile(r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.")
+PART = re.compile(  # of a file's name and its folder's: the model was cut into several
+    r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank|\.distcp$"
+)
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -221,6 +223,8 @@ def nested_weights(path, values):
     if not inside:
         return values
     inside.sort(key=lambda key: key not in NESTED)
+    if inside[1:] and inside[0] not in NESTED:
+        raise UserError(f"{path} has several models, {inside[0]!r} and {inside[1]!r}: save one of them alone")
     if inside[1:] and is_first_process():
         print(f"{path}: {inside[0]!r} is read, not {inside[1]!r}", file=sys.stderr)
     return nested_weights(path, values[inside[0]])
@@ -365,7 +369,8 @@ def config_from_hf(raw, place):
             message = re.sub(rf"\b{ours}(?=`$| cannot be)", theirs, message)
         raise UserError(message) from None
     window = raw.get("sliding_window")
-    if raw.get("use_sliding_window", family == "mistral") and window is not None:
+    is_sliding = raw.get("use_sliding_window", family == "mistral")
+    if is_sliding and window is not None and raw.get("max_window_layers", 0) < config.num_layers:
         if not isinstance(window, int):
             raise UserError(f"{place}: sliding_window cannot be {window!r}")
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
@@ -458,7 +463,7 @@ def own_checkpoint(place, raw, tensors):
     if not expected.keys() & tensors.keys():
         raise ForeignArchitecture(f"{place}: {min(tensors)} and all others are unknown: have they a prefix?")
     differing = expected.keys() ^ tensors.keys()
-    if differing and all("norm" in name or name.endswith("bias") for name in differing):
+    if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
     check_shapes(tensors, expected, place)
     return CheckpointReader(place, tensors, config, config.d_model)
@@ -475,8 +480,8 @@ def foreign_checkpoint(place, raw, tensors):
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:
             width = tensor.shape[1]
     if type(width) is not int or not 0 < width < LARGEST_WIDTH:
-        said = f"{place} has no hidden_size in a config.json, and no embedding matrix that tells it"
-        raise UserError(f"{said}. {hint(names)}".strip(" ."))
+        said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
+        raise UserError(f"{said} beside it. {hint(names)}".strip(" ."))
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None

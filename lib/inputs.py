@@ -16,7 +16,7 @@ import torch
 
 from init import STD, keyed_generator
 from lib.data import TokenData, documents
-from lib.files import read_bytes
+from lib.files import check_text, read_bytes
 from lib.formats import is_gguf
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
@@ -110,7 +110,9 @@ def first_token(word, tokenizer, spec):
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
     if os.path.isfile(text):
-        content = read_bytes(Path(text), LARGEST_TEXT).decode(errors="replace")
+        content = read_bytes(Path(text), LARGEST_TEXT)
+        check_text(text, content[:4096])
+        content = content.decode(errors="replace")
         content = content.replace("\r\n", "\n").replace("\r", "\n")
     else:
         content = ""

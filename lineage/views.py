@@ -183,7 +183,7 @@ def decorrelated(columns: Tensor) -> Tensor:
 
 def clipped(table: Tensor) -> Tensor:
     """A table (V, d) whose longest rows are scaled, in place, to LONGEST_ROW times the median's length."""
-    lengths = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)
+    lengths = torch.linalg.vector_norm(table, dim=1).float()
     limit = LONGEST_ROW * lengths.median()
     (long,) = torch.nonzero(lengths > limit, as_tuple=True)
     if limit > 0:

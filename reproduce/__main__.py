@@ -24,7 +24,7 @@ from reproduce.claims import CLAIMS
 
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
-FEW = "--num-sequences 25"
+GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43 --dtype float32",
     "ten_thousand/probe": "probe.py --seed 42 --num-sequences 10000",
@@ -52,7 +52,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "matrix": f"seedprint.py matrix tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
     "outside/identify": f"seedprint.py identify {LLAMA}-1000 --seeds 2000 101999",
-    "robustness": "-m reproduce.robustness",
+    "robustness": f"-m reproduce.robustness smollm2 {GEMMA} {SMALL} {LARGE}",
     "errors": "-m reproduce.errors",
     "persistence": f"seedprint.py persistence {LLAMA}-1000 --stranger {LLAMA}-123",
     "qwen/persistence": f"seedprint.py persistence {QWEN}-1000 --stranger {QWEN}-123",

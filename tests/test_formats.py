@@ -313,6 +313,9 @@ def test_of_several_models_in_a_file_one_is_read(tmp_path, capsys):
     torch.save(models | {"optimizer": {"state": {0: {"exp_avg": torch.ones(9)}}}}, tmp_path / "x")
     assert formats.open_any(tmp_path / "x").read("wte.weight")[0, 0] == 1
     assert "'model' is read, not 'ema'" in capsys.readouterr().err
+    torch.save({"teacher": models["ema"], "student": models["model"]}, tmp_path / "x")
+    with pytest.raises(UserError, match="has several models, 'teacher' and 'student'"):
+        formats.open_any(tmp_path / "x")
     torch.save({"module": models["ema"], "step": 3}, tmp_path / "x")  # DeepSpeed's
     assert formats.open_any(tmp_path / "x").shapes == {"wte.weight": (3, 2)}
 

@@ -253,6 +253,7 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
+    "float64": ({}, lambda weights: {name: weight.double() for name, weight in weights.items()}),
 }
 UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "views alike": (alike, "chance finds as many as a copy would"),
@@ -386,13 +387,16 @@ def test_gains_of_other_names(names, tmp_path):
     assert answer == SAME_BIRTH and "its weights are the base's, up to rounding" in sentence, sentence
 
 
-@pytest.mark.parametrize("case", ["biases", "no gains"])
+@pytest.mark.parametrize("case", ["biases", "no gains", "a score in place of the head"])
 def test_a_llama_that_is_none(case, tmp_path):
     weights = weights_of(CHILD)
     if case == "biases":
         weights["model.layers.1.self_attn.o_proj.bias"] = torch.ones(64)
-    else:
+    elif case == "no gains":
         weights = {name: weight for name, weight in weights.items() if weight.ndim > 1}
+    else:
+        del weights["lm_head.weight"]
+        weights["score.weight"] = torch.ones(1, 64)
     suspect = folder_with(tmp_path / "a", weights, checkpoint.config_json(CHILD.config))
     assert suspect.config is None and judged(BASE, suspect)[0] == SAME_BIRTH
     with pytest.raises(UserError, match="is unknown, or missing"):
