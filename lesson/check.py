@@ -19,15 +19,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 
 from init import newborn
 from lib import checkpoint
+from lib.files import read_json
 from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.settings import Command, UserError, run_script
-from lineage.coordinates import paper_test
 from measure.attention import attention_to
 from measure.cosines import pairwise_cosine
 from measure.theory import hermite_kernel, relu_recursion
@@ -37,6 +38,7 @@ ANSWERS = Path(__file__).with_name("answers")
 LENGTH = 64  # tokens in a sequence
 VOCABULARY = 4096  # of every tiny preset
 SINK_LAYER, SINK_UNITS = 12, [1229, 1487]  # of smollm2, which hold its sink up (docs/sinks.md)
+ROBUSTNESS = Path(__file__).parents[1] / "results" / "robustness.json"
 
 
 @dataclass
@@ -248,19 +250,34 @@ def losses(model, tokens):
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(0)
 
 
-def paper_test_deceived(inputs):
-    """8. Do independent inputs deceive the paper's test? It must call all pairs of five newborns related."""
-    models = [newborn("tiny_llama", seed) for seed in range(5)]
-    shape = (500, 8, models[0].config.d_model)
-    given = inputs(*shape)
-    expect_tensor(given, shape)
-    cosine = pairwise_cosine(given.flatten(1))["mean_cosine"]
-    # independent sequences: 0, with a standard error of 1e-4
-    expect(abs(cosine) < 0.01, f"the sequences are not independent: their mean cosine is {cosine:.2f}")
-    states = [model.hidden(given.float(), last_only=True) for model in models]
-    p = [paper_test(a, b)["paper_t_p"] for a, b in itertools.combinations(states, 2)]
-    expect(max(p) < 0.01, f"an unrelated pair has p = {max(p):.2g}: the test is not deceived")
-    return f"the paper's test calls all ten unrelated pairs related, at p of {max(p):.0e} or less"
+def child_told(is_child):
+    """8. Which shares are a child's? Those of all measured pairs, and three maps that are made of them."""
+    table = read_json(ROBUSTNESS)
+    maps, strangers = [], []
+    for row, layers in zip(table["rows"], table["layers"]):
+        shares = [layer["share"] for layer in layers]
+        maps.append((f"{row['suspect']} against {row['base']}", shares, row["kind"].startswith("child")))
+        if row["kind"] == "never met":
+            strangers.append(shares)
+    most = np.max(strangers, axis=0)  # (12,): the largest share at each depth
+    for num_layers in (12, 30):
+        shares = np.interp(depths(num_layers), depths(len(most)), 2 * most).clip(max=1).tolist()
+        maps.append((f"a stranger of {num_layers} layers that shares twice as much", shares, False))
+    merge = shares[:11] + shares[-2:] + shares[13:-2] + shares[11:13]
+    maps.append(("a merge with two layers of the base", merge, True))
+    for name, shares, is_related in maps:
+        quarters = ", ".join(f"{100 * max(quarter):.0f}" for quarter in np.array_split(shares, 4))
+        said = f"{name} is {'a' if is_related else 'no'} child"
+        fault = f"{said}; at most {quarters} % of a layer are matched in the quarters of its depth"
+        expect(is_child(list(shares)) == is_related, fault)
+    first = depths(len(most))[1:][most[1:] > 0.1][0]
+    seen = f"strangers share more than a tenth only from a depth of {first:.2f} on (0: input, 1: output)"
+    return f"{len(maps)} maps are told rightly; behind the first layer {seen}"
+
+
+def depths(num_layers):
+    """Where a model's layers stand, from 0, its input, to 1, its output: (num_layers,)."""
+    return (np.arange(num_layers) + 0.5) / num_layers
 
 
 CHECKS = {  # the function that answers/N.py is asked for, and its check
@@ -271,7 +288,7 @@ CHECKS = {  # the function that answers/N.py is asked for, and its check
     5: ("hide", child_hidden),
     6: ("sleep", head_at_rest),
     7: ("stand_in", sink_replaced),
-    8: ("inputs", paper_test_deceived),
+    8: ("is_child", child_told),
 }
 COMMANDS = {"": Command(check_answers, Settings())}
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import runpy
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -85,6 +87,7 @@ def without_noise(model):
 
 WRONG = [
     (1, F.relu, "a cosine of 0.318"),
+    (1, lambda z: z / 0, "not all of the numbers are finite"),
     (1, torch.zeros_like, "close to a straight line"),
     (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
@@ -95,9 +98,11 @@ WRONG = [
     (5, lambda weights: {name: w.roll(1) for name, w in weights.items()}, "logits differ"),
     (6, lambda model: None, "0.07 of its attention"),
     (6, lambda model: model.model.embed_tokens.weight[0].mul_(100), "weight has changed"),
-    (8, lambda n, T, d: torch.randn(1, T, d).expand(n, T, d), "not independent"),
-    (8, lambda n, T, d: 0.001 * torch.randn(n, T, d), "the test is not deceived"),
-    (8, lambda n, T, d: torch.randn(n, T, d) / 0, "not all of the numbers are finite"),
+    (8, lambda shares: max(shares) > 0.1, "gemma.gguf against smollm2 is no child"),
+    (8, lambda shares: max(shares) > 0.5, "a stranger of 12 layers"),
+    (8, lambda shares: sum(shares) > 0.2 * len(shares), "a merge with two layers of the base is a child"),
+    (8, lambda shares: max(shares[: len(shares) // 2]) > 0.05, "qwen05.gguf against smollm2 is no child"),
+    (8, lambda shares: None, "itself against smollm2 is a child"),
 ]
 
 
@@ -112,3 +117,11 @@ def test_wrong_answers(exercise, function, words, untrained):
 def test_any_right_answer_will_do(monkeypatch):
     monkeypatch.setitem(model.ACTIVATIONS, "mine", lambda z: z + z**3)
     check.fair_activation(model.ACTIVATIONS["mine"])
+
+
+def test_exercise_8_needs_the_order_of_layers():
+    """A child and a stranger have the same shares, in another order."""
+    solution = runpy.run_path(str(ROOT / "lesson/solutions/8.py"))["is_child"]
+    said = defaultdict(set)
+    check.child_told(lambda shares: said[tuple(sorted(shares))].add(solution(shares)) or solution(shares))
+    assert {True, False} in said.values()

@@ -1,9 +1,10 @@
-"""8. Which inputs deceive a test? Write `inputs`."""
+"""8. When do strangers look like kin? Write `is_child`."""
 
 
-def inputs(num_sequences, T, d):
-    """Random inputs on which the paper's test calls unrelated models related: (num_sequences, T, d), float.
+def is_child(shares):
+    """Is a suspect a child of the base, at least in two of its layers: True or False.
 
-    It has a vector of width d in place of each embedded token, and its sequences are independent.
+    `shares` are numbers from 0 to 1, one for each layer of the suspect, from input to output: the share of
+    its hidden units that are matched in the closest layer of the base. Suspects have 6 to 30 layers.
     """
     raise NotImplementedError
