@@ -9,7 +9,7 @@
 
 Facts are gathered, `judge` has the rules, and each fact is told once. Hidden units decide, where there
 are any (`lineage/match.py`), but not everywhere: unrelated language models share nothing in the middle of
-their depth, and up to 37 % of the last layer, weakly (r at most 0.27), since all learn to predict the same
+their depth, and up to 34 % of the last layer, weakly (r at most 0.26), since all learn to predict the same
 words. A child has nearly all units in every layer, with r above 0.9 after ordinary fine-tuning. Coordinates
 of the blocks' weights (`lineage/coordinates.py`) decide only where the embedding matrices cannot have tied
 them. The thresholds are ours; `python -m reproduce.robustness` measures what they rest on.
