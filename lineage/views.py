@@ -74,7 +74,7 @@ def layout_hypotheses(source):
 
 
 class Tables:
-    """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots (d, d): read once."""
+    """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
 
     def __init__(self, source):
         self.read = functools.cache(lambda name: clipped(source.read(name)))
