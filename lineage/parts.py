@@ -48,6 +48,7 @@ LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models s
 MOST_EXPERTS = 256  # of a stack that are told apart
 MOST_TABLES = 4  # that may be a model's embedding matrix
 MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
+FACTOR = re.compile(r"[._]u_proj(?:\.weight)?$")  # of a matrix that is stored as a product, U V
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class Parts:
 
 
 def find(source):
-    """The Parts of a checkpoint. Where config.json's width fits no embedding matrix, the matrix is right."""
+    """The Parts of a checkpoint. Of the widths of config.json and a table, that of most layers is right."""
     outside = {}
+    sizes = Counter()  # along which axes of layers' matrices
     layers = defaultdict(dict)  # full names by the rest of a name, by stack and number
     for name in sorted(name for name, shape in source.shapes.items() if 0 not in shape):
         match = LAYER.search(name)
@@ -104,15 +106,16 @@ def find(source):
             outside[name] = source.shapes[name]
         else:
             layers[name[: match.start(1)], int(match[1])][name[match.end() :]] = name
+            sizes.update(set(source.shapes[name][-2:]))
     matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    tables = [name for name in matrices if TABLE.search(name)]
+    named = [name for name in matrices if TABLE.search(name)]
     width = source.width
-    if tables and all(width not in matrices[name] for name in tables):
-        width = matrices[tables[0]][1]
+    if named and all(width not in matrices[name] for name in named):
+        width = max(matrices[named[0]][1], width, key=lambda size: sizes[size])
     matrices = {name: shape for name, shape in matrices.items() if shape[1] == width}
     heads = [name for name in matrices if HEAD.search(name)]
-    tables = [name for name in tables if name in matrices]
-    if not tables:  # those with the most rows, of whatever name
+    tables = [name for name in named if name in matrices]
+    if not named:  # those with the most rows, of whatever name
         most = max([shape[0] for shape in matrices.values()], default=0)
         tables = [name for name, shape in matrices.items() if shape[0] == most and name not in heads]
         tables = tables or heads  # a tied matrix under the head's name
@@ -163,8 +166,12 @@ def mlps_of_layer(source, names, width):
 
 
 def is_factored(matrices):
-    """Is a matrix of an MLP stored as a product, as in up_proj.U and up_proj.V? None of them has units."""
-    owners = Counter(rest.removesuffix(".weight").rpartition(".")[0] for rest in matrices)
+    """Is a matrix stored as a product, up_proj.U and up_proj.V, or up_u_proj? Its inner size is no units'."""
+    owners = Counter()
+    for rest in matrices:
+        if FACTOR.search(rest):
+            return True
+        owners[rest.removesuffix(".weight").rpartition(".")[0]] += 1
     several = [owner for owner, count in owners.items() if count > 1]
     return any(pattern.match(owner) for owner in several for pattern in MLP_MATRIX.values())
 

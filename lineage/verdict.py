@@ -63,6 +63,9 @@ def judge(facts):
         alike = "and so do the embedding matrices, but hidden units do not say the same"
         looks = "So look an unrelated model trained on a copied embedding matrix, and a child with new MLPs"
         return INCONCLUSIVE, f"{body}, {alike}: {units}. {looks}; {REMEDY}"
+    if facts.body_agrees and facts.embedding is None and facts.match is None:
+        tied = "but the embedding matrices could not be compared, and a copied one may explain it"
+        return INCONCLUSIVE, f"{body}, {tied}; {units}; {REMEDY}"
     if facts.body_agrees:
         if facts.are_enough(len(facts.equal_layers)):
             reason = "which no copied embedding matrix explains, since the base's is another"
@@ -72,7 +75,7 @@ def judge(facts):
             where = f"in {layers_phrase(facts.equal_layers)}, but no more: layers may have been copied"
         return INCONCLUSIVE, f"{body} {where}; {units}; {REMEDY}"
     if facts.lack and not body:
-        return INCONCLUSIVE, f"nothing to compare: no matrices of one name and shape, and {units}"
+        return INCONCLUSIVE, f"nothing to compare: no layers' matrices of one name and shape, and {units}"
     if facts.lack and (facts.may_have_mlps or facts.body["p"] <= UNDECIDED_P):
         return INCONCLUSIVE, f"{body}, but a changed basis would hide a child, and {units}"
     if facts.lack:
