@@ -2,7 +2,7 @@
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # four scalings of heads, 80 minutes
-    python -m reproduce.trainings perplexity --text wiki.txt         # what two of them make of a text
+    python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
     python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
 
 Each run is made once, in runs/, and reused; one that was stopped is taken up again.
