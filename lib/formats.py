@@ -370,7 +370,7 @@ def config_from_hf(raw, place):
         raise UserError(message) from None
     window = raw.get("sliding_window")
     is_sliding = raw.get("use_sliding_window", family == "mistral")
-    if is_sliding and window is not None and raw.get("max_window_layers", 0) < config.num_layers:
+    if is_sliding and window is not None and (raw.get("max_window_layers") or 0) < config.num_layers:
         if not isinstance(window, int):
             raise UserError(f"{place}: sliding_window cannot be {window!r}")
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain

@@ -101,8 +101,9 @@ def first_token(word, tokenizer, spec):
         bos = load_tokenizer(str(tokenizer)).bos
         if bos is not None:
             return bos
-    if not re.fullmatch(r"\d{1,9}", word):
-        raise UserError(f"--first-token {word}: expected a token's number, or bos where a tokenizer has it")
+    if not re.fullmatch(r"\d{1,9}", word) or int(word) >= spec.config.vocab_size:
+        known = f"a number below {spec.config.vocab_size}, or bos where a tokenizer has it"
+        raise UserError(f"--first-token {word}: expected {known}")
     return int(word)
 
 

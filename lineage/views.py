@@ -118,7 +118,8 @@ class Units:
         living = torch.stack([weights.any(dim=1) for weights in rows.values()]).all(dim=0)
         views = {}
         for view, weights in rows.items():
-            columns = self.tables.root(self.table_of(view)) @ weights.T
+            largest = weights.abs().amax(dim=1).clamp(min=1e-30)
+            columns = self.tables.root(self.table_of(view)) @ (weights.T / largest)
             if not columns.isfinite().all():
                 raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
             columns = columns / columns.norm(dim=0).clamp(min=1e-30) * living

@@ -1,14 +1,11 @@
 """Where does a model attend, and what singles a position out? (BB 6.2, SO)
 
-    >>> from lib import checkpoint, inputs
-    >>> from measure import attention
-    >>> model = checkpoint.load("tiny_llama@42")
-    >>> tokens = inputs.random_tokens(0, range(8), 64, 4096)
-    >>> attention.attention_to(model, tokens).shape  # alpha_1 of 8 sequences, 6 layers, 8 heads
-    torch.Size([8, 6, 8, 1])
-
-alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
-head whose alpha_1 in a sequence is above EPSILON is a sink head there.
+>>> from lib import checkpoint, inputs
+>>> from measure import attention
+>>> model = checkpoint.load("tiny_llama@42")
+>>> tokens = inputs.random_tokens(0, range(8), 64, 4096)
+>>> attention.attention_to(model, tokens).shape  # alpha_1 of 8 sequences, 6 layers, 8 heads
+torch.Size([8, 6, 8, 1])
 """
 
 from collections import defaultdict
@@ -21,7 +18,7 @@ from torch import Tensor
 from lib.runtime import BATCH_TOKENS, progress
 from model import Transformer, causal_attention
 
-EPSILON = 0.3  # Gu et al.
+EPSILON = 0.3  # a head whose alpha_1 in a sequence is above this is a sink head there (Gu et al.)
 
 # ---- attention without T x T matrices ----------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
     for window, context_length in ((4096, 700), (16, 16)):  # up to its window, a Mistral is plain
         edit_config(folder, model_type="mistral", sliding_window=window)
         assert parse_spec(folder).config.context_length == context_length
+    edit_config(folder, max_window_layers=None)
+    assert parse_spec(str(folder)).config.context_length == 16
     edit_config(folder, sliding_window=None)
     path = tmp_path / "a" / "model.safetensors"
     weights = safetensors.torch.load_file(path)

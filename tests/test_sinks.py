@@ -20,6 +20,7 @@ from lib import checkpoint, data
 from lib.checkpoint import Spec, parse_spec
 from lib.files import read_json
 from lib.inputs import TextSettings, random_tokens, random_vectors, read_tokens
+from lib.settings import UserError
 from measure import attention, theory
 from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
@@ -344,6 +345,8 @@ def test_what_a_model_reads(text):
     for word, number in (("bos", tokenizer.bos), ("97", 97)):
         begun = read_tokens(replace(settings, first_token=word), spec, 16)
         assert (begun[:, 0] == number).all() and torch.equal(begun[:, 1:], tokens[:, 1:])
+    with pytest.raises(UserError, match=f"first-token {10**8}: expected a number below"):
+        read_tokens(replace(settings, first_token=str(10**8)), spec, 16)
     held_out = read_tokens(given(TextSettings, text=text.data, num_sequences=7), spec, 16)
     assert torch.equal(held_out, data.TokenData(text.data).held_out(7, 16)[0])
 

@@ -263,6 +263,7 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
+    "matrices of huge scale": ({}, lambda weights: {name: 1e18 * weights[name] for name in weights}),
     "float64": ({}, lambda weights: {name: weight.double() for name, weight in weights.items()}),
 }
 UNKNOWN = {  # what was done to both, and what the sentence says is missing
