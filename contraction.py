@@ -27,7 +27,7 @@ from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import attention, theory
 from measure.cosines import floored_cosine, pairwise_cosine
 from model import ModelConfig, rope_table
-from probe import count_predictions, preference
+from probe import SHOWN, count_predictions, preference
 
 WIDTHS = (128, 256, 512, 1024)  # of `width`
 COSINES = ("mean_cosine", "std_cosine")  # columns of which rows have the mean over seeds
@@ -93,11 +93,6 @@ def states_along(functions, x):
     return states
 
 
-def chosen(row, *columns):
-    """Some columns of a row."""
-    return {name: row[name] for name in columns}
-
-
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
 
 
@@ -137,12 +132,11 @@ def ablation(settings: Settings):
     for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
         for key, part, counts in sublayers_apart(experiment, model, lengths):
-            found = chosen(preference(part, counts), "ratio", "log10_p", "mean_cosine", "std_cosine")
-            rows.append({"model": spec.name, "seed": spec.seed} | key | found)
+            rows.append({"model": spec.name, "seed": spec.seed} | key | preference(part, counts))
     question = "Which sublayer gives a newborn its favourite token?"
     label = "its count / that of uniform draws' favourite"
     plot(experiment, rows, question, "variant", "model", {}, "ratio", style="o", ylabel=label)
-    return experiment.save(rows)
+    return experiment.save(rows, ("variant", *SHOWN))
 
 
 # ---- the MLP's asymmetric activation (BB 4.2) --------------------------------------------------------------
@@ -321,18 +315,17 @@ def predict(settings: Settings):
             points += [{"model": spec.name, "predicted": x, "measured": y} for x, y in pairs]
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
     plot(experiment, points, question, "predicted", "model", {"predicted": "exactly"}, "measured", style=".")
-    return experiment.save(rows)
+    return experiment.save(rows, (*SHOWN, "predicted_token", "direction_cosine"))
 
 
 def predict_direction(model, T, counts):
     """Columns of a row; and the contraction direction, (d,) of norm 1, from the weights and as counted."""
-    found = preference(model, counts)
-    row = chosen(found, "top1_token", "top1_count", "direction_token", "direction_matches", "mean_cosine")
-    row["direction_count"] = int(counts.tokens[found["direction_token"]])
     direction = F.normalize(counts.cosines.direction().cpu(), dim=0)
+    row = preference(model, counts)
     begun = time.perf_counter()
     predicted = theory.mean_field(model, T)
     row["seconds"] = time.perf_counter() - begun
+    row["direction_count"] = int(counts.tokens[row["direction_token"]])
     row["predicted_token"] = int(model.unembed(predicted.to(model.head_weight)).argmax())
     row["direction_cosine"] = float(predicted @ direction)
     row["predicted_cosine"] = theory.kernel_recursion(model.config, T)[0][-1]
@@ -349,14 +342,13 @@ def cure(settings: Settings):
             model = replace(spec, scheme=scheme).load(experiment.device, experiment.dtype)
             for T in lengths:
                 counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
-                found = preference(model, counts)
                 predicted, _ = theory.kernel_recursion(spec.config, T, scheme)
                 key = {"model": spec.name, "seed": spec.seed, "init": scheme, "sequence_length": T}
                 key |= {"predicted_cosine": predicted[-1]}
-                rows.append(key | chosen(found, "mean_cosine", "top1_count", "uniform_max_count", "log10_p"))
+                rows.append(key | preference(model, counts))
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
     plot(experiment, rows, question, "seed", "init", {"predicted_cosine": "kernel recursion"}, style="o")
-    return experiment.save(rows)
+    return experiment.save(rows, ("init", *SHOWN))
 
 
 @torch.inference_mode()

@@ -61,6 +61,7 @@ class Experiment:
             "rows": rows,
             **more,
         }
+        self.environment["content"] = content_digest(result)
         if rank() == 0:
             try:
                 write_json(result, self.folder / f"{self.name}.json")
@@ -105,6 +106,12 @@ def loaded_files():
     """The project's files that are imported here, from its root."""
     files = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
     return sorted({str(path.relative_to(ROOT)) for path in files if ROOT in list(path.parents)[:2]})
+
+
+def content_digest(result):
+    """SHA-256 of a result but for its environment: the same of its JSON, until a number there is changed."""
+    content = {key: value for key, value in result.items() if key != "environment"}
+    return hashlib.sha256(json.dumps(content, default=np.generic.item).encode()).hexdigest()
 
 
 def code_digest(files):

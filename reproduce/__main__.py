@@ -18,7 +18,7 @@ from typing import Literal
 
 from lib import runtime
 from lib.files import atomic_file, read_json
-from lib.results import code_digest
+from lib.results import code_digest, content_digest
 from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
 
@@ -76,7 +76,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
 @dataclass
 class Settings(OutputSettings):
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make; None: all
-    keep: bool = False  # keep results that were made by other code than today's
+    keep: bool = False  # keep results that were made by other code than today's, or changed by hand
 
 
 def reproduce(settings: Settings) -> None:
@@ -138,10 +138,10 @@ def read_result(out, name):
 
 
 def is_of_this_code(result):
-    """Was a result made by the code that is here now, comments aside?"""
+    """Is a result what a command wrote, whose code is the one that is here now, comments aside?"""
     try:
         made = result["environment"]
-        return made["code"] == code_digest(made["files"])
+        return made["code"] == code_digest(made["files"]) and made["content"] == content_digest(result)
     except (KeyError, OSError):  # older than digests; or a file is gone
         return False
 

@@ -90,10 +90,10 @@ def test_a_failure_stops_nothing_and_is_reported(few, capfd):
     assert f"--out '{folder}'" in lines["Figure 6"][6]
     environment = read_json(folder / "deep/probe.json")["environment"]
     assert {"probe.py", "model.py", "lib/results.py"} < set(environment["files"])
-    assert main.is_of_this_code({"environment": environment})
+    assert main.is_of_this_code(read_json(folder / "deep/probe.json"))
 
 
-def test_what_is_there_is_made_anew_if_it_is_damaged_or_of_other_code(few, asked, tmp_path, monkeypatch):
+def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, asked, tmp_path, monkeypatch):
     """Code is what stands in a file, but for docstrings and comments."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
     out = Path(few.out)
@@ -102,12 +102,14 @@ def test_what_is_there_is_made_anew_if_it_is_damaged_or_of_other_code(few, asked
     environment = {"seconds": 1.0, "files": ["probe.py"]}
     of_engage = next(claim for claim in CLAIMS if claim.result == "engage")
 
-    def made_anew(source, **changes):
+    def made_anew(source, count=1, **changes):
         results.code_of.cache_clear()
         (tmp_path / "probe.py").write_text(source)
         if "code" not in environment:
             environment["code"] = results.code_digest(["probe.py"])
-        (out / "engage.json").write_text(json.dumps({"rows": [], "environment": environment}))
+        environment["content"] = results.content_digest({"rows": [], "count": 1})
+        result = {"rows": [], "count": count, "environment": environment}
+        (out / "engage.json").write_text(json.dumps(result))
         asked.clear()
         main.reproduce(replace(few, only=("engage", "deep/probe"), **changes))
         assert asked[-1] == [*PROBE.split(), "--out", str(out / "deep")]
@@ -119,16 +121,14 @@ def test_what_is_there_is_made_anew_if_it_is_damaged_or_of_other_code(few, asked
     assert not made_anew('"""What is\n\nborn?"""\n# a comment\n\nx = "#"\n')
     assert made_anew('x = "#1"\n')
     assert not made_anew('x = "#1"\n', keep=True)
+    assert made_anew('x = "#"\n', count=2)
     environment["files"] = ["gone.py"]
     assert made_anew('x = "#"\n')
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_committed_columns_are_those_that_the_code_writes(name, tmp_path):
-    """Of those results that say by which code they were made."""
     committed = read_json(ROOT / f"results/{name}.json")
-    if "code" not in committed["environment"]:
-        pytest.skip("older than digests")
     script, *subcommand = main.RESULTS[name].split(" --")[0].split()[:2]
     done = run_here(script, *subcommand, *TINY[name].split(), "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -187,6 +187,9 @@ def test_committed_results():
     assert {claim.result for claim in CLAIMS if claim.result} <= main.RESULTS.keys()
     committed = [path.relative_to(ROOT / "results") for path in ROOT.glob("results/**/*.json")]
     names = {str(path.with_suffix("")) for path in committed if path.parts[0] != "paper_scale"}
+    for name in names:
+        result = read_json(ROOT / f"results/{name}.json")
+        assert result["environment"]["content"] == results.content_digest(result), name
     assert names - main.RESULTS.keys() == {"disguised/compare"}  # whose command stands in README
     page = report_lines((ROOT / "results/README.md").read_text())
     for claim, line in zip(CLAIMS, page, strict=True):
