@@ -109,7 +109,7 @@ def loaded_files():
 
 
 def content_digest(result):
-    """SHA-256 of a result but for its environment: the same of its JSON, until a number there is changed."""
+    """SHA-256 of a result but for its environment: its JSON, read again, has it until a value is changed."""
     content = {key: value for key, value in result.items() if key != "environment"}
     return hashlib.sha256(json.dumps(content, default=np.generic.item).encode()).hexdigest()
 

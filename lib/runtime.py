@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before a group is: its defaults would hold the group beyond the end
+import torch.distributed.nn  # before a group is made: else its functions' defaults keep it alive
 from tqdm import tqdm
 
 from lib.settings import RunSettings, UserError

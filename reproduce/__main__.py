@@ -80,7 +80,7 @@ class Settings(OutputSettings):
 
 
 def reproduce(settings: Settings) -> None:
-    """Make what is missing or of other code, and write README.md; UserError if a command failed."""
+    """Make what is missing, changed or of other code, and write README.md; UserError if a command failed."""
     runtime.start(settings)  # can we write there?
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed = []
@@ -167,7 +167,7 @@ def cells(claim, out):
         if result is not None:
             measured, verdict = claim.read(result)
             command += f", {result['environment']['seconds']:.0f} s"
-            command += "" if is_of_this_code(result) else ", of other code"
+            command += "" if is_of_this_code(result) else ", of other code or changed"
         if Path(out, f"{claim.result}.png").exists():
             figure = f"[figure]({claim.result}.png)"
     return claim.item, claim.says, claim.number, measured, verdict, figure, command

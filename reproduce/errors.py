@@ -1,6 +1,6 @@
 """How often does each test call unrelated models related? (BB B.3.1, Figure 13; mostly ours)
 
-    python -m reproduce.errors                      # all pairs of 45 newborns: half an hour
+    python -m reproduce.errors                      # all pairs of 45 newborns: 20 minutes
     python -m reproduce.errors --num-births 5       # all pairs of 5
 
 Newborns of different seeds are unrelated by construction, so every rejection is an error. A test is sound if

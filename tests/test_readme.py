@@ -19,7 +19,7 @@ for block in re.findall(r"^```\n(\$ .*?)^```", (ROOT / "README.md").read_text(),
 
 
 def test_every_block_with_numbers_is_read():
-    assert PRINTED.keys() == {"probe", "layers", "disguised/compare"}
+    assert PRINTED.keys() == {"probe", "disguised/compare"}
 
 
 @pytest.mark.parametrize("name", PRINTED)
