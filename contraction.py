@@ -1,6 +1,6 @@
 """Why does a newborn prefer tokens? Its states contract: every mechanism of BB section 4, with its theory.
 
-    python contraction.py                        # all of them, eight minutes on 2 cores
+    python contraction.py                        # all of them, three to eight minutes on 2 cores
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
@@ -383,7 +383,7 @@ def width(settings: WidthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment, one after the other (eight minutes)"""
+    """Run every experiment, one after the other (three to eight minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
     for command in EXPERIMENTS.values():
         command.function(replace(command.defaults, **given))
