@@ -44,10 +44,10 @@ def mean_attention(q: Tensor, k: Tensor, positions) -> Tensor:
 
 @torch.inference_mode()
 def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha (B, L, H, K) of K positions, for every layer and head, on tokens (B, T).
+    """alpha_k, what queries i >= k pay to position k on average, of K positions k >= 1: (B, L, H, K).
 
-    `on_heads` and `on_state` are those of `Transformer.hidden`: weights are read before heads are replaced.
-    ValueError for a position outside 1..T.
+    Tokens are (B, T); ValueError for a position outside 1..T. `on_heads` and `on_state` are those of
+    `Transformer.hidden`: weights are read before heads are replaced.
     """
     T = tokens.shape[1]
     if min(positions) < 1 or max(positions) > T:
