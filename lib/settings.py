@@ -77,11 +77,14 @@ def read_command(commands, words, document):
     if words and words[0] in subcommands:
         name, *words = words
         document = commands[name].function.__doc__
-    elif len(commands) > 1 and words[:1] in (["-h"], ["--help"]):
-        print(f"{document.strip()}\n\nsubcommands, each with a --help of its own:")
+    elif subcommands and words[:1] in (["-h"], ["--help"]):
+        lines = [document.strip(), "", "subcommands, each with a --help of its own:"]
         for subcommand in subcommands:
-            print(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
-        sys.exit(0)
+            lines.append(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
+        document = "\n".join(lines)
+        if "" not in commands:
+            print(document)
+            sys.exit(0)
     elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
         check_choice(words[0], subcommands, "subcommand")
     if name not in commands:

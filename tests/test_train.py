@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import kill_training
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from model import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 TWELVE = kill_training.SMALL | {"max_iters": 12, "eval_every": 6, "log_every": 6, "learning_rate": 2e-3}
+
+TWELVE_OF_4, TWELVE_OF_6 = (train.Settings(**TWELVE | {"max_iters": count}) for count in (4, 6))
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +152,15 @@ def test_evaluation_never_touches_the_training_order(tokens, whole, tmp_path):
     changes = {"eval_every": 3, "eval_sequences": 2, "save_every": 2, "track_sinks": True}
     other = train.train(small(tokens, tmp_path / "a", **changes))
     assert losses(other) == losses(whole)
-    windows, _ = data.TokenData(tokens).held_out(2, 16)
+    windows, _ = data.TokenData(tokens).held_out(100, 16)
     alpha = attention.attention_to(checkpoint.load(other), windows)[..., 0]  # (n, L, H)
-    last = rows_of(other)[-1]
-    assert last["mean_alpha1"] == pytest.approx(alpha.mean().item(), rel=1e-5)  # float32 sums
-    assert last["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
+    fallen, with_bos = rows_of(other)[-1]["sinks"]  # of one length each: 16 is below 64
+    assert np.array(fallen["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)  # four digits
+    assert fallen["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
+    windows[:, 0] = 256
+    alpha = attention.attention_to(checkpoint.load(other), windows)[..., 0]
+    assert np.array(with_bos["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)
+    assert (fallen["bos_first"], with_bos["bos_first"], with_bos["sequence_length"]) == (False, True, 16)
 
 
 def test_bfloat16_is_close_to_float32(tokens, whole, tmp_path):
@@ -215,14 +222,14 @@ def test_killed_and_resumed():
 
 def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, monkeypatch):
     """Then --resume, and nothing but the folder, goes on to the same bits."""
-    accumulate = train.Training.accumulate
+    learning_rate = train.learning_rate
 
-    def interrupted(training):
-        if training.step == 4:
+    def interrupted(step, settings):
+        if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(training)
+        return learning_rate(step, settings)
 
-    monkeypatch.setattr(train.Training, "accumulate", interrupted)
+    monkeypatch.setattr(train, "learning_rate", interrupted)
     done = run_here("train.py", *words_of(small(tokens, tmp_path / "a")))
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "a")) == 5 and steps_with_state(tmp_path / "a")[-1] == "05"
@@ -254,7 +261,10 @@ def test_some_settings_may_change(copied, tmp_path):
     assert done.returncode == 0, done.stderr
     changed = {"max_iters": 6, "micro_batch_size": 4, "track_sinks": True}
     assert json.loads((copied / "settings.json").read_text()).items() >= (TWELVE | changed).items()
-    assert len(losses(copied)) == 6 and "sink_rate" in rows_of(copied)[-1]
+    assert len(losses(copied)) == 6 and "sinks" in rows_of(copied)[-1]
+    before, after = (f"{train.learning_rate(*of):.3g}" for of in ((3, TWELVE_OF_4), (4, TWELVE_OF_6)))
+    jump = f"--max-iters 6 in place of 4 changes the schedule: the learning rate was {before} at step 4"
+    assert f"{jump}, and is {after} at the next\n" in done.stdout
     config.write_text(config.read_text() + "weight_decay = 0.2\n")
     assert_refused(run_here("train.py", config), "--weight-decay 0.1")
 
@@ -293,7 +303,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped):
     newest = checkpoint.steps(copied)[-1]
     for name in ("state.json", "optimizer.safetensors", "model.safetensors"):
         raw = bytearray((newest / name).read_bytes())
-        raw[len(raw) // 2] ^= 1
+        raw[raw.find(b'"model.safetensors"') + 40 if name == "state.json" else len(raw) // 2] ^= 1
         (newest / name).write_bytes(raw)
         done = run_here("train.py", "--resume", "--out", copied)
         assert done.returncode == 0 and f"skipping {newest}" in done.stdout, done.stderr
