@@ -1,5 +1,5 @@
-# Sinks on text, on one core in half an hour: a LLaMA of 0.8M parameters in its blocks, with what favours them,
-# wide heads, BOS first in every sequence, a high learning rate and decay (Gu et al. 2024; docs/sinks.md).
+# Sinks on text, on one core in half an hour: a LLaMA of 0.8M parameters in its blocks, with what favours
+# sinks: wide heads, BOS first in every sequence, a high learning rate, much decay (Gu et al.; docs/sinks.md).
 out = "runs/text_sink"
 model = "tiny_llama"  # in another size:
 num_layers = 4

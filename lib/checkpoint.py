@@ -212,7 +212,7 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
         save_file(dict(model.named_parameters()), new / "model.safetensors", {"format": "pt"})
         config = config_json(model.config)
         if tokenizer is not None:
-            tokenizer.save(new)
+            tokenizer.save(new, config["model_type"])
             special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
             (new / "generation_config.json").write_text(json.dumps(special, indent=1) + "\n")
             if "architectures" in config:  # in place of transformers' defaults, which are Llama's

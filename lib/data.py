@@ -430,7 +430,7 @@ def permutation(data_seed, epoch, T, size):
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-COMMANDS = {"": Command(prepare, Settings())}
+COMMANDS = {"": Command(prepare, Settings(), has_config=False)}  # a file of code is text here
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

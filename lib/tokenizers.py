@@ -59,7 +59,7 @@ class Tokenizer:
         """The tokens after which a model that learned our documents has nothing to say."""
         return sorted({self.bos, self.eos} - {None})
 
-    def save(self, folder) -> None:
+    def save(self, folder, model_type="") -> None:
         """Write its file; and tokenizer.json and its companions, for `transformers`, if it has them."""
         (folder / self.file).write_bytes(self.content)
         content = self.for_transformers()
@@ -68,6 +68,10 @@ class Tokenizer:
         (folder / "tokenizer.json").write_bytes(content)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config["split_special_tokens"] = True  # as here: what a text spells is no special token
+        if (
+            model_type == "qwen2"
+        ):  # else transformers 5 cuts text by Qwen's rules, whatever tokenizer.json says
+            config["auto_map"] = {"AutoTokenizer": [None, None]}
         if self.bos is not None:
             config["bos_token"] = self.text(self.bos)
         if self.ends:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from conftest import ROOT, assert_refused, run_here, run_script
 
 import init
@@ -131,8 +132,8 @@ def test_the_loop_against_a_plain_one(tokens, whole):
 def test_two_processes_and_then_one_give_the_losses_of_one(tokens, tmp_path):
     """Five sequences for two ranks, of which one has two micro-batches; only one rank writes and speaks.
 
-    Each loss is the same to 1e-5: a sum of float32 gradients in another order differs by 1e-7, which AdamW's
-    steps let grow.
+    Each loss and gradient is the same to 1e-5: a sum of float32 gradients in another order differs by 1e-7,
+    which AdamW's steps let grow.
     """
     two = small(tokens, tmp_path / "two", global_batch_size=5, micro_batch_size=2)
     one = replace(two, out=str(tmp_path / "one"))
@@ -144,7 +145,7 @@ def test_two_processes_and_then_one_give_the_losses_of_one(tokens, tmp_path):
     rows = [rows_of(tmp_path / name) for name in ("one", "two")]
     assert len(rows[0]) == len(rows[1]) == 21
     for row, other in zip(*rows):
-        for name in {"loss", "val_loss"} & row.keys():
+        for name in {"loss", "grad_norm", "val_loss"} & row.keys():
             assert row[name] == pytest.approx(other[name], rel=1e-5)
 
 
@@ -209,6 +210,63 @@ def test_configs(config):
     settings = read_config_file(str(config), train.Settings())
     assert settings.sequence_length <= PRESETS[settings.model].context_length
     assert settings.out == f"runs/{config.stem}"
+
+
+# ---- of a fork: sizes, samples, and what other tools open --------------------------------------------------
+
+
+def test_sizes(tokens, tmp_path):
+    """Of flags; heads bring their keys and width, and `none` of them changes what is not named."""
+    sizes = {"num_layers": 3, "num_heads": 4, "d_model": 40, "d_ff": 24}
+    run = train.train(small(tokens, tmp_path / "a", max_iters=1, **sizes))
+    config = checkpoint.load(run).config
+    assert {name: getattr(config, name) for name in sizes} == sizes
+    assert (config.kv_heads, config.head_size) == (4, 10)
+    train.train(small(tokens, tmp_path / "a", max_iters=2, resume=True, **sizes))
+    assert train.model_config(train.Settings(d_ff=9), 4096) == replace(PRESETS["tiny_llama"], d_ff=9)
+    settings = tmp_path / "a" / "settings.json"  # of an older run, which knew no sizes
+    older = {name: value for name, value in json.loads(settings.read_text()).items() if name not in sizes}
+    settings.write_text(json.dumps(older))
+    done = run_here("train.py", "--resume", "--out", run, "--max-iters", 3)
+    assert done.returncode == 0 and checkpoint.load(run).config == config, done.stderr
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_qwen"])
+def test_a_step_opens_in_transformers(tmp_path, model):
+    """Nothing but the folder: the same tokens and logits, and a text ends where ours does."""
+    lines = [f"the number {i} is even\n" if i % 2 == 0 else f"{i} is odd\n" for i in range(300)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    out, source = str(tmp_path / "data"), (str(tmp_path / "text.jsonl"),)
+    tokens = data.prepare(data.Settings(source=source, tokenizer="bpe:300", held_out=0.1, out=out))
+    sizes = {"model": model, "num_layers": 2, "d_model": 32, "d_ff": 48, "sequence_length": 32}
+    changes = {"learning_rate": 1e-2, "global_batch_size": 16, "max_iters": 60}
+    run = train.train(small(tokens, tmp_path / "run", **sizes, **changes))
+    folder = checkpoint.steps(run)[-1]
+    ours, tokenizer = checkpoint.load(folder), data.TokenData(tokens).load_tokenizer()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    coder = transformers.AutoTokenizer.from_pretrained(folder)
+    (ids,) = tokenizer.encode(["".join(lines)])
+    assert coder("".join(lines))["input_ids"] == ids
+    inputs = torch.tensor([ids[:64]])
+    with torch.no_grad():
+        assert torch.allclose(theirs(inputs).logits, ours(inputs), atol=1e-5)  # float32, two orders of sums
+    prompt = torch.tensor([[tokenizer.bos, *tokenizer.encode(["the"])[0]]])
+    written = theirs.generate(prompt, max_new_tokens=200, do_sample=False)[0].tolist()
+    assert written[-1] in theirs.generation_config.eos_token_id and len(written) < 200
+    sampled = run_here("train.py", "sample", run, "--prompt", "the", "--temperature", 0)
+    assert sampled.stdout.split("\n", 1)[1] == coder.decode(written[1:-1]) + "\n"
+
+
+def test_samples(whole):
+    """A function of the seed; among the top k alone; of a checkpoint that has a tokenizer."""
+    words = ["sample", whole, "--prompt", "def ", "--tokens", 20]
+    texts = [run_here("train.py", *words, *more).stdout for more in ([], [], ["--seed", 1])]
+    assert texts[0] == texts[1] != texts[2] and "def " in texts[0]
+    greedy = run_here("train.py", *words, "--temperature", 0)
+    likeliest = run_here("train.py", *words, "--top-k", 1)
+    assert greedy.stdout == likeliest.stdout
+    assert_refused(run_here("train.py", "sample", "tiny_llama@1"), "no tokenizer")
+    assert_refused(run_here("train.py", "sample", whole, "--top-k", 0), "$.top_k")
 
 
 # ---- killed, told to stop, resumed -------------------------------------------------------------------------
@@ -357,6 +415,8 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--init", "gpt2"], ["--init", "leave one out"]),
+        (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),
+        (["--num-heads", "5"], ["sizes that do not fit", "256/5"]),
     ],
 )
 def test_refusals(tokens, tmp_path, words, expected):
