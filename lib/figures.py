@@ -138,13 +138,19 @@ def curves(
     save_figure(figure, path)
 
 
-def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
-    """Draw the points of each name that a series has, also of one without points: colours go by names."""
+def lines_of(points, series, names=None):
+    """A label and the points of each name that a series has, or of other `names`, as colours go by names."""
+    names = names or unique(points, series)
     for name, label in zip(names, short_names(names)):
-        line = [point for point in points if point[series] == name]
+        yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
+
+
+def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
+    """Draw the points of each name that a series has."""
+    for label, line in lines_of(points, series, names):
         places = [point[x] for point in line]
         heights = np.array([point[y] for point in line])
-        (curve,) = axes.plot(places, heights, style, label=f" {label}")  # matplotlib hides what begins with _
+        (curve,) = axes.plot(places, heights, style, label=label)
         if band:
             width = np.array([point[band] for point in line])
             ends = (heights - width, heights + width)
