@@ -7,11 +7,10 @@
     python sinks.py first --model runs/backcopy --text data/backcopy-bytes      # a position, or a token?
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
-head whose alpha_1 in a sequence is above --epsilon is a sink head there. A hidden unit of an MLP is named
-LAYER/UNIT, layers from 1 and units from 0; a *builder* makes one dimension large at position 1 (a *super
-neuron* of SO's; JSON: `super_neurons`), a *remover* takes it away. A model with a tokenizer reads the standard
-library's docstrings unless --text names another text, one without reads random tokens. What summaries of SO
-leave undefined is called ours.
+head whose alpha_1 in a sequence is above --epsilon is a sink head there. Hidden units of MLPs are named
+LAYER/UNIT, from 1 and from 0. A *builder* makes one dimension large at position 1 (SO: a *super neuron*), a
+*remover* takes it away. A model with a tokenizer reads the standard library's docstrings unless --text names
+another text, one without reads random tokens. What summaries of SO leave undefined is called ours.
 """
 
 import itertools
