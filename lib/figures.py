@@ -7,7 +7,6 @@ Names are shown as they are: no mathematics, no blanks in place of "_".
 
 import math
 import os
-import re
 import textwrap
 import warnings
 
@@ -68,7 +67,7 @@ def save_figure(figure, path) -> None:
 def plain_ticks(axis) -> None:
     """Ticks of a logarithmic axis as numbers, where matplotlib has formulas; of layers at whole numbers."""
     if axis.get_scale() == "log":
-        low, high = axis.get_view_interval()
+        low, high = sorted(axis.get_view_interval())
         locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,), numticks=6)
         if high < 5 * low:
             locator = MaxNLocator(5)
@@ -78,24 +77,23 @@ def plain_ticks(axis) -> None:
 
 
 def short_names(names):
-    """What to call the models of one figure: names as they are, or of long ones what differs in them.
+    """What to call the models of one figure: names as they are, or of long paths the parts that differ.
 
-    Words that all long ones begin or end with are left out: /models/a/final-checkpoint and
-    /models/b/final-checkpoint are …a… and …b…. Of what is still too long the middle is left out, unless
-    two would be called the same.
+    /models/a/final-checkpoint and /models/b/final-checkpoint are a and b, if they are too long; a .gguf file
+    loses that ending. Of what is still too long the middle is left out, unless two would be called the same.
     """
     names = [str(name) for name in names]
-    longest = 32 if len(set(names)) > 1 else 48
-    long = {name for name in names if len(name) > longest}
-    start, end = "", ""
-    if len(long) > 1:
-        start = re.sub(r"[^/]*$", "", os.path.commonprefix([*long]))
-        rest = [name.removeprefix(start)[::-1] for name in long]
-        end = re.sub(r"^[\w.]*", "", os.path.commonprefix(rest)[::-1])
+    longest = 36 if len(set(names)) > 1 else 48
+    long = [name.split("/") for name in dict.fromkeys(names) if len(name) > longest]
+    start = len(os.path.commonprefix(long))  # of parts
+    end = len(os.path.commonprefix([parts[::-1] for parts in long]))
+    called = {}
+    for parts in long:
+        own = parts[start : len(parts) - end] or parts[-1:]
+        called["/".join(parts)] = "/".join(own).removesuffix(".gguf")
     shown = []
     for name in names:
-        if name in long:
-            name = "…" * bool(start) + name.removeprefix(start).removesuffix(end) + "…" * bool(end)
+        name = called.get(name, name)
         if len(name) > longest:
             name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
         shown.append(name)
@@ -138,13 +136,19 @@ def curves(
     save_figure(figure, path)
 
 
-def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
-    """Draw the points of each name that a series has, also of one without points: colours go by names."""
+def lines_of(points, series, names=None):
+    """A label and the points of each name that a series has, or of other `names`, as colours go by names."""
+    names = names or unique(points, series)
     for name, label in zip(names, short_names(names)):
-        line = [point for point in points if point[series] == name]
+        yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
+
+
+def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
+    """Draw the points of each name that a series has."""
+    for label, line in lines_of(points, series, names):
         places = [point[x] for point in line]
         heights = np.array([point[y] for point in line])
-        (curve,) = axes.plot(places, heights, style, label=f" {label}")  # matplotlib hides what begins with _
+        (curve,) = axes.plot(places, heights, style, label=label)
         if band:
             width = np.array([point[band] for point in line])
             ends = (heights - width, heights + width)

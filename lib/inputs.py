@@ -8,6 +8,7 @@ torch.Size([2, 5])
 import functools
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,18 @@ class TextSettings(RunSettings):
     first_token: str | None = None  # put this token at position 1: its number, or bos
     input_seed: int = 0  # seed of random tokens, and of the places in a text
     num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
+
+
+def text_of(settings: TextSettings, spec):
+    """What `read_tokens` reads for a spec, in a word; stderr is told if its tokenizer is not known."""
+    if settings.text is not None:
+        return settings.text
+    if settings.tokenizer is not None or spec.tokenizer_file is not None:
+        return "docstrings"
+    if not spec.is_newborn:
+        hint = "it reads random tokens; --tokenizer names one"
+        print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
+    return "random tokens"
 
 
 def read_tokens(settings: TextSettings, spec, T):

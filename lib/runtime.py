@@ -80,8 +80,8 @@ def choose_dtype(device):
 
 
 def default_batch_size(device, sequence_length):
-    """Sequences in a forward pass; two at least, since states are compared within a batch."""
-    return max(2, BATCH_TOKENS[device.type] // sequence_length)
+    """Sequences in a forward pass, one at least."""
+    return max(1, BATCH_TOKENS[device.type] // sequence_length)
 
 
 # ---- processes ---------------------------------------------------------------------------------------------

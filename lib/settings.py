@@ -43,6 +43,7 @@ class Command(NamedTuple):
     defaults: object  # the settings of a command line without words
     complete: Callable | None = None  # settings, names of the flags that were given -> the settings meant
     has_config: bool = True  # a word that ends in .py, before the flags, is a config file, and run
+    renamed: dict[str, str] = {}  # flags of earlier versions, and what they are called now
 
 
 @dataclasses.dataclass
@@ -92,6 +93,9 @@ def read_command(commands, words, document):
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
+    for flag in [word.split("=")[0] for word in words]:
+        if flag in command.renamed:
+            raise UserError(f"{flag} is called {command.renamed[flag]} now")
     settings = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
         settings = command.complete(settings, named_flags(words))

@@ -17,9 +17,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import binomtest
 from scipy.stats import t as student
 
-from measure.cosines import interval, wilson
+from lib.results import interval
 from model import PRESETS
 from reproduce.baselines import BASELINES, THRESHOLD
 
@@ -107,6 +108,12 @@ def span(values):
 def bounded(value, low, high):
     """A value and its interval, as text."""
     return f"{value:.4g} ({low:.4g} to {high:.4g})"
+
+
+def wilson(successes, n, confidence=0.95):
+    """Wilson's interval of a rate."""
+    rate = binomtest(successes, n).proportion_ci(confidence, method="wilson")
+    return rate.low, rate.high
 
 
 # ---- judges ------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from lineage import coordinates
 from lineage.match import equal_ids, match_models
 from lineage.verdict import NO_EVIDENCE, Facts, row_of
 from lineage.views import Units
-from measure.cosines import wilson
 from model import PRESETS
+from reproduce.claims import wilson
 from seedprint import PaperSettings, last_outputs
 
 LEVEL = 0.01  # from here on down, a test calls two models related

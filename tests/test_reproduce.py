@@ -44,8 +44,8 @@ TINY = {  # what is typed in place of a result's own words, so that it takes a s
     "smollm2/anatomy": SINKS,
     "smollm2/first": SINKS,
     "smollm2/intervene": f"{SINKS} --factor 2",
-    "smollm2/silence": f"{SINKS} --units 1",
-    "models/silence": f"{SINKS} --units 1",
+    "smollm2/silence": f"{SINKS} --num-builders 1",
+    "models/silence": f"{SINKS} --num-builders 1",
 }
 TINY |= {f"qwen2.5-coder-{size}b/rate": TINY["smollm2/rate"] for size in (0.5, 1.5)}
 TINY |= {f"qwen2.5-coder-{size}b/anatomy": SINKS for size in (0.5, 1.5)}
