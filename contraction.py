@@ -72,6 +72,9 @@ class Births(Experiment):
         check_lengths(given, context)
         self.lengths = given or [T for T in lengths if T <= context] or [context]
         super().__init__(name, paper, settings)
+        self.unknown = {spec.name for spec in self.specs if not theory.knows(spec.config, spec.scheme)}
+        if self.unknown and rank() == 0:
+            print(f"no theory is drawn: none is known of {', '.join(self.unknown)} by --init {settings.init}")
 
     def each(self, scheme=None, **changes):
         """For each newborn and length T: the first columns of its rows, the model, and T.
@@ -94,16 +97,10 @@ class Births(Experiment):
         return self.save(rows, columns)
 
     def forget(self, rows, theories) -> None:
-        """Set theories' columns to None for newborns that measure/theory.py does not know, and say so."""
-        configs = {spec.name: spec.config for spec in self.specs}
-        unknown = set()
+        """Set the columns of theories to None in rows of newborns that measure/theory.py does not know."""
         for row in rows:
-            scheme = row.get("init", self.settings.init)
-            if not theory.knows(configs[row["model"]], scheme):
+            if row["model"] in self.unknown:
                 row.update(dict.fromkeys(theories))
-                unknown.add(f"{row['model']} by --init {scheme}")
-        if unknown and rank() == 0:
-            print(f"no theory is drawn: measure/theory.py does not know {', '.join(sorted(unknown))}")
 
 
 def gaussian_inputs(experiment, T, d):
@@ -364,7 +361,7 @@ def variance(settings: Settings):
     rows = []
     changes = {"vocab_size": 1, "sublayers": "attention", "num_layers": 1}
     for key, model, T in births.each(**changes):
-        spread = attention.RunningStd()
+        spread = attention.RunningStd(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
         predicted = theory.aggregated_std(model.config, T).tolist()

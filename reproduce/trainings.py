@@ -27,7 +27,6 @@ from lib.settings import Command, RunSettings, UserError, read_config_file, run_
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
-from model import CHOICES
 from reproduce.baselines import BASELINES, similarities
 from seedprint import PaperSettings, last_outputs
 
@@ -39,6 +38,7 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
+CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'
 CALIBRATION_SEEDS = {"laptop": SEEDS[:3], "backcopy": (*SEEDS, 7)}  # by configuration
 CONFIGS = Path(train.__file__).with_name("configs")
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
@@ -87,7 +87,7 @@ def calibration_runs():
     """Runs of every calibration by (configuration, calibration, seed)."""
     runs = {}
     for config, seeds in CALIBRATION_SEEDS.items():
-        for kind in CHOICES["attn_calibration"]:
+        for kind in CALIBRATIONS:
             for seed in seeds:
                 name = f"calibrations/{config}-{kind}-{seed}"
                 if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
