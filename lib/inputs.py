@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from init import STD, keyed_generator
-from lib.data import TokenData, documents
-from lib.files import check_text, read_bytes
+from lib.data import TokenData, pieces
+from lib.files import check_text, check_utf8, read_bytes
 from lib.formats import is_gguf
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
@@ -126,12 +126,12 @@ def encode(text, tokenizer):
     if os.path.isfile(text):
         content = read_bytes(Path(text), LARGEST_TEXT)
         check_text(text, content[:4096])
-        content = content.decode(errors="replace")
-        content = content.replace("\r\n", "\n").replace("\r", "\n")
+        check_utf8(text, [content])
+        content = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     else:
         content = ""
-        for document in documents((text,)):
-            content += document + "\n\n"
+        for piece in pieces((text,)):
+            content += piece.text + "\n\n"
             if len(content) >= SOURCE_CHARACTERS:
                 break
     (tokens,) = load_tokenizer(tokenizer).encode([content])
@@ -147,9 +147,7 @@ def random_windows(text, count, T, seed):
 
 def check_tokenizer(spec, data) -> None:
     """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
-    path = spec.tokenizer_file
-    if path is None and not spec.is_newborn and (spec.folder / "tokenizer.txt").is_file():
-        path = spec.folder / "tokenizer.txt"
+    path = spec.own_tokenizer
     if path is None:
         return
     own = load_tokenizer(str(path)).content if is_gguf(path) else path.read_bytes()

@@ -24,22 +24,21 @@ from lib.settings import LARGEST_NUMBER, UserError, from_values
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
 
 
-def merged_settings(settings, may_change, given=None):
-    """The settings of a run: as they are, or with --resume as it was begun, save those that may change.
-
-    Names that are not `given` (None: all are) are as it was begun, too; a dtype "auto" is. UserError for a
-    folder that holds another run, or none to resume, and for a change that may not be.
-    """
-    if not settings.resume:
-        if checkpoint.steps(settings.out):
-            raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
-        return settings
+def begun_settings(settings):
+    """The settings that the run in the folder `out` was begun with; UserError if there is none to resume."""
     path = Path(settings.out, "settings.json")
     if not path.exists() and not checkpoint.steps(settings.out):
         raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
-    begun = from_values(type(settings), read_json(path), path)
+    return from_values(type(settings), read_json(path), path)
+
+
+def merged_settings(settings, begun, may_change, given):
+    """The settings to resume a run with: as it was begun, save those that are `given` and may change.
+
+    A dtype "auto" is as it was begun, too. UserError for a change that may not be.
+    """
     changes = {"resume": True, "out": settings.out}
-    for name in vars(settings) if given is None else given:
+    for name in given:
         value = getattr(settings, name)
         if name in may_change:
             changes[name] = value
@@ -84,11 +83,23 @@ def load_newest(run):
     raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
 
 
-def begin_logs(settings, run, step) -> None:
-    """Write settings.json, and keep the log's rows up to a step: later ones come again."""
+def begin(run, settings, row) -> None:
+    """Write settings.json, and the first row of metrics.jsonl."""
+    write_settings(run, settings)
+    write_log(run, [row])
+
+
+def take_up(run, settings, step) -> None:
+    """Make a run whole, as it was after a step: of later ones the log has rows, and a kill leaves folders."""
+    write_settings(run, settings)
+    write_log(run, [row for row in read_log(run) if row["step"] <= step])
+    prune(run, settings.keep, step)
+
+
+def write_settings(run, settings) -> None:
+    """Write settings.json."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    write_log(run, [row for row in read_log(run) if row["step"] <= step])
 
 
 def read_log(run):

@@ -22,7 +22,7 @@ from lib.data import TokenData, default_folder
 from lib.figures import curves
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import merged_settings, read_log
+from lib.runs import begun_settings, merged_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
@@ -115,7 +115,7 @@ def train_all(runs) -> None:
     for number, run in enumerate(runs, start=1):
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
         if Path(run.out, "settings.json").exists():
-            run = merged_settings(replace(run, resume=True), (), vars(run).keys() - MAY_DIFFER)
+            run = merged_settings(run, begun_settings(run), (), vars(run).keys() - MAY_DIFFER)
         last = Path(run.out, f"step_{run.max_iters:07}")
         if not last.exists():
             train.train(run)

@@ -11,9 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import density
 import pytest
-from conftest import ROOT, run_here
+from conftest import ROOT, python_files, run_here
 
 from lib import results
 from lib.files import read_json
@@ -197,7 +196,7 @@ def test_committed_results():
         assert list(cells[:6]) == [cell.replace("\\|", "|") for cell in line[:6]]
 
 
-ENTRIES = [path for path in density.python_files() if "\nCOMMANDS = " in path.read_text()]
+ENTRIES = [path for path in python_files() if "\nCOMMANDS = " in path.read_text()]
 
 
 @pytest.mark.parametrize("path", ENTRIES, ids=lambda path: path.stem)
