@@ -74,7 +74,8 @@ class Births(Experiment):
         super().__init__(name, paper, settings)
         self.unknown = {spec.name for spec in self.specs if not theory.knows(spec.config, spec.scheme)}
         if self.unknown and rank() == 0:
-            print(f"no theory is drawn: none is known of {', '.join(self.unknown)} by --init {settings.init}")
+            names = ", ".join(self.unknown)
+            print(f"no theory is drawn: measure/theory.py does not know {names} by --init {settings.init}")
 
     def each(self, scheme=None, **changes):
         """For each newborn and length T: the first columns of its rows, the model, and T.

@@ -125,8 +125,9 @@ def curves(
         plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
         if isinstance(points[0][x], int):
             axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-        for name in log:
-            axes.set(**{f"{name}scale": "log"})
+        for name, key in (("x", x), ("y", y)):
+            if name in log and max(point[key] for point in points) > 0:
+                axes.set(**{f"{name}scale": "log"})
         axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()

@@ -72,8 +72,10 @@ def test_kernel_ends_against_quadrature(mlp, s):
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.35])
-def test_swiglu_kernel_against_monte_carlo(rho):
+@pytest.mark.parametrize("phi", [F.silu, F.relu])
+def test_gated_kernel_against_monte_carlo(phi, rho, monkeypatch):
     """k_0 is a finite-width effect: random inputs of d dimensions, random rows, nothing taken as Gaussian."""
+    monkeypatch.setitem(theory.ACTIVATIONS, "swiglu", phi)
     d, s, draws = 24, 0.8, 300_000
     products = []
     for part in range(10):
@@ -81,8 +83,8 @@ def test_swiglu_kernel_against_monte_carlo(rho):
         y = rho * x + math.sqrt(1 - rho**2) * noise
         gate = s * gate / math.sqrt(d)
         up = s * up / math.sqrt(d)
-        unit_x = F.silu((gate * x).sum(1)) * (up * x).sum(1)
-        unit_y = F.silu((gate * y).sum(1)) * (up * y).sum(1)
+        unit_x = phi((gate * x).sum(1)) * (up * x).sum(1)
+        unit_y = phi((gate * y).sum(1)) * (up * y).sum(1)
         products.append(unit_x * unit_y)
     products = torch.cat(products)
     value = theory.evaluate(theory.mlp_kernel("swiglu", s, d), torch.tensor(rho)).item()
