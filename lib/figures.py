@@ -221,14 +221,13 @@ def draw_chain(path, rows) -> None:
 
 
 def draw_interventions(path, points, k, factor) -> None:
-    """Draw alpha_k against the first builder's activation, of the first model and the largest factor."""
+    """Draw alpha_k against the first builder's activation, of the first model and one factor."""
     (label, points), *_ = lines_of(points, "checkpoint")
     drawn = []
     for point in points:
         if point["factor"] in (None, factor):
-            name = point["intervention"] + ("" if point["factor"] is None else f" x {factor:g}")
             where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
-            drawn.append(point | {"intervention": name, "values changed in": where})
+            drawn.append(point | {"values changed in": where})
     question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
     question += (
         f"sequence; in all layers x {factor:g} breaks the model, and attention rises without the builder)"
