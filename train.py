@@ -22,14 +22,13 @@ from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from tyro.conf import Positional
 
 from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
 from lib.results import commit
+from lib.sampling import SampleSettings, generate, sample
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script
-from lib.tokenizers import load_tokenizer
 from measure import attention
 from model import CHOICES, PRESETS
 
@@ -75,17 +74,6 @@ class Settings(RunSettings):
     out: str = "runs/default"  # run folder
 
 
-@dataclass
-class SampleSettings:
-    model: Positional[str] = "runs/default"  # a run, a checkpoint folder, a .gguf file, or smollm2
-    prompt: str = ""  # text to go on with; BOS stands before it
-    tokens: at_least(1) = 200  # to write at most; EOS ends a text, too
-    temperature: at_least(0, float) = 0.8  # divides the logits; 0: the likeliest token each time
-    top_k: at_least(1) | None = None  # only the likeliest tokens; None: all
-    seed: int = 0  # seed of the draws
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
-
-
 # What may change with --resume; a new max_iters changes the learning rate's schedule, too.
 MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
@@ -116,7 +104,7 @@ class Training:
         self.device = device
         self.dtype = dtype
         self.is_master = runtime.rank() == 0  # the process that writes and speaks
-        self.tokens = open_data(settings, device)
+        self.tokens = runs.open_data(settings, device)
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
         model, state, moments = load_model(settings, self.tokens)
@@ -311,66 +299,7 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
-# ---- what it writes ----------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None):
-    """What a model goes on with after BOS (none: token 0) and a prompt: up to `count` tokens, as text.
-
-    A token that ends a text ends it. Every token takes a pass over all that come before it.
-    """
-    vocab_size = tokenizer.vocab_size  # a model may know more
-    (prompt_tokens,) = tokenizer.encode([prompt])
-    device = model.model.norm.weight.device
-    tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=device)  # (1, T)
-    start = tokens.shape[1]
-    for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
-        state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
-        logits = model.unembed(state)[0, :vocab_size].float().cpu()
-        likeliest = logits.topk(vocab_size if top_k is None else min(top_k, vocab_size))  # sorted
-        choice = torch.tensor([0])
-        if temperature > 0:
-            choice = torch.multinomial((likeliest.values / temperature).softmax(0), 1, generator=generator)
-        token = likeliest.indices[choice]  # (1,)
-        if token.item() in tokenizer.ends:
-            break
-        tokens = torch.cat((tokens, token[None].to(device)), dim=1)
-    return tokenizer.decode(tokens[0, start:].tolist())
-
-
-def sample(settings: SampleSettings) -> None:
-    """What does a checkpoint write? A text that goes on with a prompt."""
-    spec = checkpoint.parse_spec(settings.model)
-    if spec.own_tokenizer is None:
-        raise UserError(f"{spec.label} has no tokenizer that can be read here")
-    tokenizer = load_tokenizer(str(spec.own_tokenizer))
-    if tokenizer.vocab_size > spec.config.vocab_size:
-        sizes = f"{tokenizer.vocab_size} tokens, the model {spec.config.vocab_size}"
-        raise UserError(f"the tokenizer of {spec.label} has {sizes}")
-    model = spec.load(runtime.choose_device(settings.device))
-    generator = torch.Generator().manual_seed(settings.seed)
-    wishes = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
-    print(settings.prompt + generate(model, tokenizer, generator, *wishes))
-
-
 # ---- data, model and settings ------------------------------------------------------------------------------
-
-
-def open_data(settings: Settings, device):
-    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
-    folder = Path(settings.data or data.default_folder(settings.source, settings.tokenizer))
-    if settings.data is None and runtime.rank() == 0 and not folder.exists():
-        print(f"preparing {folder}, once")
-        data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
-    runtime.wait_for_all(device)
-    tokens = data.TokenData(folder, settings.bos_first)
-    made_of = (tokens.meta.source, tokens.meta.tokenizer)
-    if settings.data is None and made_of != (settings.source, settings.tokenizer):
-        was = f"{' '.join(tokens.meta.source)} and {tokens.meta.tokenizer}"
-        raise UserError(f"{folder} was made of {was}: name it by --data, or remove it")
-    tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
-    return tokens
 
 
 def load_model(settings: Settings, tokens):

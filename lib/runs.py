@@ -16,7 +16,7 @@ from pathlib import Path
 
 import filelock
 
-from lib import checkpoint, runtime
+from lib import checkpoint, data, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.settings import LARGEST_NUMBER, UserError, from_values
@@ -46,6 +46,22 @@ def merged_settings(settings, begun, may_change, given):
             was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
             raise UserError(f"{settings.out} was begun with {was}: resume with the same")
     return replace(begun, **changes)
+
+
+def open_data(settings, device):
+    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
+    folder = Path(settings.data or data.default_folder(settings.source, settings.tokenizer))
+    if settings.data is None and runtime.rank() == 0 and not folder.exists():
+        print(f"preparing {folder}, once")
+        data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
+    runtime.wait_for_all(device)
+    tokens = data.TokenData(folder, settings.bos_first)
+    made_of = (tokens.meta.source, tokens.meta.tokenizer)
+    if settings.data is None and made_of != (settings.source, settings.tokenizer):
+        was = f"{' '.join(tokens.meta.source)} and {tokens.meta.tokenizer}"
+        raise UserError(f"{folder} was made of {was}: name it by --data, or remove it")
+    tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
+    return tokens
 
 
 @contextlib.contextmanager
