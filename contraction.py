@@ -6,8 +6,8 @@
 
 Five are the story: `layers`, `mlp`, `amplify`, `predict`, `cure`. Inputs are Gaussian vectors of the
 embedding's standard deviation (BB 4.1), but of 1 in `width`, and tokens in `predict` and `cure`. All seeds of
-a preset have one embedding matrix (BB B.2). All go one way: `Births`, rows for each of these newborns, theory
-beside what was measured, and means over seeds, curves and JSON by `finish`.
+a preset have one embedding matrix (BB B.2). All go one way: `Births`; rows for each of these newborns, theory
+beside what was measured; means over seeds, curves and JSON by `finish`.
 """
 
 import itertools
@@ -72,6 +72,11 @@ class Births(Experiment):
         check_lengths(given, context)
         self.lengths = given or [T for T in lengths if T <= context] or [context]
         super().__init__(name, paper, settings)
+        self.rows = []
+        self.unknown = {spec.name for spec in self.specs if not theory.knows(spec.config, spec.scheme)}
+        if self.unknown and rank() == 0:
+            names = ", ".join(self.unknown)
+            print(f"no theory is drawn: measure/theory.py does not know {names} by --init {settings.init}")
 
     def each(self, scheme=None, **changes):
         """For each newborn and length T: the first columns of its rows, the model, and T.
@@ -85,25 +90,18 @@ class Births(Experiment):
             for T in self.lengths:
                 yield {"model": spec.name, "seed": spec.seed}, model, T
 
-    def finish(self, rows, question, x, series, theories, measured=COSINES, columns=(), **options):
-        """The figure and the JSON of rows: of their means over seeds, if columns were `measured`."""
-        self.forget(rows, theories)
-        if measured:
-            rows = mean_over_seeds(rows, measured, theories)
+    def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
+        """The figure and the JSON of the rows: of their means over seeds, if columns were `measured`."""
+        self.forget(theories)
+        rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
         plot(self, rows, question, x, series, theories, **options)
         return self.save(rows, columns)
 
-    def forget(self, rows, theories) -> None:
-        """Set theories' columns to None for newborns that measure/theory.py does not know, and say so."""
-        configs = {spec.name: spec.config for spec in self.specs}
-        unknown = set()
-        for row in rows:
-            scheme = row.get("init", self.settings.init)
-            if not theory.knows(configs[row["model"]], scheme):
+    def forget(self, theories) -> None:
+        """Set the columns of theories to None in rows of newborns that measure/theory.py does not know."""
+        for row in self.rows:
+            if row["model"] in self.unknown:
                 row.update(dict.fromkeys(theories))
-                unknown.add(f"{row['model']} by --init {scheme}")
-        if unknown and rank() == 0:
-            print(f"no theory is drawn: measure/theory.py does not know {', '.join(sorted(unknown))}")
 
 
 def gaussian_inputs(experiment, T, d):
@@ -136,17 +134,15 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 def layers(settings: Settings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
     births = Births("layers", "BB Figures 2, 7", settings, (64, 256))
-    rows = []
     for key, model, T in births.each(vocab_size=1):
         for kind, part, counts in sublayers_apart(settings, model, T):
             predicted = theory.kernel_recursion(part.config, T, settings.init)
             for layer, statistics in enumerate(counts.layers):
                 row = {"variant": kind, "sequence_length": T, "layer": layer, "theory": predicted[layer]}
-                rows.append(key | row | statistics.summary())
+                births.rows.append(key | row | statistics.summary())
     question = "Which sublayer makes unrelated sequences alike? (shaded: std of pairs)"
     theories = {"theory": "kernel recursion"}
-    options = {"panel": "sequence_length", "band": "std_cosine"}
-    return births.finish(rows, question, "layer", "variant", theories, **options)
+    return births.finish(question, "layer", "variant", theories, panel="sequence_length", band="std_cosine")
 
 
 def sublayers_apart(settings, model, T):
@@ -163,19 +159,18 @@ def sublayers_apart(settings, model, T):
 def mlp(settings: VectorSettings):
     """Does the activation's asymmetry contract MLPs? (BB Figures 4, 5, Proposition 2; a quarter minute)"""
     births = Births("mlp", "BB Figures 4, 5, Proposition 2", settings)
-    rows = []
     for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
         x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
         for stack, functions, predicted in mlp_stacks(model, settings.init):
             for layer, state in enumerate(states_along(functions, x)):
                 row = key | {"stack": stack, "layer": layer, "theory": predicted[layer]}
-                rows.append(row | pairwise_cosine(state))
+                births.rows.append(row | pairwise_cosine(state))
                 if stack == "mlp0_relu":  # and as torch's `cosine_similarity` has it
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                    rows.append(row | floored_cosine(state, epsilon=1e-8))
+                    births.rows.append(row | floored_cosine(state, epsilon=1e-8))
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
     theories = {"theory": "Proposition 2; kernel recursion"}
-    return births.finish(rows, question, "layer", "stack", theories)
+    return births.finish(question, "layer", "stack", theories)
 
 
 def mlp_stacks(standard, scheme):
@@ -200,7 +195,6 @@ def amplify(settings: Settings):
     Not the calibration of train.py, nor the intervention of sinks.py, to which the papers give this name too.
     """
     births = Births("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
-    rows = []
     _, once, twice = theory.relu_recursion(2, settings.init)
     changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
     for key, model, T in births.each(**changes):
@@ -214,10 +208,10 @@ def amplify(settings: Settings):
         ]
         for stack, last, predicted in stacks:
             row = {"stack": stack, "sequence_length": T, "theory": predicted}
-            rows.append(key | row | pairwise_cosine(last))
+            births.rows.append(key | row | pairwise_cosine(last))
     question = "Does averaging over positions amplify what a ReLU MLP began?"
     theories = {"theory": "Propositions 2 and 4"}
-    return births.finish(rows, question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
+    return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
 
 
 # ---- from weights to favourite tokens (Finding 2.2, and ours) ----------------------------------------------
@@ -227,18 +221,18 @@ def amplify(settings: Settings):
 def predict(settings: Settings):
     """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; a minute)"""
     births = Births("predict", "BB Finding 2.2, and ours", settings)
-    rows, points = [], []
+    points = []
     for key, model, T in births.each():
         counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
         row, predicted, direction = predict_direction(model, T, counts)
         row["predicted_cosine"] = theory.kernel_recursion(model.config, T, settings.init)[-1]
-        rows.append(key | {"sequence_length": T} | row)
+        births.rows.append(key | {"sequence_length": T} | row)
         pairs = zip(predicted.tolist(), direction.tolist())
         points += [{"model": key["model"], "predicted": x, "measured": y} for x, y in pairs]
-    births.forget(rows, ("predicted_cosine",))
+    births.forget(("predicted_cosine",))
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
     plot(births, points, question, "predicted", "model", {"predicted": "exactly"}, "measured", style=".")
-    return births.save(rows, (*SHOWN, "predicted_token", "direction_cosine"))
+    return births.save(births.rows, (*SHOWN, "predicted_token", "direction_cosine"))
 
 
 def predict_direction(model, T, counts):
@@ -261,16 +255,15 @@ def predict_direction(model, T, counts):
 def cure(settings: Settings):
     """Is a newborn unbiased whose MLPs pass on nothing that all hidden units share? (ours; a minute)"""
     births = Births("cure", "ours", settings)
-    rows = []
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in births.each(scheme):
             counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
             predicted = theory.kernel_recursion(model.config, T, scheme)[-1]
             key |= {"init": scheme, "sequence_length": T, "predicted_cosine": predicted}
-            rows.append(key | preference(model, counts))
+            births.rows.append(key | preference(model, counts))
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
     theories = {"predicted_cosine": "kernel recursion"}
-    return births.finish(rows, question, "seed", "init", theories, (), ("init", *SHOWN), style="o")
+    return births.finish(question, "seed", "init", theories, (), ("init", *SHOWN), style="o")
 
 
 # ---- more than the story needs -----------------------------------------------------------------------------
@@ -280,20 +273,18 @@ def cure(settings: Settings):
 def ablation(settings: Settings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
     births = Births("ablation", "BB Figure 3, Table 2", settings)
-    rows = []
     for key, model, T in births.each():
         for kind, part, counts in sublayers_apart(settings, model, T):
-            rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
+            births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
     question = "Which sublayer gives a newborn its favourite token?"
     options = {"y": "ratio", "style": "o", "ylabel": "its count / that of uniform draws' favourite"}
-    return births.finish(rows, question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
+    return births.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
 
 
 @torch.inference_mode()
 def engage(settings: VectorSettings):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
     births = Births("engage", "BB Figure 6", settings)
-    rows = []
     for key, model, T in births.each(vocab_size=1, sublayers="mlp", num_layers=1):
         (block,) = model.model.layers
         gate = block.mlp.gate_proj or block.mlp.up_proj
@@ -306,11 +297,11 @@ def engage(settings: VectorSettings):
                 "theory": theory.one_block_cosine(model.config.mlp, expected_std, d, settings.init),
                 "preactivation_std": gate(inputs).float().std().item(),
             }
-            rows.append(row | pairwise_cosine(block.mlp(inputs)))
+            births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
     x = "preactivation_std"
-    return births.finish(rows, question, x, "normed", theories, (*COSINES, x), style="o", log="xy")
+    return births.finish(question, x, "normed", theories, (*COSINES, x), style="o", log="xy")
 
 
 @torch.inference_mode()
@@ -320,7 +311,6 @@ def intra(settings: Settings):
     As in BB, `mean_cosine` is here of all pairs of positions, each with itself, too.
     """
     births = Births("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
-    rows = []
     for key, model, T in births.each(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
         limit = theory.averaging_limit(T, model.config.num_layers)
@@ -329,11 +319,11 @@ def intra(settings: Settings):
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
                 row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
-                rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+                births.rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
     question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
     theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
     options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
-    return births.finish(rows, question, "layer", "stack", theories, ("mean_cosine",), **options)
+    return births.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
 
 
 def attention_stacks(model, T, scheme):
@@ -361,20 +351,21 @@ def variance(settings: Settings):
     if len(settings.sequence_length or ()) > 1:
         raise UserError("variance: name one --sequence-length; a shorter sequence begins a longer one")
     births = Births("variance", "BB Figure 9, Equation 2", settings, (1024,))
-    rows = []
     changes = {"vocab_size": 1, "sublayers": "attention", "num_layers": 1}
     for key, model, T in births.each(**changes):
-        spread = attention.RunningStd()
+        spread = attention.RunningStd(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
         predicted = theory.aggregated_std(model.config, T).tolist()
         for i, std in enumerate(spread.std(1).tolist(), start=1):
             row = key | {"position": i, "std": std}
-            rows.append(row | {"uniform_theory": predicted[0] / math.sqrt(i), "theory": predicted[i - 1]})
+            births.rows.append(
+                row | {"uniform_theory": predicted[0] / math.sqrt(i), "theory": predicted[i - 1]}
+            )
     question = "Do the values that attention aggregates shrink along the positions?"
     theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
     options = {"y": "std", "ylabel": "std of aggregated values", "style": "-", "log": "xy"}
-    return births.finish(rows, question, "position", "model", theories, ("std",), **options)
+    return births.finish(question, "position", "model", theories, ("std",), **options)
 
 
 @torch.inference_mode()

@@ -111,7 +111,3 @@ def variant(model: Transformer, **changes) -> Transformer:
             raise ValueError(f"{changes} needs a weight {name} {tuple(parameter.shape)}: the model has none")
     other.load_state_dict(weights, strict=False, assign=True)
     return other.eval()
-
-
-if __name__ == "__main__":
-    print(__doc__)

@@ -317,7 +317,3 @@ class Transformer(nn.Module):
             return self.unembed(states)
         # F.cross_entropy of the logits, of which it never holds all
         return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())
-
-
-if __name__ == "__main__":
-    print(__doc__)

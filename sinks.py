@@ -24,8 +24,8 @@ import torch
 from msgspec import Meta
 
 from init import keyed_generator
+from lib import figures
 from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
-from lib.figures import curves, legend_below, lines_of, new_figure, save_figure, short_names
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens, text_of
 from lib.results import Experiment, interval
@@ -40,16 +40,6 @@ FIRST_TOKENS = 24  # that `first` tries
 ACTIVE = 0.1  # of a builder's mean activation at position 1: from there on it is active elsewhere (ours)
 MOST_BUILDERS = 64  # that `silence` sets to zero by default
 LISTED = 10  # builders that `anatomy` lists, and half as many removers
-PANELS = {  # of `anatomy`: the links of SO's chain
-    "std": "std of aggregated values by position, layer 1",
-    "norm": "norm of the stream",
-    "dominance_ratio": "largest / mean |dimension| of it",
-    "value_norm": "norm of values",
-    "key_alignment": "alignment of keys (1: all alike)",
-    "alpha": "attention to the position",
-}
-CONTROLS = ("removers", "elsewhere", "random")  # kinds of `silence`
-CHANGED = {"all": "all layers", 1: "layer 1 alone"}  # where `intervene` changes values
 
 
 @dataclass
@@ -114,18 +104,7 @@ def names_of(units):
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    T = lists["heads"][0]["sequence_length"]  # the first is drawn
-    maps = [row for row in lists["heads"] if row["sequence_length"] == T]
-    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
-    for axes, label, row in zip(grid, short_names([row["checkpoint"] for row in maps]), maps):
-        alpha = np.array(row["alpha1"]).T  # (H, L)
-        extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
-        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {T} tokens")
-        axes.title.set_fontsize(10)
-        axes.locator_params(integer=True, min_n_ticks=1)
-    figure.colorbar(image, ax=axes, label="attention to position 1")
-    save_figure(figure, experiment.folder / "rate.png")
+    figures.draw_alpha1(experiment.folder / "rate.png", lists["heads"])
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
 
@@ -157,7 +136,7 @@ def first(settings: Settings):
     question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
     labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
     keys = {"x": "alpha1", "y": "least", "series": "checkpoint"}
-    curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
+    figures.curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
     return experiment.save(**lists)
 
 
@@ -197,7 +176,7 @@ def by_first_token(settings: Settings, spec, model):
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and builders (SO; a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
-    draw_anatomy(experiment.folder / "anatomy.png", lists["rows"])
+    figures.draw_chain(experiment.folder / "anatomy.png", lists["rows"])
     for row in lists["layers"]:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
@@ -248,26 +227,6 @@ def summarise(layer, block, chain, activity, links):
     return row
 
 
-def draw_anatomy(path, rows) -> None:
-    """Draw the links of the chain, one colour per model."""
-    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
-    figure, grid = new_figure(question, 2, 3, height=3)
-    for axes, (key, title) in zip(grid.flat, PANELS.items()):
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position" if key == "std" else "layer")
-        for label, points in lines_of(rows, "checkpoint"):
-            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
-            if key == "std":
-                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
-                continue
-            layers = range(1, len(link) + 1)
-            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
-            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
-            axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
-
-
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
@@ -278,26 +237,9 @@ def intervene(settings: InterveneSettings):
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
-    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
+    figures.draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
-
-
-def draw_interventions(path, points, k, factor) -> None:
-    """Draw alpha_k against the first builder's activation, of the first model and the largest factor."""
-    (label, points), *_ = lines_of(points, "checkpoint")
-    drawn = []
-    for point in points:
-        if point["factor"] in (None, factor):
-            name = point["intervention"] + ("" if point["factor"] is None else f" x {factor:g}")
-            drawn.append(point | {"intervention": name, "values changed in": CHANGED[point["changed"]]})
-    question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
-    question += (
-        f"sequence; in all layers x {factor:g} breaks the model, and attention rises without the builder)"
-    )
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
-    labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
-    curves(drawn, path, question, **keys, style="o", log="x", **labels)
 
 
 def every_intervention(settings: InterveneSettings, spec, model):
@@ -312,7 +254,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     activity = observe(model, tokens)
     builders = activity.describe(activity.builders(activity.layer, 1))
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
-    cases = list(itertools.product(CHANGED, kinds))
+    cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
     for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
         on_heads = attention.replace_values(model, settings.position, changed, kind, factor)
@@ -358,26 +300,9 @@ def silence(settings: SilenceSettings):
     if settings.hidden_units and settings.num_builders:
         raise UserError("--num-builders takes builders, --hidden-units others: leave one of them out")
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
-    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    figures.draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
     return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
-
-
-def draw_silence(path, rows) -> None:
-    """Draw sink rate against the disparity that is left, one colour per model."""
-    question = "How far must one dimension fall before the sink goes? (crosses: controls)"
-    figure, ((axes,),) = new_figure(question, width=7, height=4)
-    axes.set_xscale("log")
-    axes.invert_xaxis()
-    label = "largest / mean |dimension| at position 1   (more units at zero \N{RIGHTWARDS ARROW})"
-    axes.set(xlabel=label, ylabel="share of heads that sink")
-    for label, of_model in lines_of(rows, "checkpoint"):
-        steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
-        controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
-        (line,) = axes.plot(*zip(*steps), "o-", label=label)
-        axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
-    legend_below(figure, axes)
-    save_figure(figure, path)
 
 
 def named_units(settings: SilenceSettings, spec):

@@ -138,25 +138,19 @@ class LayerMean:
 class RunningStd:
     """The standard deviation of each layer's aggregated values over sequences that stream by."""
 
-    def __init__(self):
-        self.counts = defaultdict(int)  # by layer
-        self.sums = defaultdict(float)  # (H, T, Dh)
-        self.squares = defaultdict(float)
+    def __init__(self, num_sequences):
+        self.mean = LayerMean(num_sequences)  # (H, T, Dh)
+        self.square = LayerMean(num_sequences)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
         """Add heads (B, H, T, Dh), as `Transformer.hidden` shows them."""
-        heads = heads.double()
-        self.counts[layer] += len(heads)
-        self.sums[layer] += heads.sum(0).cpu()
-        self.squares[layer] += heads.square().sum(0).cpu()
+        self.mean.add(layer, heads.double())
+        self.square.add(layer, heads.double().square())
 
     def std(self, layer, axes=(0, 2)):
-        """Standard deviation about the mean, sequences and `axes` of (H, T, Dh) pooled: (T,), by position.
-
-        Of other `axes`: what they leave of (H, T, Dh).
-        """
-        mean = (self.sums[layer] / self.counts[layer]).mean(axes)
-        square = (self.squares[layer] / self.counts[layer]).mean(axes)
+        """Standard deviation of sequences and `axes` of (H, T, Dh), pooled: (T,), by position, of these."""
+        mean = self.mean.means[layer].mean(axes)
+        square = self.square.means[layer].mean(axes)
         return (square - mean.square()).clamp(min=0).sqrt()
 
 
@@ -164,7 +158,7 @@ class Chain:
     """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`."""
 
     def __init__(self, num_sequences):
-        self.values = RunningStd()
+        self.values = RunningStd(num_sequences)
         self.norm = LayerMean(num_sequences)  # of the stream after each layer, (T,)
         self.dominance_ratio = LayerMean(num_sequences)  # of it, (T,)
         self.norm_ratio = LayerMean(num_sequences)  # of it, as in `sink_statistics`
@@ -196,7 +190,7 @@ class Chain:
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key: 1 if all keys are one (ours)."""
         return {
-            "std": torch.stack([self.values.std(layer) for layer in self.values.counts]),
+            "std": torch.stack([self.values.std(layer) for layer in self.alpha.means]),
             "norm": self.norm.stack(),
             "dominance_ratio": self.dominance_ratio.stack(),
             "value_norm": self.value_norm.stack(),

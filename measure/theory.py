@@ -13,6 +13,7 @@ import functools
 import math
 
 import torch
+from numpy.polynomial.polynomial import polyval
 from torch import Tensor, nn
 
 from init import STD, residual_std
@@ -81,14 +82,6 @@ def mlp_kernel(mlp, s, d, scheme="gpt2") -> Tensor:
     if scheme == "centered":
         k[0] = 0
     return k
-
-
-def evaluate(kernel: Tensor, rho: Tensor) -> Tensor:
-    """sum_n kernel[n] rho^n, by Horner's rule."""
-    value = torch.zeros_like(rho)
-    for k in kernel.flip(0):
-        value = value * rho + k
-    return value
 
 
 def one_block_cosine(mlp, s, d, scheme="gpt2"):
@@ -227,7 +220,7 @@ def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
             stream = residual * stream + g_a * A
         if config.sublayers != "attention":
             C = stream / scales(stream[0], config.norm_epsilon)
-            stream = residual * stream + g_m * evaluate(k, C)
+            stream = residual * stream + g_m * torch.from_numpy(polyval(C.numpy(), k.numpy()))
         yield stream
 
 
@@ -311,10 +304,10 @@ def hidden_moments(mlp: MLP, m: Tensor, noise: Tensor):
 
     For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
 
-        h = phi(a) u        a = gate m + s z        s^2 = gate^2 noise        z ~ N(0, 1)
+        h = phi(gate m + s z) u        s^2 = gate^2 noise        z ~ N(0, 1)
         given z, u is normal: mean up m + (c / s) z, variance up^2 noise - (c / s)^2, c = gate noise up
 
-    Without a gate, h = phi(a), where up is the gate, and u = 1.
+    Without a gate, up is it, and u = 1.
     """
     z, weight = gaussian_grid(61, noise.device)
     up = mlp.up_proj.weight.double()  # (d_ff, d)

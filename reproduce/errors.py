@@ -13,7 +13,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy.stats import norm
+from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
 from lib.checkpoint import Newborn
@@ -26,7 +26,6 @@ from lineage.match import equal_ids, match_models
 from lineage.verdict import NO_EVIDENCE, Facts, row_of
 from lineage.views import Units
 from model import PRESETS
-from reproduce.claims import wilson
 from seedprint import PaperSettings, last_outputs
 
 LEVEL = 0.01  # from here on down, a test calls two models related
@@ -114,7 +113,7 @@ def error_rates(p_values, key):
     rows = []
     for test, p in p_values.items():
         rejections, number = sum(value <= LEVEL for value in p), len(p)
-        low, high = wilson(rejections, number, 0.99)
+        low, high = binomtest(rejections, number).proportion_ci(0.99, method="wilson")
         row = {"test": test} | key | {"num_pairs": number, "rejections": rejections}
         rows.append(row | {"rate": rejections / number, "low": low, "high": high})
     return rows

@@ -1,10 +1,7 @@
 """Are claims judged rightly? Rows made by hand for every verdict."""
 
-import math
-
 import numpy as np
 import pytest
-import scipy.stats
 
 from reproduce import claims
 
@@ -123,11 +120,3 @@ def test_rows_are_selected_and_judged_apart():
     assert chosen[0]["num_seeds"] == 2  # known by the settings
     claim = claims.Claim("item", "says", "", "name", lambda r: claims.rises(claims.select(r, stack="a")))
     assert claim.read(result) == ("not run here", NONE)  # it has no such rows
-
-
-def test_wilson_interval_by_its_formula():
-    p, n, z = 0.8, 10, scipy.stats.norm.ppf(0.975)
-    centre = p + z * z / (2 * n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    expected = ((centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n))
-    assert claims.wilson(8, n) == pytest.approx(expected)

@@ -294,6 +294,19 @@ def test_kernel_recursion_against_newborns(tmp_path):
     assert last["mean_cosine"] > 0.07  # the bars are smaller than what they are laid at
 
 
+def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
+    """Of a scheme of one's own, here `normal`: the JSON says null, one line says why, curves are drawn."""
+    monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
+    words = ["--model", "tiny_gpt2", "--seed", 1, 2, "--num-sequences", 4, "--init", "normal"]
+    for name, column in (("mlp", "theory"), ("predict", "predicted_cosine"), ("cure", "predicted_cosine")):
+        done = run_here("contraction", name, *words, "--out", tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "does not know tiny_gpt2 by --init normal" in done.stdout
+        result = read_json(tmp_path / f"{name}.json")
+        assert {row[column] for row in result["rows"]} == {None}
+        assert (tmp_path / f"{name}.png").exists()
+
+
 # ---- the command line --------------------------------------------------------------------------------------
 
 
@@ -302,6 +315,8 @@ def test_kernel_recursion_against_newborns(tmp_path):
     [
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
         (["layers", "--model", "tests"], ["newborns", "PRESET@SEED"]),
+        (["mlp", "--sequence-length", 8], ["--sequence-length"]),
+        (["variance", "--sequence-length", 8, 16], ["name one --sequence-length"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):

@@ -90,7 +90,7 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
 def test_values_of_a_newborn_follow_the_theory():
     config = replace(PRESETS["nano_llama"], num_layers=1, vocab_size=1)
     model = init.newborn(config, 5)
-    spread = attention.RunningStd()
+    spread = attention.RunningStd(64)
     with torch.inference_mode():
         for vectors in random_vectors(0, range(64), 32, 768).split(32):
             model.hidden(vectors, on_heads=spread.on_heads)
