@@ -314,7 +314,8 @@ def held_out_spans(starts, num_tokens, share):
     count = max(1, budget // WINDOW)
     size = budget // count
     starts = np.arange(count) * num_tokens // count + (num_tokens // count - size) // 2
-    return f"{count:,} windows of them", np.stack([starts, starts + size], axis=1)
+    words = f"{count:,} windows of them" if count > 1 else "a window of them"
+    return words, np.stack([starts, starts + size], axis=1)
 
 
 def split_tokens(folder, dtype, spans):

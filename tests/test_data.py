@@ -96,7 +96,7 @@ def test_short_documents_among_long_ones(tmp_path):
     """Where evenly spaced documents hold too little, or too much, windows are held out."""
     lines = ["x" * 20_000 if i == 3 else "short" for i in range(20)]
     meta = data.TokenData(prepare(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "set")).meta
-    assert meta.held_out == "1 windows of them" and meta.tokens["val"] == 2011
+    assert meta.held_out == "a window of them" and meta.tokens["val"] == 2011
 
 
 def test_documents_of_files(tmp_path):
