@@ -12,6 +12,7 @@ be checked without a threshold of ours: an order, a sign, a trend, a law inside 
 significance.
 """
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -269,8 +270,13 @@ def lower(rows, first, second, key):
     seeds = [seed for seed in a if seed in b]
     if len(seeds) < 2:
         return "too few runs to say", [None]
-    mean, low, high = interval([a[seed] - b[seed] for seed in seeds]).values()
-    return f"{first} minus {second}: {bounded(mean, low, high)}", [below(low, high)]
+    differences = [a[seed] - b[seed] for seed in seeds]
+    mean, low, high = interval(differences).values()
+    text = f"{first} minus {second}: {bounded(mean, low, high)}, {len(seeds)} seeds"
+    if below(low, high) is None and mean != 0:
+        needed = (1.96 * np.std(differences, ddof=1) / mean) ** 2  # where the interval would end at zero
+        text += f"; some {max(len(seeds) + 1, math.ceil(needed)):,} would tell, if their mean stayed"
+    return text, [below(low, high)]
 
 
 def above_zero(rows, key):
