@@ -42,7 +42,6 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
-CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
 TEXT = "results/text"  # what the runs on text came to
 TEXT_SEEDS = range(42, 47)
