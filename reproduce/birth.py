@@ -27,7 +27,7 @@ from lib.runs import begun_settings
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
-from reproduce.trainings import reading_of
+from reproduce.text import reading_of
 from train import Settings as RunSettings
 
 DRAWS = 9999  # random sets of units, beside the builders

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+import sinks
+from lib.data import default_folder
 from lib.figures import COLOURS, legend_below, new_figure, save_figure
 from lib.files import read_bytes
 from lib.results import Experiment, interval
@@ -38,6 +40,13 @@ def read_runs(folder):
     return [read_run(path) for path in sorted(Path(folder).glob("text_*.jsonl"))]
 
 
+def reading_of(run):
+    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
+    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
+    text = str(default_folder(run.source, run.tokenizer))
+    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
+
+
 def text(settings: Settings):
     """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
     experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
@@ -47,8 +56,8 @@ def text(settings: Settings):
         ends.append(run)
         for evaluation in evaluations:
             tokens = evaluation["step"] * run["step_tokens"]
-            for sinks in evaluation["sinks"]:
-                row = key | {"step": evaluation["step"], "tokens": tokens} | sinks
+            for measured in evaluation["sinks"]:
+                row = key | {"step": evaluation["step"], "tokens": tokens} | measured
                 alpha1 = row.pop("alpha1")  # by layer and head
                 row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
                 rows.append(row | {"val_loss": evaluation["val_loss"]})

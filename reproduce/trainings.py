@@ -31,7 +31,7 @@ from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
 from reproduce.baselines import BASELINES, similarities
-from reproduce.text import CALIBRATIONS, CONFIG, draw_calibrations, read_runs
+from reproduce.text import CALIBRATIONS, CONFIG, draw_calibrations, read_runs, reading_of
 from seedprint import PaperSettings, last_outputs
 
 SEEDS = (42, 123, 1000, 2000)
@@ -305,13 +305,6 @@ def measure_sinks(run: train.Settings, spec, model):
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     return row
-
-
-def reading_of(run: train.Settings):
-    """The sinks.Settings by which a run's sinks are measured: on held-out text, after BOS if it begins so."""
-    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
-    text = str(default_folder(run.source, run.tokenizer))
-    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
 
 
 COMMANDS = {
