@@ -6,8 +6,8 @@
 
 Five are the story: `layers`, `mlp`, `amplify`, `predict`, `cure`. Inputs are Gaussian vectors of the
 embedding's standard deviation (BB 4.1), but of 1 in `width`, and tokens in `predict` and `cure`. All seeds of
-a preset have one embedding matrix (BB B.2). All go one way: `Births`; rows for each of these newborns, theory
-beside what was measured; means over seeds, curves and JSON by `finish`.
+a preset have one embedding matrix (BB B.2). All but `width` go one way: `Births`; rows for each of these
+newborns, theory beside what was measured; means over seeds, curves and JSON by `finish`.
 """
 
 import itertools
@@ -79,9 +79,9 @@ class Births(Experiment):
             print(f"no theory is drawn: measure/theory.py does not know {names} by --init {settings.init}")
 
     def each(self, scheme=None, **changes):
-        """For each newborn and length T: the first columns of its rows, the model, and T.
+        """The first columns of its rows, the model, and T, for each newborn and length T.
 
-        `changes` are made in its configuration. None is the scheme of --init.
+        `changes` are made in the newborns' configurations; without a `scheme`, --init is theirs.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
             config = replace(spec.config, **changes)

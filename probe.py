@@ -8,8 +8,8 @@
 Random sequences go in, the argmax of the last position's logits comes out. If the newborn had no preference,
 N sequences would give N random tokens; instead a few tokens come up far too often. For each model, seed and
 length a row says on which token and how often (`top1_*`), how often the most frequent of N uniform draws
-would come up (`uniform_max_count`), how improbable the count is at most (`log10_p`), how alike the final
-states are (`mean_cosine`), and the token of their mean direction (`direction_token`, BB Finding 2.2).
+would come up (`uniform_max_count`), a bound on the count's probability among these (`log10_p`), how alike the
+final states are (`mean_cosine`), and the token of their mean direction (`direction_token`, BB Finding 2.2).
 
 What scripts share, from lib/: COMMANDS name each subcommand's function and its default settings, a dataclass
 of which `run_script` makes the flags. `chosen_models` returns a Spec for each model that the user names, a

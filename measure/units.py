@@ -51,7 +51,7 @@ class Activity:
 
     The sink's dimension after a layer is the largest of the mean stream there. A unit contributes its mean
     activation times its down weight on that dimension, times the dimension's sign: a *builder* contributes
-    more than 0, a *remover* less (ours; SO's *super neurons* are builders).
+    more than 0, a *remover* less (ours).
     """
 
     down: list[Tensor]  # weights of the down projections, (d, d_ff) each
