@@ -39,6 +39,7 @@ from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_product
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
+CERTAIN = 0.95  # share times strength in each of them, from which on no other way is tried
 SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance
 CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another one to be taken
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
@@ -63,10 +64,13 @@ def matched_units(neighbours):
 
 
 def mutual_neighbours(sizes):
-    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there."""
+    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there.
+
+    The maximum of the column is much faster to find than its place.
+    """
     largest, partners = sizes.max(dim=1)
-    back = sizes.argmax(dim=0)
-    is_mutual = (back[partners] == torch.arange(len(sizes))) & (largest > 0)
+    back = sizes.amax(dim=0)
+    is_mutual = (back[partners] == largest) & (largest > 0)
     return partners.where(is_mutual, -1), largest
 
 
@@ -129,7 +133,7 @@ def equal_ids(base: Units, suspect: Units):
 
 def table_sizes(units: Units):
     """The numbers of rows of a model's embedding matrix and head."""
-    return [units.source.shapes[units.table_of(view)][0] for view in ("up", "down")]
+    return [units.source.shapes[units.table_of(view)[0]][0] for view in ("up", "down")]
 
 
 def ids_by_string(base: Units, suspect: Units, vocabularies):
@@ -151,6 +155,11 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     ways = []
     refusal = None
     for base, suspect in itertools.product(bases, suspects):
+        have_heads = base.parts.has_head and suspect.parts.has_head
+        if have_heads and (base.is_tied or suspect.is_tied):
+            continue  # a table is tried as its model's head where the other has none
+        if any(score >= CERTAIN * TRIAL_LAYERS for score, *_ in ways):
+            break
         pairings = [equal_ids(base, suspect), ids_by_string(base, suspect, vocabularies)]
         for tokens in filter(None, pairings):
             try:

@@ -40,11 +40,12 @@ LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 class LayoutHypothesis:
     """What a checkpoint's names leave open: where there is a choice, all are tried."""
 
-    table: str  # the embedding matrix
-    head: str
+    table: tuple  # the embedding matrix: its name, or the names of two whose product it is
+    head: tuple
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     centred: bool  # norms without biases take the mean out, as LayerNorms do
+    backward: bool  # of two matrices of an MLP without names the other one writes
 
 
 def hidden_units(source):
@@ -69,7 +70,11 @@ def layout_hypotheses(source):
     centred = [source.family in LAYERNORMS_WITHOUT_BIAS]
     if not source.family:  # a file of weights alone
         centred = [False, True]
-    choices = itertools.product(found.tables, found.heads, interleaved, from_one, centred)
+    backward = [False]
+    if any(len(mlp.views) == 2 and not mlp.is_named for mlp in found.mlps):
+        backward = [False, True]
+    heads = [*dict.fromkeys(found.heads + found.tables)]
+    choices = itertools.product(found.tables, heads, interleaved, from_one, centred, backward)
     return [LayoutHypothesis(*choice) for choice in choices]
 
 
@@ -77,8 +82,8 @@ class Tables:
     """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
 
     def __init__(self, source):
-        self.read = functools.cache(lambda name: clipped(source.read(name)))
-        self.root = functools.cache(lambda name: root_of(self.read(name)))
+        self.read = functools.cache(lambda names: clipped(product(*map(source.read, names))))
+        self.root = functools.cache(lambda names: root_of(self.read(names)))
 
 
 class Units:
@@ -98,6 +103,11 @@ class Units:
     def table_of(self, view):
         """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
         return self.layout.head if view == "down" else self.layout.table
+
+    @property
+    def is_tied(self):
+        """Is its embedding matrix taken for its head?"""
+        return self.layout.head == self.layout.table
 
     def numbers(self, limit=None):
         """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
@@ -135,7 +145,10 @@ class Units:
     def rows(self, number, view):
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.parts.mlps[number]
-        name = mlp.matrices.get(view, mlp.matrices.get("gate_up"))
+        role = view
+        if self.layout.backward and len(mlp.views) == 2 and not mlp.is_named:
+            role = {"up": "down", "down": "up"}[view]
+        name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
         weight = self.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
@@ -180,6 +193,15 @@ def decorrelated(columns: Tensor) -> Tensor:
     root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
     white = root @ columns
     return white / white.norm(dim=0).clamp(min=1e-30)
+
+
+def product(table: Tensor, projection: Tensor | None = None) -> Tensor:
+    """A table (V, e) as it is, or through a projection (d, e) or (e, d) that leads to the stream: (V, d)."""
+    if projection is None:
+        return table
+    if projection.shape[0] != table.shape[1]:
+        projection = projection.T
+    return table.float() @ projection.float()
 
 
 def clipped(table: Tensor) -> Tensor:
