@@ -37,7 +37,7 @@ from lib.settings import UserError
 from lineage import parts
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 
-MAP_UNITS = 256  # of each MLP of a base that the layer map counts
+MAP_UNITS = 64  # of each MLP of a base that the layer map counts
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
 CERTAIN = 0.95  # share times strength in each of them, from which on no other way is tried
 SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance

@@ -31,6 +31,7 @@ from lineage.views import hidden_units
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
+NOT_READ = "not read"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
 BASE_R = 0.5  # they are matched as strongly as this
@@ -284,6 +285,11 @@ def row_of(facts: Facts):
         "embedding_z": facts.embedding and facts.embedding["z"],
         "table_likeness": facts.match and facts.match.table_likeness,
     }
+
+
+def unread_row(error):
+    """The row of a suspect that cannot be read: why not, and nothing else."""
+    return dict.fromkeys(row_of(Facts(None, lack="nothing"))) | {"verdict": NOT_READ, "sentence": str(error)}
 
 
 def layer_rows(facts: Facts):

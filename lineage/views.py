@@ -125,15 +125,15 @@ class Units:
         """
         mlp = self.parts.mlps[number]
         rows = {view: self.rows(number, view) for view in mlp.views}
-        living = torch.stack([weights.any(dim=1) for weights in rows.values()]).all(dim=0)
+        largest = {view: weights.abs().amax(dim=1) for view, weights in rows.items()}  # (m,) each
+        living = torch.stack(list(largest.values())).gt(0).all(dim=0)
         views = {}
         for view, weights in rows.items():
-            largest = weights.abs().amax(dim=1).clamp(min=1e-30)
-            columns = self.tables.root(self.table_of(view)) @ (weights.T / largest)
-            if not columns.isfinite().all():
+            columns = self.tables.root(self.table_of(view)) @ (weights.T / largest[view].clamp(min=1e-30))
+            lengths = columns.norm(dim=0)
+            if not lengths.isfinite().all():
                 raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
-            columns = columns / columns.norm(dim=0).clamp(min=1e-30) * living
-            views[view] = decorrelated(columns)
+            views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
         return views
 
     def compute_sample(self, number, limit):

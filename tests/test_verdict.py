@@ -10,8 +10,9 @@ import safetensors.torch
 import scipy.stats
 import torch
 
-from lib import checkpoint
+from lib import checkpoint, gguf_tokenizers
 from lib.checkpoint import Newborn
+from lib.formats import token_ids
 from lib.settings import UserError
 from lineage import disguise
 from lineage.match import Match, ModelMatch
@@ -176,13 +177,11 @@ def changed(weights: dict, change) -> dict:
     return others
 
 
-def folder_with(place, weights: dict, raw=RAW, vocabulary=None):
+def folder_with(place, weights: dict, raw=RAW):
     place.mkdir()
     (place / "config.json").write_text(json.dumps(raw))
     weights = {name: weight.contiguous().clone() for name, weight in weights.items()}
     safetensors.torch.save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
-    if vocabulary:
-        (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     return checkpoint.parse_spec(str(place)).open(any_architecture=True)
 
 
@@ -361,14 +360,158 @@ def test_layers_of_which_nothing_is_known(tmp_path):
     assert answer == INCONCLUSIVE and "a changed basis would hide a child" in sentence
 
 
-def test_a_permuted_vocabulary(tmp_path):
+# ---- what people bring -------------------------------------------------------------------------------------
+
+PLAIN = replace(CONFIG, mlp="gelu", norm="layernorm")
+TIED = replace(PLAIN, tie_embeddings=True)
+
+
+def as_transformer_lens(weights: dict) -> dict:
+    """GPT-2's matrices as TransformerLens stores them, (inputs, outputs)."""
+    names = {"model.embed_tokens.weight": "embed.W_E", "model.layers.": "blocks.", "post_attention": "ln2"}
+    names |= {
+        "up_proj.weight": "W_in",
+        "down_proj.weight": "W_out",
+        "self_attn.": "attn.",
+        "ln2_layer": "ln2",
+    }
+    others = changed(weights, names | {"ln2norm.weight": "ln2.w", "model.norm.weight": "ln_final.w"})
+    return {name: weight.T if ".W_" in name and "mlp" in name else weight for name, weight in others.items()}
+
+
+def without_a_head(weights: dict) -> dict:
+    return {name: weight for name, weight in weights.items() if "head" not in name}
+
+
+def with_a_new_head(weights: dict) -> dict:
+    return weights | {"lm_head.weight": random_rows(300)}
+
+
+def stacked(weights: dict) -> dict:
+    """All layers in one tensor, (L, ...), as MaxText keeps them."""
+    others = {name: weight for name, weight in weights.items() if "layers" not in name}
+    for name in weights:
+        if ".layers.0." in name:
+            layers = [weights[name.replace(".0.", f".{layer}.")] for layer in range(3)]
+            others[name.replace("layers.0", "layers")] = torch.stack(layers)
+    return others
+
+
+def pruned_each(weights: dict) -> dict:
+    """Layers of 96, 88 and 80 units."""
+    others = dict(weights)
+    for layer in range(3):
+        for view in ("gate", "up", "down"):
+            name = f"model.layers.{layer}.mlp.{view}_proj.weight"
+            units = torch.arange(96 - 8 * layer)
+            others[name] = weights[name].index_select(int(view == "down"), units)
+    return others
+
+
+def with_more_tokens(weights: dict) -> dict:
+    return weights | {name: torch.cat([weights[name], random_rows(20)]) for name in TABLES}
+
+
+LLAMA = checkpoint.config_json(CONFIG)
+BROUGHT = {  # the architecture, what was done to the base, and to the suspect, and its config.json
+    "TransformerLens": (TIED, {}, as_transformer_lens, RAW),
+    "no head": (PLAIN, {}, without_a_head, RAW),
+    "the base has none": (PLAIN, without_a_head, {}, RAW),
+    "a new head": (TIED, {}, with_a_new_head, RAW),
+    "stacks of layers": (CONFIG, {}, stacked, RAW),
+    "a head though tied": (CONFIG, {}, {}, LLAMA | {"tie_word_embeddings": True}),
+    "a stale vocabulary": (CONFIG, {}, with_more_tokens, LLAMA),
+    "layers of several widths": (CONFIG, {}, pruned_each, LLAMA),
+}
+
+
+@pytest.mark.parametrize("case", BROUGHT)
+def test_what_people_bring(case, tmp_path, capsys):
+    """A copy, a child under noise and a rotated one are found, a stranger is not, whatever config.json says."""
+    config, of_base, of_suspect, raw = BROUGHT[case]
+    birth = disguise.noised(Newborn(config, 1), 0)
+    base = folder_with(tmp_path / "base", changed(weights_of(birth), of_base))
+    relatives = {"copy": birth, "noised": disguise.noised(birth, 0.5)}
+    relatives |= {"rotated": disguise.disguised(birth, ("rotate",)), "stranger": Newborn(config, 2)}
+    for name, source in relatives.items():
+        weights = changed(weights_of(source), of_suspect)
+        answer, sentence = judged(base, folder_with(tmp_path / name, weights, raw))
+        assert answer == (NO_EVIDENCE if name == "stranger" else SAME_BIRTH), (name, sentence)
+        assert ("hidden units of every layer" in sentence) == (name != "stranger"), sentence
+    warned = capsys.readouterr().err
+    assert ("it is read by its weights alone" in warned) == (raw is not RAW)
+
+
+def test_no_row_of_a_table_agrees(tmp_path):
+    """Units cannot be matched; bits and coordinates can, though the tables agree, or nothing does."""
+    attention = {"mlp.": "self_attn."}  # no MLPs are found then
+    base = folder_with(tmp_path / "base", changed(weights_of(BASE), attention))
+    copied = weights_of(STRANGER) | {n: w for n, w in weights_of(BASE).items() if "attn" in n or n in TABLES}
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    suspects = {
+        "copy": (weights_of(BASE), SAME_BIRTH, "every layer is bit for bit the base's; the base's embedding"),
+        "noised": (weights_of(disguise.noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
+        "tokens moved": (
+            {n: w[order] if n in TABLES else w for n, w in weights_of(disguise.noised(BASE, 1)).items()},
+            SAME_BIRTH,
+            "; embedding matrices that do not agree",
+        ),
+        "copied attention": (copied, INCONCLUSIVE, "not in every kind of matrix of two layers"),
+        "a copied table": (weights_of(Newborn(CONFIG, 2, 1)), INCONCLUSIVE, "a changed basis would hide"),
+    }
+    for name, (weights, verdict, said) in suspects.items():
+        suspect = folder_with(tmp_path / name, changed(weights, attention))
+        answer, sentence = judged(base, suspect)
+        assert answer == verdict and said in sentence, (name, sentence)
+    assert judged(BASE, folder_with(tmp_path / "a", copied))[0] == INCONCLUSIVE
+
+
+def test_layers_at_other_places(tmp_path):
+    """A merge by layers, of other names, beside a stranger's embedding matrix: bits alone can tell."""
+    for layers, verdict in (({0: 1, 1: 2}, SAME_BIRTH), ({0: 1}, INCONCLUSIVE), ({}, NO_EVIDENCE)):
+        weights = weights_of(STRANGER)
+        for base_layer, layer in layers.items():
+            for name in weights:
+                if f"layers.{layer}." in name:
+                    weights[name] = BASE.read(name.replace(f".{layer}.", f".{base_layer}."))
+        renamed = changed(weights, {"layers.": "block_", "gate_proj": "p", "up_proj": "r", "down_proj": "q"})
+        answer, sentence = judged(BASE, folder_with(tmp_path / str(len(layers)), renamed))
+        assert answer == verdict, sentence
+        if verdict == SAME_BIRTH:
+            assert sentence.startswith("layers 2-3 are bit for bit the base's layers 1-2"), sentence
+
+
+def as_tokenizer_json(place, ids: dict) -> None:
+    (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
+
+
+def as_tokenizer_model(place, ids: dict) -> None:
+    header = {"tokens": sorted(ids, key=ids.get), "scores": [0.0] * 300, "token_type": [1] * 300}
+    values = {f"tokenizer.ggml.{key}": value for key, value in header.items()}
+    (place / "tokenizer.model").write_bytes(gguf_tokenizers.sentencepiece_model(values))
+
+
+def as_vocab_json(place, ids: dict) -> None:
+    (place / "vocab.json").write_text(json.dumps(ids))
+
+
+def as_vocab_txt(place, ids: dict) -> None:
+    (place / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)))
+
+
+WRITERS = (as_tokenizer_json, as_tokenizer_model, as_vocab_json, as_vocab_txt)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_permuted_vocabulary(write, tmp_path):
     """Without a tokenizer it cannot be told from a stranger; with one it can, unless that lies."""
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
     weights = weights_of(CHILD)
     permuted = weights | {name: weights[name][order] for name in TABLES}
-    usual = {f"token {number}": number for number in range(300)}
-    theirs = {f"token {string}": number for number, string in enumerate(order.tolist())}
-    base = folder_with(tmp_path / "base", weights_of(BASE), vocabulary=usual)
+    usual = {f"token_{number}": number for number in range(300)}
+    theirs = {f"token_{string}": number for number, string in enumerate(order.tolist())}
+    base = folder_with(tmp_path / "base", weights_of(BASE))
+    write(tmp_path / "base", usual)
     cases = {
         "plain": (permuted, None, NO_EVIDENCE, "if their token numbers mean the same"),
         "true": (permuted, theirs, SAME_BIRTH, "every layer"),
@@ -376,8 +519,14 @@ def test_a_permuted_vocabulary(tmp_path):
         "lying of equal tokens": (weights, theirs, SAME_BIRTH, "every layer"),
     }
     for name, (tensors, vocabulary, expected, said) in cases.items():
-        answer, sentence = judged(base, folder_with(tmp_path / name, tensors, vocabulary=vocabulary))
+        suspect = folder_with(tmp_path / name, tensors)
+        if vocabulary:
+            write(tmp_path / name, vocabulary)
+        answer, sentence = judged(base, suspect)
         assert answer == expected and said in sentence, (name, sentence)
+    (tmp_path / "base" / "tokenizer.json").unlink(missing_ok=True)
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"IQ== 0")  # Llama 3's own: it tells nothing here
+    assert write in (as_vocab_json, as_vocab_txt) or token_ids(tmp_path / "base") == {}
 
 
 @pytest.mark.parametrize("family", ["paligemma", "llama"])
