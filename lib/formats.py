@@ -277,13 +277,13 @@ def unstacked(tensors):
     return others
 
 
-def check_shapes(tensors, expected, place) -> None:
-    """UserError unless the tensors are the `expected` ones, by name and shape."""
+def check_shapes(tensors, expected, place, remedy="") -> None:
+    """UserError unless the tensors are the `expected` ones, by name and shape; it ends with a `remedy`."""
     for name in sorted(expected.keys() | tensors):
         here = tensors[name].shape if name in tensors else "missing"
         wanted = expected.get(name, "no such tensor")
         if here != wanted:
-            raise UserError(f"{place}: {name} is {here}, expected {wanted}")
+            raise UserError(f"{place}: {name} is {here}, expected {wanted}{remedy}")
 
 
 def weight_files(place):
@@ -510,7 +510,7 @@ def own_checkpoint(place, raw, tensors):
     differing = expected.keys() ^ tensors.keys()
     if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
-    check_shapes(tensors, expected, place)
+    check_shapes(tensors, expected, place, " by config.json: correct what it says")
     return CheckpointReader(place, tensors, config, config.d_model)
 
 

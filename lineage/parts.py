@@ -30,8 +30,8 @@ FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final
 ROLES = {  # of an MLP's matrices
     "gate_up": "gate_up_proj|Wi",  # both in one
     "gate": "gate_proj|w1|wi_0",
-    "up": "up_proj|w3|v1|wi_1|wi|c_fc|fc1|fc_in|lin1|dense_h_to_4h|intermediate\\.dense|ffn",
-    "down": "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense|ffn_output",
+    "up": "up_proj|w3|v1|wi_1|wi|c_fc|fc1|fc_in|lin1|dense_h_to_4h|intermediate\\.dense",
+    "down": "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense",
 }
 SUFFIX = r"(?:\.weight|\.kernel)?$"
 MLP_MATRIX = {role: re.compile(rf"^(?:(.*)\.)?(?:{names}){SUFFIX}") for role, names in ROLES.items()}
@@ -244,8 +244,9 @@ def mlps_by_shape(shapes, width):
     for units, down in writes.items():
         inputs = reads[units]
         names = {2: ("gate", "up"), 1: ("up",)}.get(len(inputs))
-        if not inputs and len(reads[2 * units]) == 1:
-            inputs, names = reads[2 * units], ("gate_up",)
+        if not inputs:  # both in one matrix, in which Mamba-2 has more below them
+            inputs = [rest for size, rests in reads.items() if size >= 2 * units for rest in rests]
+            names = ("gate_up",) if len(inputs) == 1 else None
         if names and len(down) == 1:
             return {"": dict(zip(names, inputs)) | {"down": down[0]}}
     return {}

@@ -154,6 +154,7 @@ class Units:
             weight = weight[mlp.expert]
         rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
         if view not in mlp.matrices:
+            rows = rows[: 2 * parts.units_of(self.source.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
             rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first

@@ -217,7 +217,7 @@ def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder
     config = read_json(folder / "config.json")
     for key, value, said in (
         ("tie_word_embeddings", True, "set its tie_word_embeddings to false"),
-        ("vocab_size", 99, r"embed_tokens.weight is \(97, 32\), expected \(99, 32\)"),
+        ("vocab_size", 99, r"head.weight is \(97, 32\), expected \(99, 32\) by config.json: correct"),
     ):
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         assert formats.open_any(folder).config is None

@@ -427,7 +427,7 @@ BROUGHT = {  # the architecture, what was done to the base, and to the suspect, 
 
 @pytest.mark.parametrize("case", BROUGHT)
 def test_what_people_bring(case, tmp_path, capsys):
-    """A copy, a child under noise and a rotated one are found, a stranger is not, whatever config.json says."""
+    """Copies, noised and rotated children are found, a stranger is not, whatever config.json says."""
     config, of_base, of_suspect, raw = BROUGHT[case]
     birth = disguise.noised(Newborn(config, 1), 0)
     base = folder_with(tmp_path / "base", changed(weights_of(birth), of_base))
