@@ -95,10 +95,11 @@ def compare(settings: CompareSettings):
     base_name, *names = settings.models
     base = open_model(base_name, settings)
     experiment = Experiment("compare", "BB 6.1", settings)
+    numbers = (settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers)
     rows, details, unread = [], [], []
     for name in progress(names, desc="suspects"):
         try:
-            row, detail = compare_pair(base, open_model(name, settings), *numbers_of(settings))
+            row, detail = compare_pair(base, open_model(name, settings), *numbers)
         except UserError as error:
             row, detail = unread_row(error), {"layers": [], "layer_map": {}}
             unread.append(error)
@@ -122,9 +123,10 @@ def matrix(settings: CompareSettings):
     check_several(settings.models)
     experiment = Experiment("matrix", "BB Table 4", settings)
     models = [open_model(name, settings) for name in settings.models]
+    numbers = (settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers)
     rows, closeness = [], []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        row, _ = compare_pair(a, b, *numbers_of(settings))
+        row, _ = compare_pair(a, b, *numbers)
         rows.append({"a": a.name, "b": b.name} | row)
         closeness.append(closeness_of(row))
     names = [model.name for model in models]
@@ -149,11 +151,6 @@ def check_several(names) -> None:
 def open_model(name, settings: CompareSettings):
     """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
     return read_model(name, parse_spec(name, settings.init).open(any_architecture=True))
-
-
-def numbers_of(settings: CompareSettings):
-    """What `compare_pair` is told beside two models."""
-    return settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------

@@ -37,7 +37,8 @@ from lib.settings import UserError
 from lineage import parts
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 
-MAP_UNITS = 64  # of each MLP of a base that the layer map counts
+MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most
+LARGEST_MAP = 2048  # units in all, of deep models, of whose MLPs it counts fewer, but TRIAL_UNITS at least
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
 CERTAIN = 0.95  # share times strength in each of them, from which on no other way is tried
 SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance
@@ -200,7 +201,8 @@ def match_models(
     basis = basis or basis_correlations(base, suspect, tokens)
     null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
     ours, theirs = layers_to_read(base, suspect, layers)
-    columns = map_columns(base, suspect, basis, ours, theirs, units, MAP_UNITS, exchanged)
+    few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
+    columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
     matches, shares = [], []
     for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
         own_place = len(shares) * len(ours) // len(theirs)

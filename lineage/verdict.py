@@ -24,7 +24,7 @@ from scipy import stats
 
 from lib.formats import token_ids
 from lineage import coordinates, parts
-from lineage.bits import Fingerprints, equal_layers
+from lineage.bits import equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
 from lineage.views import hidden_units
 
@@ -83,7 +83,7 @@ class Model:
     source: object
     units: list  # its hidden units, by each LayoutHypothesis
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
-    fingerprints: Fingerprints
+    layers: dict  # of digests, by which equal ones are found
 
 
 @dataclass
@@ -159,7 +159,7 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    return Model(name, source, hidden_units(source), vocabulary, Fingerprints(source))
+    return Model(name, source, hidden_units(source), vocabulary, layers_of(source))
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
@@ -178,8 +178,8 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         limit = layers or usual_layers(base.units[0], suspect.units[0])
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
-    equal = equal_layers(base.fingerprints, suspect.fingerprints)
-    depth = len(suspect.fingerprints.parts.layers)
+    equal = equal_layers(base.layers, suspect.layers)
+    depth = len(parts.find(suspect.source).layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
     layers_read = {each.mlp.layer for each in facts.matches}
     if distinct(places(facts.base_matches)) == 1 and match.depth > len(layers_read):  # is it the only one?
