@@ -176,7 +176,7 @@ def lineage_figure(path, base, rows, details) -> None:
     """
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
     tell = [tells_more(detail["layer_map"]) for detail in details]
-    figure, grid = new_figure(title, len(rows), 1 + any(tell), width=5.6, height=2.9)
+    figure, grid = new_figure(title, len(rows), 1 + any(tell), width=5.6, height=2.4)
     names = short_names([row["suspect"] for row in rows])
     for (units, *maps), name, row, detail, has_map in zip(grid, names, rows, details, tell):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")

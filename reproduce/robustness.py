@@ -30,13 +30,14 @@ from lineage.verdict import compare_pair, read_model
 from seedprint import STRANGER_SEED
 
 LAYERS = {"never met": 12}  # that are read, evenly spaced; of all others all
-DRAWN = {  # kind: what is drawn of it at each depth, in the order of their colours
-    "child": ("children: the least", np.min),
-    "never met": ("never met: each pair", None),
-    "newborn": ("newborns: the largest", np.max),
-    "distilled": ("distilled", np.max),
-    "child, trained hard": ("child, trained hard", np.min),
+DRAWN = {  # kind: what is drawn of all of a kind, at each depth
+    "child": "children: the least",
+    "child, trained hard": "children: the least",
+    "never met": "never met: each pair",
+    "newborn": "newborns, and one distilled: the largest",
+    "distilled": "newborns, and one distilled: the largest",
 }
+EXTREMES = {"children: the least": np.min, "newborns, and one distilled: the largest": np.max}
 DEPTHS = np.linspace(0, 1, 31)
 PEAK = 3e-3  # learning rate of the child that is trained hard: ten times what fine-tuning takes
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
@@ -140,16 +141,15 @@ def trained(model, tokens, rates, teacher=None):
 
 def draw_robustness(rows, details, path) -> None:
     """The share of each layer's units that are matched, by relative depth, of each kind of suspect."""
-    shares = {kind: [] for kind in DRAWN}
+    shares = {name: [] for name in DRAWN.values()}
     for row, detail in zip(rows, details):
         layers = [100 * layer["share"] for layer in detail["layers"]]
         places = (np.arange(len(layers)) + 0.5) / len(layers)
-        shares[row["kind"]].append(np.interp(DEPTHS, places, layers))
+        shares[DRAWN[row["kind"]]].append(np.interp(DEPTHS, places, layers))
     points = []
-    for kind, (name, extreme) in DRAWN.items():
-        lines = shares[kind]
-        if extreme is not None and lines:
-            lines = [extreme(lines, axis=0)]
+    for name, lines in shares.items():
+        if name in EXTREMES:
+            lines = [EXTREMES[name](lines, axis=0)]
         for line in lines:
             for depth, share in zip([*DEPTHS, math.nan], [*line, math.nan]):  # here a line ends
                 points.append({"depth": depth, "matched": share, "kind": name})
