@@ -37,9 +37,7 @@ from model import ModelConfig, Transformer
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
 TOWER = re.compile(r"vision|visual|image|audio")  # part of a model that reads no tokens, often a frozen one
-STACK = re.compile(
-    r"(?!.*\d)(?:.*\.)?(?:layers?|blocks?|h)\."
-)  # begins names of tensors of all layers in one
+STACK = re.compile(r"(?!.*\d\.)(?:.*\.)?(?:layers?|blocks?|h)\.")  # of tensors that hold all layers
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -471,18 +469,13 @@ def open_any(place):
 
 
 def contents(place):
-    """What config.json of a checkpoint says, and its LazyTensors by name.
-
-    UserError for packed numbers, and for tensors that are elsewhere.
-    """
+    """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     for name, tensor in tensors.items():
         if tensor.shape == (0,):
-            gather = (
-                "it was saved under ZeRO-3 without gathering: zero_to_fp32.py makes a whole one of its parts"
-            )
-            raise UserError(f"{place}: {name} is empty; {gather}")
+            advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
+            raise UserError(f"{place}: {name} is empty; {advice}")
         if tensor.kind not in FLOATS and len(tensor.shape) > 1 and not BUFFER.search(name):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
@@ -541,25 +534,21 @@ def token_ids(place):
 
     The blank at a word's beginning is written in one way, whatever the tokenizer.
     """
-    if is_gguf(place):
-        return numbered(open_gguf(place).values.get("tokenizer.ggml.tokens", []))
-    for name, read in VOCABULARIES.items():
-        path = folder_of(place) / name
-        if os.path.exists(path):
-            with as_user_error(path):
-                return numbered(read(path, LARGEST_TOKENIZER))
-    return {}
-
-
-def numbered(vocabulary):
-    """Tokens' ids by string, of a dictionary, or a list of strings, or of strings and their scores."""
-    if isinstance(vocabulary, list):
-        strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
-        vocabulary = dict(zip(strings, range(len(strings))))
-    ids = {}
-    for token, number in vocabulary.items():
-        if isinstance(token, str) and type(number) is int and number >= 0:
-            ids[token.replace("\u0120", "\u2581")] = number
+    files = [folder_of(place) / name for name in VOCABULARIES]
+    path = next((file for file in files if os.path.exists(file)), place)
+    vocabulary = {}
+    with as_user_error(path):
+        if is_gguf(place):
+            vocabulary = open_gguf(place).values.get("tokenizer.ggml.tokens", [])
+        elif path != place:
+            vocabulary = VOCABULARIES[path.name](path, LARGEST_TOKENIZER)
+        if isinstance(vocabulary, list):  # of strings, or of strings and their scores
+            strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
+            vocabulary = dict(zip(strings, range(len(strings))))
+        ids = {}
+        for token, number in vocabulary.items():
+            if isinstance(token, str) and type(number) is int and number >= 0:
+                ids[token.replace("\u0120", "\u2581")] = number
     return ids
 
 

@@ -92,11 +92,6 @@ class Parts:
     unknown: list  # matrices outside of MLPs, where none was found, that are not plainly attention's
 
     @property
-    def has_head(self):
-        """Has the model a head of its own?"""
-        return self.heads != self.tables
-
-    @property
     def missing(self):
         """What was not found of all that units are looked for with; "" if nothing."""
         if len(self.tables) > MOST_TABLES:

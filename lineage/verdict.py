@@ -7,13 +7,11 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Facts are gathered, `judge` has the rules, and each fact is told once. A layer of the suspect is the base's
-if its bits are (`lineage/bits.py`); if its hidden units are (`lineage/match.py`), but not everywhere, since
-unrelated language models share up to 34 % of the last layer, weakly (r at most 0.26), as all learn to
-predict the same words; or if the numbers of every kind of matrix agree, coordinate by coordinate
-(`lineage/coordinates.py`). Two such layers are one birth. A child has nearly all units in every layer, with
-r above 0.9 after ordinary fine-tuning. The thresholds are ours; `python -m reproduce.robustness` measures
-what they rest on.
+Facts are gathered, `judge` has the rules (seedprint.py tells them), and each fact is told once. Unrelated
+language models share nothing in the middle of their depth, and up to 34 % of the units of the last layer,
+weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all units in every
+layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours; `python -m reproduce.robustness`
+measures what they rest on.
 """
 
 import math
@@ -95,7 +93,7 @@ class Facts:
     embedding: dict | None = None  # and of the embedding matrices'
     layer_r: dict = field(default_factory=dict)  # least correlation of the matrices of two layers, by numbers
     equal: dict = field(default_factory=dict)  # layers that are the base's, bit for bit, and its
-    depth: int = 1  # layers of the suspect
+    depth: int = 2  # layers of the suspect
     lack: str = ""  # why hidden units cannot tell; "" if they can
     may_have_mlps: bool = True  # that were not found
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
@@ -122,19 +120,12 @@ class Facts:
     def are_enough(self):
         """Are the layers that are the base's two, or the only one? Of several one may have been copied."""
         found = {*self.equal.items(), *self.alike.items(), *places(self.base_matches)}
-        depth = max(self.depth, self.match.depth if self.match else 0)
-        return distinct(found) > 1 or (len(found) == 1 and depth == 1)
+        return distinct(found) >= min(2, self.depth)
 
     @property
     def body_agrees(self):
         """Do the coordinates of the blocks' weights agree?"""
         return self.body is not None and self.body["same"]
-
-    @property
-    def tables_agree(self):
-        """Do the embedding matrices, by their coordinates, or in any basis?"""
-        by_coordinates = self.embedding is not None and self.embedding["same"]
-        return by_coordinates or (self.match is not None and self.match.table_likeness > CHANGED_TABLE)
 
     @property
     def is_between(self):
@@ -314,11 +305,11 @@ def mean_distance(matches):
 
 def bits_phrase(facts: Facts):
     """Which layers are the base's, bit for bit."""
-    layers, base_layers = [layers_phrase(list(part)) for part in (facts.equal, facts.equal.values())]
-    if len(facts.equal) == facts.depth and layers == base_layers:
-        return "every layer is bit for bit the base's"
+    if not facts.equal:
+        return ""
+    layers, base_layers = layers_phrase(list(facts.equal)), layers_phrase(list(facts.equal.values()))
     verb = "is" if len(facts.equal) == 1 else "are"
-    return f"{layers} {verb} bit for bit the base's {base_layers}" if facts.equal else ""
+    return f"{layers} {verb} bit for bit the base's {base_layers}"
 
 
 def matched_phrase(facts: Facts):
@@ -410,11 +401,14 @@ def coordinates_phrase(body):
 
 def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
-    if facts.match and facts.match.table_likeness > SAME_TABLE:
+    likeness = facts.match.table_likeness if facts.match else 0.0
+    if likeness > SAME_TABLE:
         return "the base's embedding matrix"
-    if facts.tables_agree or facts.base_matches:  # units are matched through the base's alone
+    has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
+    if (
+        has_same_coordinates or likeness > CHANGED_TABLE or facts.base_matches
+    ):  # seen through the base's alone
         return "the base's embedding matrix, changed"
-    if facts.match is None and facts.embedding is None:
-        return "embedding matrices that could not be compared"
-    # tokens may have other numbers
-    return "embedding matrices that do not agree" if facts.are_enough else "a different embedding matrix"
+    if facts.are_enough or (facts.match is None and facts.embedding is None):
+        return "embedding matrices that do not agree, or number tokens otherwise"
+    return "a different embedding matrix"

@@ -104,11 +104,6 @@ class Units:
         """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
         return self.layout.head if view == "down" else self.layout.table
 
-    @property
-    def is_tied(self):
-        """Is its embedding matrix taken for its head?"""
-        return self.layout.head == self.layout.table
-
     def numbers(self, limit=None):
         """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
         numbers = []

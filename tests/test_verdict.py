@@ -85,7 +85,7 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
 def test_units_decide_by_share_strength_and_place(case):
     match, verdict, said = MATCHES[case]
     for embedding in (None, *OUTCOMES.values()):
-        row = row_of(Facts(match, OUTCOMES["nothing"], embedding))
+        row = row_of(Facts(match, OUTCOMES["nothing"], embedding, depth=match.depth))
         assert row["verdict"] == verdict and said in row["sentence"], row["sentence"]
     told = next(each for each in match.matches if each.mlp.layer + 1 == row["layer"])
     assert (row["units_found"], row["units"], row["r"]) == (told.found, told.units, told.r)
@@ -449,7 +449,11 @@ def test_no_row_of_a_table_agrees(tmp_path):
     copied = weights_of(STRANGER) | {n: w for n, w in weights_of(BASE).items() if "attn" in n or n in TABLES}
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
     suspects = {
-        "copy": (weights_of(BASE), SAME_BIRTH, "every layer is bit for bit the base's; the base's embedding"),
+        "copy": (
+            weights_of(BASE),
+            SAME_BIRTH,
+            "layers 1-3 are bit for bit the base's layers 1-3; the base's",
+        ),
         "noised": (weights_of(disguise.noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
         "tokens moved": (
             {n: w[order] if n in TABLES else w for n, w in weights_of(disguise.noised(BASE, 1)).items()},
@@ -605,7 +609,9 @@ def test_constants_and_frozen_towers_are_no_kinship(tmp_path):
             sources.append(folder_with(tmp_path / f"{case}{number}", weights_of(source) | shared))
         answer, sentence = judged(*sources)
         assert answer == NO_EVIDENCE and sentence.endswith("a different embedding matrix"), sentence
-        assert judged(sources[0], sources[0])[1].startswith("every layer is bit for bit the base's; 96 of 96")
+        assert judged(sources[0], sources[0])[1].startswith(
+            "layers 1-3 are bit for bit the base's layers 1-3; 96"
+        )
 
 
 def test_tokens_that_are_all_alike_are_refused(tmp_path):
