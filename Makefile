@@ -11,10 +11,10 @@ RUN := $(VENV)/bin/python
 .DELETE_ON_ERROR:
 
 probe: $(VENV)/installed
-	@$(RUN) probe.py --seed 42 43
-	@if [ "$$(uname)" = Darwin ]; then open results/probe.png; \
-	elif [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] && command -v xdg-open >/dev/null; then xdg-open results/probe.png; fi
-	@echo "figure: results/probe.png   numbers: results/probe.json"
+	@$(RUN) probe.py --seed 42 43 --out results-probe
+	@if [ "$$(uname)" = Darwin ]; then open results-probe/probe.png; \
+	elif [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] && command -v xdg-open >/dev/null; then xdg-open results-probe/probe.png; fi
+	@echo "figure: results-probe/probe.png   numbers: results-probe/probe.json"
 
 # Half of the usual 100 sequences for the two that read them many times.
 sinks: $(VENV)/installed-models

@@ -11,7 +11,8 @@
 
 Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: every row of an MLP
 down projection loses its mean, so that a mean output common to all hidden units cannot pass (`contraction.py
-cure`). SwiGLU's contraction is another one, of order 1/d, and stays.
+cure`). SwiGLU's contraction is another one, of order 1/d, and stays. A scheme of your own is a name in
+`SCHEMES` and a line in `birth_value`.
 
 A draw is a function of (seed, parameter name, shape) alone: every parameter has a stream of its own (numpy's
 Philox), drawn on the CPU in float32, then scaled, moved and cast. So with the pinned numpy a seed gives the
@@ -98,14 +99,15 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights, bit for bit, under another configuration; ValueError if that needs others."""
+    """The same weights under another configuration, in the same memory: who changes one changes both.
+
+    ValueError if the configuration needs a weight that the model does not have, or in another shape.
+    """
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
-    missing = other.load_state_dict(model.state_dict(), strict=False, assign=True).missing_keys
-    if missing:
-        raise ValueError(f"{changes} needs weights that the model does not have: {', '.join(missing)}")
+    weights = model.state_dict()
+    for name, parameter in other.named_parameters():
+        if name not in weights or weights[name].shape != parameter.shape:
+            raise ValueError(f"{changes} needs a weight {name} {tuple(parameter.shape)}: the model has none")
+    other.load_state_dict(weights, strict=False, assign=True)
     return other.eval()
-
-
-if __name__ == "__main__":
-    print(__doc__)

@@ -8,7 +8,8 @@
     torch.Size([1, 64, 50257])
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
-Build under torch.device("meta"), as `init.newborn` does: it only allocates, and `init.py` fills.
+Build under torch.device("meta"), as `init.newborn` does, and let `init.py` fill: what nobody fills is NaN.
+On a CPU lib/kernels.py computes rotation, attention and loss, and tests hold it equal to the lines here.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
+GATED = {"swiglu"}  # those whose MLP has a second projection, of which the activation is the gate
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -107,7 +109,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.full((width,), torch.nan))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -141,7 +143,7 @@ def rope_table(config: ModelConfig, x: Tensor):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     if x.device.type == "cpu":
-        return kernels.rotate(x, cos, sin)  # what the next two lines give, but for rounding, and faster
+        return kernels.rotate(x, cos, sin)
     left, right = x.chunk(2, dim=-1)  # (B, T, H, Dh/2) each
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -153,7 +155,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sees every key.
     """
     if q.device.type == "cpu":
-        return kernels.causal_attention(q, k, v)  # what the next lines give, but for rounding, and faster
+        return kernels.causal_attention(q, k, v)
     is_causal = q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
 
@@ -191,7 +193,10 @@ class Attention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
-        """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO)."""
+        """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO).
+
+        With L the context length, `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / L).
+        """
         kind = self.config.attn_calibration
         if kind == "none":
             return heads
@@ -199,18 +204,18 @@ class Attention(nn.Module):
             return self.head_norm(heads)
         first = T - heads.shape[2] + 1  # the position of the first query, counted from 1
         position = torch.arange(first, T + 1, device=heads.device)
-        length = 1 if kind == "amplify" else self.config.context_length
+        length = {"amplify": 1, "attenuate": self.config.context_length}[kind]
         return heads * (position / length).sqrt().to(heads.dtype)[:, None]
 
 
 class MLP(nn.Module):
-    """down(phi(up x)), or SwiGLU: down(silu(gate x) * up x)."""
+    """down(phi(up x)), or gated: down(phi(gate x) * up x); SwiGLU's phi is silu."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
-        gated = config.mlp == "swiglu"
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if gated else None
+        is_gated = config.mlp in GATED
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if is_gated else None
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
 
@@ -252,7 +257,8 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        embedding = nn.Embedding.from_pretrained(torch.empty(V, d), freeze=False)  # else it draws V d numbers
+        table = torch.full((V, d), torch.nan)
+        embedding = nn.Embedding.from_pretrained(table, freeze=False)  # nn.Embedding(V, d) draws V d numbers
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
@@ -262,14 +268,14 @@ class Transformer(nn.Module):
         self.model.layers.to(dtype)
         return self
 
-    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, start=1) -> Tensor:
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only`, (B, d): the same of the last position, for which the last block computes no other.
         `on_state(layer, x)` sees the stream before (layer 0) and after each block (1..L), x (B, T or 1, d).
         `on_heads(layer, heads, q, k, v)` sees the calibrated heads (B, H, T or 1, Dh) just before the output
-        projection, and the q, k, v they came from; a returned tensor takes the heads' place.
-        Raises ValueError if T exceeds the context.
+        projection, and the q, k, v they came from; a returned tensor takes the heads' place. Layers below
+        `start` do not run: inputs are the stream in front of it. Raises ValueError if T exceeds the context.
         """
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         T = x.shape[1]
@@ -284,8 +290,10 @@ class Transformer(nn.Module):
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # positions never meet
         if on_state is not None:
-            on_state(0, x)
+            on_state(start - 1, x)
         for layer, block in enumerate(self.model.layers, start=1):
+            if layer < start:
+                continue
             hook = None if on_heads is None else partial(on_heads, layer)
             x = block(x, rope, last_only and layer == self.config.num_layers, hook)
             if on_state is not None:
@@ -309,7 +317,3 @@ class Transformer(nn.Module):
             return self.unembed(states)
         # F.cross_entropy of the logits, of which it never holds all
         return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())
-
-
-if __name__ == "__main__":
-    print(__doc__)

@@ -8,8 +8,15 @@
 Random sequences go in, the argmax of the last position's logits comes out. If the newborn had no preference,
 N sequences would give N random tokens; instead a few tokens come up far too often. For each model, seed and
 length a row says on which token and how often (`top1_*`), how often the most frequent of N uniform draws
-would come up (`uniform_max_count`), how improbable the count is (`log10_p`), how alike the final states are
-(`mean_cosine`), and the token that their mean direction would predict (`direction_token`, BB Finding 2.2).
+would come up (`uniform_max_count`), how improbable the count is at most (`log10_p`), how alike the final
+states are (`mean_cosine`), and the token of their mean direction (`direction_token`, BB Finding 2.2).
+
+What scripts share, from lib/: COMMANDS name each subcommand's function and its default settings, a dataclass
+of which `run_script` makes the flags. `chosen_models` returns a Spec for each model that the user names, a
+preset once for each seed: what is known of it (`name`, `config`, `is_newborn`) before `load` makes it. An
+Experiment chooses device and dtype where they are "auto", joins torchrun's processes if there are any, and
+makes the folder `out`; `save` writes the JSON and prints the rows, of `columns`, and of those that are
+`shown`. `shard` is this process's part of a number of batches; `sum_over_ranks` adds up what all found.
 """
 
 import math
@@ -110,25 +117,31 @@ class Counts:
 
 
 @torch.inference_mode()
-def count_predictions(model, T, num_sequences, input_seed=0, vectors=False) -> Counts:
-    """Feed random sequences of tokens, or of Gaussian `vectors` in place of embedded tokens.
+def count_predictions(model, T, num_sequences, input_seed=0) -> Counts:
+    """Feed random sequences of T tokens. Under torchrun each rank takes a shard, and all return the sums."""
+    device = model.head_weight.device
+    counts = Counts(model.config, device)
+    for indices in batches_of(num_sequences, T, device):
+        counts.update(model, random_tokens(input_seed, indices, T, model.config.vocab_size).to(device))
+    return counts.reduce()
 
-    Only for vectors are layers' cosines counted. Under torchrun each rank takes a shard of the batches, and
-    all return the sums.
-    """
-    config = model.config
-    device = model.model.norm.weight.device
+
+@torch.inference_mode()
+def count_layers(model, T, num_sequences, input_seed=0) -> Counts:
+    """The same with Gaussian vectors in place of embedded tokens, and the cosines of all layers (BB 4.1)."""
+    device = model.head_weight.device
+    counts = Counts(model.config, device, with_layers=True)
+    for indices in batches_of(num_sequences, T, device):
+        counts.update(model, random_vectors(input_seed, indices, T, model.config.d_model).to(device))
+    return counts.reduce()
+
+
+def batches_of(num_sequences, T, device):
+    """The numbers of the sequences of each of this rank's batches."""
     batch_size = default_batch_size(device, T)
-    counts = Counts(config, device, with_layers=vectors)
     batches = shard(math.ceil(num_sequences / batch_size))  # whole ones: the same for any number of ranks
     for batch in progress(batches, desc=f"{T} tokens", unit=" sequences", unit_scale=batch_size):
-        indices = range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
-        if vectors:
-            inputs = random_vectors(input_seed, indices, T, config.d_model)  # (n, T, d)
-        else:
-            inputs = random_tokens(input_seed, indices, T, config.vocab_size)  # (n, T)
-        counts.update(model, inputs.to(device))
-    return counts.reduce()
+        yield range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
 
 
 @torch.inference_mode()

@@ -1,20 +1,20 @@
 """Where does a model's attention sink, why, and what moves or ends it? (BB 6.2; SO)
 
     python sinks.py                              # `rate`: of smollm2, a real language model, if it is there
-    python sinks.py anatomy --model smollm2      # SO's chain by layer, and the hidden units that begin it
+    python sinks.py anatomy --model smollm2      # SO's chain by layer, and the hidden units that build it
     python sinks.py intervene --model smollm2    # can position 10 be made a sink?
     python sinks.py silence --model smollm2 M.gguf                # which hidden units build it? two models
     python sinks.py first --model runs/backcopy --text data/backcopy-bytes      # a position, or a token?
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
-head whose alpha_1 in a sequence is above --epsilon is a sink head there. A model with a tokenizer reads the
-standard library's docstrings unless --text names another text, one without reads random tokens. What
-summaries of SO leave undefined is called ours.
+head whose alpha_1 in a sequence is above --epsilon is a sink head there. Hidden units of MLPs are named
+LAYER/UNIT, from 1 and from 0. A *builder* makes one dimension large at position 1 (SO: a *super neuron*), a
+*remover* takes it away. A model with a tokenizer reads the standard library's docstrings unless --text names
+another text, one without reads random tokens. What summaries of SO leave undefined is called ours.
 """
 
 import itertools
 import re
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -24,32 +24,22 @@ import torch
 from msgspec import Meta
 
 from init import keyed_generator
+from lib import figures
 from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
-from lib.figures import curves, legend_below, new_figure, save_figure, short_names
 from lib.files import sha256
-from lib.inputs import TextSettings, read_tokens
-from lib.results import Experiment
+from lib.inputs import TextSettings, read_tokens, text_of
+from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.attention import EPSILON
-from measure.cosines import interval
-from measure.units import Ablations, Activity, hidden_units, replace_units
+from measure.units import ablate, hidden_units, observe, replace_units
 
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 FIRST_TOKENS = 24  # that `first` tries
-ACTIVE = 0.1  # of a super neuron's mean activation at position 1: from there on it is active elsewhere (ours)
+ACTIVE = 0.1  # of a builder's mean activation at position 1: from there on it is active elsewhere (ours)
 MOST_BUILDERS = 64  # that `silence` sets to zero by default
-SUPER_NEURONS = 10  # builders that `anatomy` lists, and half as many removers
-PANELS = {  # of `anatomy`: the links of SO's chain
-    "std": "std of aggregated values by position, layer 1",
-    "norm": "norm of the stream",
-    "dominance_ratio": "largest / mean |dimension| of it",
-    "value_norm": "norm of values",
-    "key_alignment": "alignment of keys (1: all alike)",
-    "alpha": "attention to the position",
-}
-CONTROLS = ("removers", "elsewhere", "random")  # kinds of `silence`
+LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
 
 @dataclass
@@ -74,8 +64,8 @@ class InterveneSettings(Settings):
 
 @dataclass
 class SilenceSettings(Settings):
-    units: at_least(1) | None = None  # builders to set to zero; None: 99 % of the dimension, 64 units at most
-    unit: tuple[str, ...] | None = None  # hidden units to set to zero instead, LAYER/UNIT
+    num_builders: at_least(1) | None = None  # to set to zero; None: 99 % of the dimension, 64 at most
+    hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
 
 
 # ---- the models --------------------------------------------------------------------------------------------
@@ -84,8 +74,7 @@ class SilenceSettings(Settings):
 def measure_models(name, paper, settings: Settings, measure):
     """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
     specs = chosen_models(settings.model or (default_model(),), settings.seed)
-    lengths = settings.sequence_length or ()
-    check_lengths((lengths,) if isinstance(lengths, int) else lengths, shortest_context(specs))
+    check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
     if len(set(texts)) > 1:
         raise UserError(f"{specs[0].label} and others would read different texts: name --text, --tokenizer")
@@ -103,25 +92,6 @@ def measure_models(name, paper, settings: Settings, measure):
     return experiment, lists
 
 
-def text_of(settings: Settings, spec):
-    """What a model reads, as its rows say it."""
-    if settings.text is not None:
-        return settings.text
-    if settings.tokenizer is not None or spec.tokenizer_file is not None:
-        return "docstrings"
-    if not spec.is_newborn:
-        hint = "it reads random tokens; --tokenizer names one"
-        print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
-    return "random tokens"
-
-
-def by_checkpoint(rows):
-    """What a figure calls each checkpoint, and its rows; matplotlib hides what begins with _."""
-    labels = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    for label, name in zip(labels, short_names(labels)):
-        yield f" {name}", [row for row in rows if row["checkpoint"] == label]
-
-
 def names_of(units):
     """(layer, unit) each, as LAYER/UNIT."""
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
@@ -134,18 +104,7 @@ def names_of(units):
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    T = lists["heads"][0]["sequence_length"]  # the first is drawn
-    maps = [row for row in lists["heads"] if row["sequence_length"] == T]
-    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(maps))
-    for axes, label, row in zip(grid, short_names([row["checkpoint"] for row in maps]), maps):
-        alpha = np.array(row["alpha1"]).T  # (H, L)
-        extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
-        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {T} tokens")
-        axes.title.set_fontsize(10)
-        axes.locator_params(integer=True, min_n_ticks=1)
-    figure.colorbar(image, ax=axes, label="attention to position 1")
-    save_figure(figure, experiment.folder / "rate.png")
+    figures.draw_alpha1(experiment.folder / "rate.png", lists["heads"])
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
 
@@ -177,14 +136,14 @@ def first(settings: Settings):
     question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
     labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
     keys = {"x": "alpha1", "y": "least", "series": "checkpoint"}
-    curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
+    figures.curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
     return experiment.save(**lists)
 
 
 def by_first_token(settings: Settings, spec, model):
     """A row for each head: its alpha_1 where each of some tokens of the text takes position 1 in turn.
 
-    `sink_share` is the share of these tokens whose alpha_1 is above 0.3.
+    `token_share` is the share of these tokens whose alpha_1 is above 0.3.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     there = tokens[:, 1:].unique().cpu()
@@ -204,7 +163,7 @@ def by_first_token(settings: Settings, spec, model):
                 "least": alpha.min().item(),
                 "least_token": int(candidates[alpha.argmin()]),
                 "largest": alpha.max().item(),
-                "sink_share": (alpha > EPSILON).float().mean().item(),
+                "token_share": (alpha > EPSILON).float().mean().item(),
                 "uniform_alpha1": attention.uniform_alpha(settings.sequence_length),
             }
             rows.append(row)
@@ -215,9 +174,9 @@ def by_first_token(settings: Settings, spec, model):
 
 
 def anatomy(settings: Settings):
-    """Which links of SO's chain single out position 1? By layer, and super neurons (SO; a minute)"""
+    """Which links of SO's chain single out position 1? By layer, and builders (SO; a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
-    draw_anatomy(experiment.folder / "anatomy.png", lists["rows"])
+    figures.draw_chain(experiment.folder / "anatomy.png", lists["rows"])
     for row in lists["layers"]:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
@@ -228,10 +187,10 @@ def anatomy(settings: Settings):
 
 @torch.inference_mode()
 def dissect(settings: Settings, spec, model):
-    """SO's chain: a row for each layer and position, a summary of each layer, and the super neurons."""
+    """SO's chain: a row for each layer and position, a summary of each layer, builders and removers."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     chain = attention.Chain(len(tokens))
-    activity = Activity(model, tokens, chain)
+    activity = observe(model, tokens, chain)
     links = chain.links()  # (L, T) each
     rows, layers = [], []
     for layer, block in enumerate(model.model.layers, start=1):
@@ -239,27 +198,26 @@ def dissect(settings: Settings, spec, model):
         for position in range(1, settings.sequence_length + 1):
             values = {name: link[layer - 1, position - 1].item() for name, link in links.items()}
             rows.append({"layer": layer, "position": position} | values)
-    units = activity.builders(activity.layer, SUPER_NEURONS)
-    units += reversed(activity.removers(SUPER_NEURONS // 2))
+    units = activity.builders(activity.layer, LISTED)
+    units += reversed(activity.removers(LISTED // 2))
     return {"rows": rows, "layers": layers, "super_neurons": activity.describe(units)}
 
 
 def summarise(layer, block, chain, activity, links):
-    """The links of a layer, at position 1 and over the median of the others.
+    """A layer's links at position 1; `norm_ratio` and `value_ratio` are those of `attention.sink_statistics`.
 
     Where disparity jumps there are the dimension that dominates from there on, and four of its builders.
     """
-    first = {name: link[layer - 1, 0].item() for name, link in links.items()}
-    others = {name: float(np.median(link[layer - 1, 1:])) for name, link in links.items()}
+    at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
     row = {
         "layer": layer,
-        "disparity": first["dominance_ratio"],
-        "norm_ratio": first["norm"] / others["norm"],
-        "value_ratio": first["value_norm"] / others["value_norm"],
-        "key_alignment": first["key_alignment"],
+        "disparity": at_1["dominance_ratio"],
+        "norm_ratio": chain.norm_ratio.means[layer].item(),
+        "value_ratio": chain.value_ratio.means[layer].item(),
+        "key_alignment": at_1["key_alignment"],
         "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
         "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.values.std(layer, axes=1)),
-        "alpha1": first["alpha"],
+        "alpha1": at_1["alpha"],
         "dimension": None,
         "builders": None,
     }
@@ -269,42 +227,17 @@ def summarise(layer, block, chain, activity, links):
     return row
 
 
-def draw_anatomy(path, rows) -> None:
-    """Draw the links of the chain, one colour per model."""
-    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
-    figure, grid = new_figure(question, 2, 3, height=3)
-    for axes, (key, title) in zip(grid.flat, PANELS.items()):
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position" if key == "std" else "layer")
-        for label, points in by_checkpoint(rows):
-            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
-            if key == "std":
-                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
-                continue
-            layers = range(1, len(link) + 1)
-            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
-            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
-            axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
-
-
 # ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
 @torch.inference_mode()
 def intervene(settings: InterveneSettings):
-    """Can a position be made a sink? SO's interventions, beside the super neuron (SO; two minutes)"""
+    """Can a position be made a sink? SO's interventions, beside the first builder (SO; two minutes)"""
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
-    (label, points), *_ = by_checkpoint(lists["points"])  # the first model is drawn
-    drawn = [point for point in points if point["factor"] in (None, max(settings.factor))]
-    question = f"Where the super neuron is active at position {k}, is it a sink? ({label.strip()})"
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
-    labels = {"xlabel": f"|activation| of the super neuron at {k}", "ylabel": f"attention to position {k}"}
-    curves(drawn, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
+    figures.draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
 
@@ -312,31 +245,31 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
-    Each is made in all layers at once (`changed` is "all"), then in layer 1. The super neuron is the first
-    builder. All sequences run at once, for mu.
+    Each is made in all layers at once (`changed` is "all"), then in layer 1. All sequences run at once, for
+    the mean over them of `amplify`, SO's intervention.
     """
     if spec.config.num_layers == 1:
         raise UserError(f"{spec.label} has one layer: no other one can tell what was changed in it")
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = Activity(model, tokens)
-    neurons = activity.describe(activity.builders(activity.layer, 1))
+    activity = observe(model, tokens)
+    builders = activity.describe(activity.builders(activity.layer, 1))
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
     for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
         on_heads = attention.replace_values(model, settings.position, changed, kind, factor)
-        alpha, activation = attended(model, tokens, settings.position, neurons[0], on_heads)
+        alpha, activation = attended(model, tokens, settings.position, builders[0], on_heads)
         case = {"position": settings.position, "changed": changed, "intervention": kind, "factor": factor}
-        rows.append(case | alpha_row(alpha, activation >= ACTIVE * neurons[0]["first"]))
+        rows.append(case | alpha_row(alpha, activation >= ACTIVE * builders[0]["first"]))
         for size, value in zip(activation.tolist(), alpha.tolist()):
             points.append(case | {"activation": size, "alpha_k": value})
-    return {"rows": rows, "points": points, "super_neurons": neurons}
+    return {"rows": rows, "points": points, "super_neurons": builders}
 
 
-def attended(model, tokens, k, neuron, on_heads):
-    """alpha_k of each sequence, (n,), and the neuron's |activation| at position k, (n,).
+def attended(model, tokens, k, builder, on_heads):
+    """alpha_k of each sequence, (n,), and the builder's |activation| at position k, (n,).
 
-    alpha_k is the mean over heads, and over the layers after the neuron's (after layer 1, if none are).
+    alpha_k is the mean over heads, and over the layers after the builder's (after layer 1, if none are).
     """
     activations = {}
 
@@ -346,12 +279,12 @@ def attended(model, tokens, k, neuron, on_heads):
     with hidden_units(model, on_units):
         alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
     L = model.config.num_layers
-    seen_from = neuron["layer"] if neuron["layer"] < L else 1
-    return alpha[:, seen_from:].double().mean(1), activations[neuron["layer"]][:, neuron["neuron"]]
+    seen_from = builder["layer"] if builder["layer"] < L else 1
+    return alpha[:, seen_from:].double().mean(1), activations[builder["layer"]][:, builder["neuron"]]
 
 
 def alpha_row(alpha, is_active):
-    """alpha_k (n,) in all sequences, and in those where the super neuron is active or inactive, (n,)."""
+    """alpha_k (n,) in all sequences, and in those where the first builder is active or inactive, (n,)."""
     row = interval(alpha, "alpha_k") | {"woke": is_active.float().mean().item()}
     for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
         row[name] = some.mean().item() if len(some) else None
@@ -364,34 +297,21 @@ def alpha_row(alpha, is_active):
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; three minutes)"""
+    if settings.hidden_units and settings.num_builders:
+        raise UserError("--num-builders takes builders, --hidden-units others: leave one of them out")
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
-    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    figures.draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
     return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
-
-
-def draw_silence(path, rows) -> None:
-    """Draw sink rate against the disparity that is left, one colour per model."""
-    question = "How far must one dimension fall before the sink goes? (crosses: controls)"
-    figure, ((axes,),) = new_figure(question, width=7, height=4)
-    axes.set_xscale("log")
-    axes.set(xlabel="largest / mean |dimension| at position 1", ylabel="share of heads that sink")
-    for label, of_model in by_checkpoint(rows):
-        steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
-        controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
-        (line,) = axes.plot(*zip(*steps), "o-", label=label)
-        axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
-    legend_below(figure, axes)
-    save_figure(figure, path)
 
 
 def named_units(settings: SilenceSettings, spec):
     """Layer and unit of each LAYER/UNIT; UserError for one that the model does not have."""
     units = []
-    for word in settings.unit or ():
+    for word in settings.hidden_units or ():
         match = re.fullmatch(r"([1-9]\d{0,5})/(\d{1,9})", word)
         if not (match and int(match[1]) <= spec.config.num_layers and int(match[2]) < spec.config.d_ff):
-            raise UserError(f"--unit {word}: expected LAYER/UNIT of {spec.label}, as in 12/1229")
+            raise UserError(f"--hidden-units {word}: expected LAYER/UNIT of {spec.label}, as in 12/1229")
         units.append((int(match[1]), int(match[2])))
     return list(dict.fromkeys(units))  # each once
 
@@ -403,23 +323,23 @@ def every_silence(settings: SilenceSettings, spec, model):
     largest; `disparity` is that of the stream there.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = Activity(model, tokens)
-    count = settings.units or min(MOST_BUILDERS, activity.num_needed(activity.layer, share=0.99))
+    activity = observe(model, tokens)
+    count = settings.num_builders or min(MOST_BUILDERS, activity.num_needed(activity.layer, share=0.99))
     units = named_units(settings, spec) or activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, units)
-    starts = [min(layer for layer, _ in units) for _, units in sets]
-    ablations = Ablations(model, tokens, activity.layer, starts)
-    rows = [silence_row("none", [], activity, ablations.alpha, ablations.loss, ablations.state)]
-    for (kind, units), start in zip(progress(sets, desc="silence", unit=" sets", leave=False), starts):
-        on_units = replace_units(units, activity.first if kind == "constant" else None)
-        rows.append(silence_row(kind, units, activity, *ablations.run(on_units, start)))
-    return {"rows": rows}
+    cases = []
+    for kind, units in sets:
+        on_units = replace_units(units, activity.at_1 if kind == "constant" else None)
+        cases.append((on_units, min(layer for layer, _ in units)))
+    results = ablate(model, tokens, activity.layer, cases)
+    sets = progress([("none", []), *sets], desc="silence", unit=" sets", leave=False)
+    return {"rows": [silence_row(*named, activity, *result) for named, result in zip(sets, results)]}
 
 
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kinds and sets of units that `silence` changes, one after another.
 
-    `first`: the builders in order, 1, 2, 4, ...; `alone`: the second to fourth; `constant`: all, held at
+    `first`: builders from the first on, 1, 2, 4, ...; `alone`: the second to fourth; `constant`: all, held at
     position 1 at their mean over sequences. Controls, as many: `removers`, which take most of the dimension
     away; those that write most `elsewhere`; `random` ones of the same layers.
     """
@@ -432,7 +352,7 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     elsewhere = activity.strongest_elsewhere(2 * count)
     sets.append(("elsewhere", [unit for unit in elsewhere if unit not in units][:count]))
     generator = keyed_generator("silence", settings.input_seed)
-    d_ff = activity.first.shape[1]
+    d_ff = activity.at_1.shape[1]
     drawn = []
     for layer, _ in units:
         others = [(layer, unit) for unit in range(d_ff) if (layer, unit) not in units + drawn]
@@ -450,12 +370,13 @@ def silence_row(kind, units, activity, alpha, loss, state):
     return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
+RENAMED = {"--units": "--num-builders", "--unit": "--hidden-units"}
 COMMANDS = {
     "rate": Command(rate, RateSettings()),
     "first": Command(first, Settings()),
     "anatomy": Command(anatomy, Settings()),
     "intervene": Command(intervene, InterveneSettings()),
-    "silence": Command(silence, SilenceSettings()),
+    "silence": Command(silence, SilenceSettings(), renamed=RENAMED),
 }
 COMMANDS[""] = COMMANDS["rate"]
 

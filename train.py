@@ -1,7 +1,9 @@
 """What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs.
 
     python train.py configs/laptop.py                          # learns something visible in five minutes
+    python train.py configs/laptop.py --source books --num-layers 4 --d-model 192     # your text, your size
     python train.py --resume --out runs/laptop                 # goes on where it was stopped, or killed
+    python train.py sample runs/laptop --prompt "def "         # what a checkpoint writes
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
@@ -10,6 +12,7 @@ ranks and micro-batches, so that resuming needs no random state: on a CPU a run 
 same bits as one that was not. On SIGTERM or SIGINT a run finishes its step, saves, and exits with 0.
 """
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, field, replace
@@ -23,14 +26,23 @@ from torch.nn.parallel import DistributedDataParallel
 from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.results import commit
+from lib.sampling import SampleSettings, generate, sample
+from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script
 from measure import attention
 from model import CHOICES, PRESETS
+
+SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
+SINK_WINDOWS = 100  # that --track-sinks reads (Gu et al.: 100)
 
 
 @dataclass
 class Settings(RunSettings):
     model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train; its vocabulary is the tokenizer's
+    num_layers: at_least(1) | None = None  # blocks; None, here and below: the preset's
+    num_heads: at_least(1) | None = None  # heads of attention, each with keys and values of its own
+    d_model: at_least(2) | None = None  # width of the residual stream
+    d_ff: at_least(1) | None = None  # hidden units of an MLP
     seed: int = 42  # seed of the weights
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
@@ -41,9 +53,10 @@ class Settings(RunSettings):
     tokenizer: str = "bpe:4096"  # tokenizer of the default data set, as in python -m lib.data
     data_seed: int = 0  # seed of the order of the training sequences
     sequence_length: at_least(2) = 256  # tokens in a sequence
+    bos_first: bool = False  # begin every sequence with BOS, in training and evaluation
     global_batch_size: at_least(1) = 32  # sequences in a step, over all ranks
     micro_batch_size: at_least(1) = 32  # sequences in a forward pass
-    max_iters: at_least(1) = 600  # number of steps; at the last, the learning rate is a tenth of its peak
+    max_iters: at_least(1) = 600  # number of steps; towards the last, the learning rate falls to a tenth
     warmup_iters: at_least(0) = 100  # steps of linear warm-up
     learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
     weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; gains and biases have none
@@ -51,9 +64,11 @@ class Settings(RunSettings):
     log_every: at_least(1) = 10  # steps between printed lines
     eval_every: at_least(1) = 100  # steps between evaluations
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
-    track_sinks: bool = False  # log alpha_1 and the sink rate at evaluations, as sinks.py rate
+    track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    keep: Literal["powers", "all", "last"] = "powers"  # steps to keep beside birth and the newest two
+    keep: Literal["powers", "all", "last"] = (
+        "powers"  # which steps: 1, 2, 4, ..; these and all saved; none of them
+    )
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
     resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
     out: str = "runs/default"  # run folder
@@ -69,7 +84,8 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 def train(settings: Settings):
     """What becomes of a newborn? A line every --log-every steps tells the time left."""
-    settings = runs.merged_settings(settings, MAY_CHANGE)
+    if checkpoint.steps(settings.out) and not settings.resume:
+        raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
     settings, device, dtype = runtime.start(settings)
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
@@ -88,7 +104,7 @@ class Training:
         self.device = device
         self.dtype = dtype
         self.is_master = runtime.rank() == 0  # the process that writes and speaks
-        self.tokens = open_data(settings, device)
+        self.tokens = runs.open_data(settings, device)
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
         model, state, moments = load_model(settings, self.tokens)
@@ -111,11 +127,11 @@ class Training:
         settings = self.settings
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
-        if self.is_master:
-            runs.begin_logs(settings, self.run, -1 if self.is_new else self.step)  # -1: an empty log
-            if self.is_new:
-                runs.append_row(self.run, {"step": 0})
-                self.save()
+        if self.is_master and self.is_new:
+            runs.begin(self.run, settings, self.birth_row())
+            self.save()
+        elif self.is_master:
+            runs.take_up(self.run, settings, self.step)
         stopped = False
         with runtime.listening_for_signals() as signals:
             self.evaluate_if_due()  # the newborn, or a step that was killed in its evaluation
@@ -123,7 +139,7 @@ class Training:
                 row, stopped = self.update(signals)
                 step = self.step
                 is_last = stopped or step == settings.max_iters
-                is_kept = settings.keep == "powers" and runs.is_power_of_two(step)
+                is_kept = settings.keep != "last" and runs.is_power_of_two(step)
                 if self.is_master:
                     runs.append_row(self.run, row)
                     if step % settings.log_every == 0:
@@ -132,26 +148,38 @@ class Training:
                         self.save()
                 self.evaluate_if_due()
         if self.is_master:
-            runs.prune(self.run, settings.keep, self.step)
             if stopped:
                 runs.draw_loss(self.run)
-            print(f"{self.run} is at step {self.step}; --resume goes on, with a larger --max-iters if done")
+            hint = "--resume goes on, and a larger --max-iters stretches the schedule"
+            print(f"{self.run} is at step {self.step} of {settings.max_iters}; {hint}")
         runtime.wait_for_all(self.device)
 
     def update(self, signals):
         """Make a step. Returns its row of metrics.jsonl, and whether any process was told to stop."""
+        settings = self.settings
         begun = time.perf_counter()
         # learning rate of this step
-        rate = learning_rate(self.step, self.settings)
+        rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # micro-steps: gradients add up; ranks sum their losses and signals, so that all stop together
-        loss = self.accumulate()
+        # gradient: this rank's micro-batches add up
+        loss = torch.zeros((), device=self.device)  # this rank's part of the step's mean loss
+        parts = micro_batches(settings.global_batch_size, settings.micro_batch_size)
+        for part in parts:
+            # beyond the data's end a new epoch begins
+            sequences = [self.step * settings.global_batch_size + i for i in part]
+            windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
+            # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
+            self.model.require_backward_grad_sync = part == parts[-1]
+            part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
+            (part_loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
+            loss += part_loss.detach()
+        # ranks sum their losses and signals, so that all stop together
         sums = torch.stack([loss, loss.new_tensor(len(signals))])
         loss, num_signals = runtime.sum_over_ranks(sums).tolist()
         # clip
         parameters = self.raw_model.parameters()
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.grad_clip).item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise runs.diverged(self.run, self.step, f"loss {loss}, gradient norm {grad_norm}")
         # step
@@ -162,22 +190,6 @@ class Training:
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
         row |= {"tokens_per_second": speed, "mfu": speed / self.peak}
         return row, num_signals > 0
-
-    def accumulate(self):
-        """This rank's part of a step's mean loss; all ranks' gradient is added to `parameter.grad`."""
-        settings = self.settings
-        batch_size = settings.global_batch_size
-        total = torch.zeros((), device=self.device)
-        parts = micro_batches(batch_size, settings.micro_batch_size)
-        for part in parts:
-            sequences = [self.step * batch_size + i for i in part]  # beyond the data's end a new epoch begins
-            windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
-            # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
-            self.model.require_backward_grad_sync = part == parts[-1]
-            loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
-            (loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
-            total += loss.detach()
-        return total
 
     def evaluate_if_due(self) -> None:
         """Log the held-out loss of this step, in nats/token, and its sinks if tracked; print a sample."""
@@ -190,13 +202,41 @@ class Training:
             raise runs.diverged(self.run, self.step, f"held-out loss {loss}")
         values = {"val_loss": loss}
         if settings.track_sinks:
-            inputs = self.held_out[0].to(self.device)  # (n, T)
-            values |= attention.sink_statistics(model, inputs)[0]
+            values["sinks"] = self.sinks()
         if self.is_master:
             runs.amend_row(self.run, self.step, values)
             runs.draw_loss(self.run)
-            sample = generate(model, self.tokenizer, self.step)
+            sample = generate(model, self.tokenizer, torch.Generator().manual_seed(self.step))
             print(f"step {self.step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
+
+    def sinks(self):
+        """Sinks of the same held-out windows, as the text falls and with BOS first: a row for each length."""
+        lengths = [self.settings.sequence_length]
+        while lengths[-1] >= 64:
+            lengths.append(lengths[-1] // 2)
+        windows, _ = data.TokenData(self.tokens.folder).held_out(SINK_WINDOWS, lengths[0])  # (n, T)
+        texts = {False: windows}
+        if self.tokenizer.bos is not None:
+            texts[True] = windows.clone()
+            texts[True][:, 0] = self.tokenizer.bos
+        rows = []
+        for (bos_first, text), T in itertools.product(texts.items(), lengths):
+            found, alpha = attention.sink_statistics(self.raw_model, text[:, :T].to(self.device))
+            row = {"sequence_length": T, "bos_first": bos_first, "sink_rate": found["sink_rate"]}
+            by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
+            rows.append(row | {"alpha1": by_head.tolist()})
+        return rows
+
+    def birth_row(self):
+        """What metrics.jsonl says of step 0: with what the run is made."""
+        return {
+            "step": 0,
+            "commit": commit(),
+            "dtype": self.settings.dtype,
+            "threads": torch.get_num_threads(),
+            "processes": runtime.world_size(),
+            "data": self.tokens.meta.fingerprint,
+        }
 
     def save(self) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept."""
@@ -215,7 +255,10 @@ class Training:
 
 
 def learning_rate(step, settings: Settings):
-    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4)."""
+    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4).
+
+    The tenth is that of number `max_iters`, which is not made.
+    """
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
     done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
@@ -229,7 +272,11 @@ def micro_batches(count, size):
 
 
 def loss_sum(model, inputs, targets, device, dtype):
-    """Summed cross-entropy, in nats, of windows (n, T); the products in `dtype`, sums in float32."""
+    """Summed cross-entropy, in nats, of windows (n, T).
+
+    In bfloat16 are the products of the blocks and the stream between them; final norm, logits and loss are
+    in float32.
+    """
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
         return model(inputs.to(device), targets.to(device))
 
@@ -252,32 +299,7 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
-@torch.no_grad()
-def generate(model, tokenizer, step):
-    """48 tokens after BOS (none: token 0), at temperature 0.8: a function of the weights and the step."""
-    tokens = torch.tensor([[tokenizer.bos or 0]], device=model.model.norm.weight.device)  # (1, T)
-    generator = torch.Generator().manual_seed(step)
-    for _ in range(48):
-        state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
-        logits = model.unembed(state)[:, : tokenizer.vocab_size].cpu()
-        token = torch.multinomial((logits / 0.8).softmax(1), 1, generator=generator)
-        tokens = torch.cat((tokens, token.to(tokens)), dim=1)
-    return tokenizer.decode(tokens[0, 1:].tolist())
-
-
 # ---- data, model and settings ------------------------------------------------------------------------------
-
-
-def open_data(settings: Settings, device):
-    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
-    folder = Path(settings.data or data.default_folder(settings.source, settings.tokenizer))
-    if settings.data is None and runtime.rank() == 0 and not folder.exists():
-        print(f"preparing {folder}, once")
-        data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
-    runtime.wait_for_all(device)
-    tokens = data.TokenData(folder)
-    tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
-    return tokens
 
 
 def load_model(settings: Settings, tokens):
@@ -294,8 +316,7 @@ def load_model(settings: Settings, tokens):
         if settings.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {spec.label} has the calibration {model.config.attn_calibration}")
     else:
-        shape = {"attn_calibration": settings.attn_calibration, "vocab_size": tokens.vocab_size}
-        config = replace(PRESETS[settings.model], **shape)
+        config = model_config(settings, tokens.vocab_size)
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
     checkpoint.check_lengths((settings.sequence_length,), model.config.context_length)
     if tokens.vocab_size > model.config.vocab_size:
@@ -304,20 +325,54 @@ def load_model(settings: Settings, tokens):
     return model, state, moments
 
 
+def model_config(settings: Settings, vocab_size):
+    """The preset in the sizes that were asked for; UserError if they do not fit one another."""
+    changes = {"attn_calibration": settings.attn_calibration, "vocab_size": vocab_size}
+    for name in SIZES:
+        if getattr(settings, name) is not None:
+            changes[name] = getattr(settings, name)
+    if settings.num_heads is not None:
+        changes |= {"num_kv_heads": None, "head_dim": None}  # follow from the number of heads
+    try:
+        return replace(PRESETS[settings.model], **changes)
+    except ValueError as error:
+        raise UserError(f"sizes that do not fit: {error}") from None
+
+
 def completed_settings(settings: Settings, flags):
     """What a command line with these flags means: to resume, what it leaves out is as in settings.json.
 
     UserError for flags that --init-from would leave without effect.
     """
-    of_birth = {"model", "seed", "embedding_seed", "init"} if settings.init_from else set()
+    of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
+    if not settings.resume:
+        return settings
     defaults = Settings()
     in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}
-    return runs.merged_settings(settings, MAY_CHANGE, flags | in_config)
+    begun = runs.begun_settings(settings)
+    settings = runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_config)
+    if settings.max_iters != begun.max_iters:
+        tell_jump(settings, begun)
+    return settings
 
 
-COMMANDS = {"": Command(train, Settings(), completed_settings)}
+def tell_jump(settings: Settings, begun: Settings) -> None:
+    """Say which learning rate another --max-iters gives the next step."""
+    folders = checkpoint.steps(settings.out)
+    step = int(folders[-1].name.removeprefix("step_")) if folders else 0
+    before = learning_rate(max(0, step - 1), begun)
+    after = learning_rate(step, settings)
+    change = f"--max-iters {settings.max_iters} in place of {begun.max_iters} changes the schedule"
+    if is_first_process():
+        print(f"{change}: the learning rate was {before:.3g} at step {step}, and is {after:.3g} at the next")
+
+
+COMMANDS = {
+    "": Command(train, Settings(), completed_settings),
+    "sample": Command(sample, SampleSettings()),
+}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

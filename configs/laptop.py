@@ -4,6 +4,7 @@ model = "tiny_llama"
 sequence_length = 256
 global_batch_size = 32  # x 256 = 8,192 tokens a step
 micro_batch_size = 16
+dtype = "float32"  # docs and results are of it
 learning_rate = 3e-3
 warmup_iters = 30
 max_iters = 150

@@ -6,9 +6,9 @@
     >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
     >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 
-A step of a run is a folder with model.safetensors and config.json; to resume from it, it has
+A step of a run is a folder with model.safetensors, config.json and the tokenizer; to resume from it, it has
 optimizer.safetensors and state.json, with the SHA-256 of all others. config.json of a LLaMA or Qwen is
-Hugging Face's, so `transformers` opens it; of all else it is our ModelConfig as it stands.
+Hugging Face's, so `transformers` opens the folder; of all else it is our ModelConfig as it stands.
 """
 
 import functools
@@ -77,6 +77,14 @@ class Spec:
                 check_regular(path, LARGEST_TOKENIZER)
                 return path
         return None
+
+    @property
+    def own_tokenizer(self):
+        """The same, or the tokenizer.txt that names one without a file; None if there is none."""
+        named = None if self.is_newborn else formats.folder_of(self.folder) / "tokenizer.txt"
+        if self.tokenizer_file is None and named is not None and named.is_file():
+            return named
+        return self.tokenizer_file
 
     def open(self, any_architecture=False):
         """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
@@ -202,9 +210,14 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
         save_file(dict(model.named_parameters()), new / "model.safetensors", {"format": "pt"})
-        (new / "config.json").write_text(json.dumps(config_json(model.config), indent=1) + "\n")
+        config = config_json(model.config)
         if tokenizer is not None:
-            tokenizer.save(new)
+            tokenizer.save(new, config["model_type"])
+            special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
+            (new / "generation_config.json").write_text(json.dumps(special, indent=1) + "\n")
+            if "architectures" in config:  # in place of transformers' defaults, which are Llama's
+                config |= special
+        (new / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         if state is not None:
             moments = {}  # none before the first step
             for name, parameter in model.named_parameters():

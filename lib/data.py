@@ -6,46 +6,57 @@
     python -m lib.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
     python -m lib.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
 
-A source is `python` (the standard library, about 30 MB, no download), `docstrings` (the English in it),
-`backcopy` (letters on which attention sinks grow), a .txt or .jsonl file, or a glob of such. Tokenizers are
-those of lib/tokenizers.py.
+A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
+download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
+with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is .txt, .md, .rst and
+.py, where a file is a document, and .jsonl, where the "text" of a line is; all in UTF-8, and .gz of these.
+Tokenizers are those of lib/tokenizers.py.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
-.json, or .txt with the name of one that needs no file. Every document begins with BOS, if the tokenizer has
-one. The last hundredth of the tokens is held out, from a document's beginning where one is near.
+.json, or .txt with the name of one that needs no file. Every document begins with BOS, or with EOS if the
+tokenizer has no BOS. Held out are whole documents, evenly spaced; where they are too long for that, windows.
 """
 
 import ast
 import functools
 import glob
+import gzip
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
 import re
 import sysconfig
 import warnings
+import zlib
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import atomic_folder, check_regular, check_text, read_json
+from lib.files import atomic_folder, check_regular, check_text, check_utf8, read_json
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tokenizers import load_tokenizer
 
-PAGE = 2**16  # characters: a .txt file has no document marks, so it is cut, at line ends
+PAGE = 2**16  # characters: a longer file is read in pieces, cut at line ends
+WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
+TEXT = (".txt", ".md", ".rst", ".py", ".jsonl")  # endings of files of text, before .gz
+PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
+LARGEST_CODE = 200_000  # bytes of a file of theirs
+OF_A_BUILD = ("version.py", "__config__.py")  # files of theirs that say how a package was built
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
 @dataclass
 class Settings:
-    source: Positional[tuple[str, ...]] = ("python",)  # python, docstrings, backcopy, files, globs
+    source: Positional[tuple[str, ...]] = ("python",)  # files, folders, globs, or a name as above
     tokenizer: str = "bpe:4096"  # bpe:N, .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2, bytes
     held_out: float = 0.01  # share of the tokens in the validation split
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
@@ -54,25 +65,27 @@ class Settings:
 # ---- text --------------------------------------------------------------------------------------------------
 
 
-def documents(source):
-    """The documents of a source, in order, without empty ones; UserError, at once, if there are no files."""
-    return filter(None, itertools.chain(*[texts_of(name) for name in source]))
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    begins: bool = True  # a document
 
 
-def texts_of(name):
-    """The texts of one name in a source."""
+def pieces(source):
+    """The Pieces of a source, in order, without empty ones; UserError, at once, if there are no files."""
+    return filter(lambda piece: piece.text, itertools.chain(*[pieces_of(name) for name in source]))
+
+
+def pieces_of(name):
+    """The Pieces of one name in a source."""
     if name == "backcopy":
-        return backcopy()
-    if name in ("python", "docstrings"):
-        codes = (file.read_text("utf-8", "replace") for file in python_files())
-        return codes if name == "python" else map(docstrings, codes)
-    files = sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]
-    for file in files:
-        if not os.path.isfile(file):
-            raise UserError(f"no text in '{name}': expected a file, a glob, python, docstrings or backcopy")
-        if file.suffix not in (".txt", ".jsonl"):
-            raise UserError(f"cannot read {file}: expected .txt or .jsonl")
-    return itertools.chain.from_iterable(map(read, files))
+        return map(Piece, backcopy())
+    if name not in ("python", "docstrings", "packages"):
+        return itertools.chain.from_iterable(map(read, text_files(name)))
+    files = package_files() if name == "packages" else python_files()
+    codes = (file.read_text("utf-8-sig", "replace") for file in files)
+    return map(Piece, map(docstrings, codes) if name == "docstrings" else codes)
 
 
 def python_files():
@@ -81,21 +94,98 @@ def python_files():
     return sorted(file for file in files if not {"site-packages", "dist-packages"} & set(file.parts))
 
 
+def package_files():
+    """The .py files of PACKAGES, without long ones, in an order that depends on their names alone."""
+    files = {}
+    for package in PACKAGES:
+        folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+        for file in folder.rglob("*.py"):
+            if file.name not in OF_A_BUILD and file.stat().st_size <= LARGEST_CODE:
+                files[file.relative_to(folder.parent).as_posix()] = file
+    names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [files[name] for name in names]
+
+
+# ---- files of text -----------------------------------------------------------------------------------------
+
+
+def ending(file):
+    """The ending of a file's name, before .gz."""
+    return Path(file.name.removesuffix(".gz")).suffix.lower()
+
+
+def text_files(name):
+    """The files that a name means, each once: itself, all text in a folder, a glob's; UserError if none."""
+    files = []
+    for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
+        if os.path.isdir(path):
+            inside = [file for file in sorted(path.rglob("*")) if ending(file) in TEXT and file.is_file()]
+            files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
+        elif not os.path.isfile(path):
+            names = "a file, a folder, a glob, python, docstrings, packages or backcopy"
+            raise UserError(f"no text in '{name}': expected {names}")
+        elif ending(path) not in TEXT:
+            raise UserError(f"cannot read {path}: expected {', '.join(TEXT)}, or .gz of these")
+        else:
+            files.append(path)
+    if not files:
+        raise UserError(f"no text in '{name}': expected {', '.join(TEXT)}, or .gz of these")
+    return dict.fromkeys(files)
+
+
 def read(file):
-    """The documents of a file: of .txt pages with the rest of their last line, of JSON a line each."""
+    """The Pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
     check_regular(file)
-    with file.open("rb") as content:
+    unpack = open
+    if file.suffix == ".gz":
+        check_unpacked(file)
+        unpack = gzip.open
+    with unpack(file, "rb") as content:
         check_text(file, content.read(4096))
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        if file.suffix == ".txt":
-            yield from iter(lambda: lines.read(PAGE) + lines.readline(PAGE), "")
-            return
-        for number, line in enumerate(lines, start=1):
-            try:
-                text = json.loads(line)["text"] if line.strip() else ""
-                yield text.encode("utf-8", "replace").decode()  # without lone surrogates
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
+    try:
+        with unpack(file, "rt", encoding="utf-8-sig") as lines:
+            yield from json_lines(file, lines) if ending(file) == ".jsonl" else pages(lines)
+    except UnicodeDecodeError:
+        with unpack(file, "rb") as content:
+            check_utf8(file, content)
+
+
+def check_unpacked(file) -> None:
+    """UserError for a .gz file that is damaged, or much larger than text of its size."""
+    largest = max(2**26, 100 * file.stat().st_size)
+    size = 0
+    try:
+        with gzip.open(file) as content:
+            while block := content.read(2**20):
+                size += len(block)
+                if size > largest:
+                    raise UserError(
+                        f"{file} is larger than {largest:,} bytes inside: unpack it, if you trust it"
+                    )
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {file}: {error}") from None
+
+
+def pages(lines):
+    """The Pieces of a document: pages, each with the rest of its last line."""
+    begins = True
+    while text := lines.read(PAGE) + lines.readline(PAGE):
+        yield Piece(text, begins)
+        begins = False
+
+
+def json_lines(file, lines):
+    """The Pieces of a .jsonl file's lines, a document each."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = json.loads(line)["text"] if line.strip() else ""
+            text = text.encode("utf-8", "replace").decode()  # without lone surrogates
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
+        yield Piece(text.removeprefix("\ufeff"))  # a byte order mark
+
+
+# ---- text that is made -------------------------------------------------------------------------------------
 
 
 def docstrings(code):
@@ -130,14 +220,16 @@ def backcopy(count=2**17, length=127):
         yield document.tobytes().decode()
 
 
-# ---- files -------------------------------------------------------------------------------------------------
+# ---- data sets ---------------------------------------------------------------------------------------------
 
 
 def default_folder(source, tokenizer):
     """Where a data set goes that was given no place: data/SOURCE-TOKENIZER."""
-    name = re.sub("[:/]", "_", "-".join([*source, tokenizer]))
-    if not re.fullmatch(r"[\w+.-]{1,200}", name):
-        raise UserError(f"{name} is no name of a folder: give another by python -m lib.data --out")
+    words = "-".join([*source, tokenizer])
+    name = re.sub("[:/]", "_", words)
+    if not re.fullmatch(r"[\w+-][\w+.-]{0,60}", name):
+        digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # two globs may differ in a star alone
+        name = re.sub(r"[^\w+.-]+", "_", name)[:60].strip("._") + f"-{digest}"
     return Path("data") / name
 
 
@@ -151,57 +243,95 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    tokenizer = load_tokenizer(settings.tokenizer, documents(settings.source))
-    texts = documents(settings.source)
+    tokenizer = load_tokenizer(settings.tokenizer, (piece.text for piece in pieces(settings.source)))
+    if tokenizer.bos is None:
+        print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
         meta = {"source": settings.source, "tokenizer": settings.tokenizer}
-        meta |= write_tokens(folder, texts, tokenizer, settings.held_out)
+        meta |= write_tokens(folder, pieces(settings.source), tokenizer, settings.held_out)
         tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    print(f"{out}: {meta['bytes']:,} bytes in {meta['documents']:,} documents")
+    print(f"{out}: {meta['bytes']:,} bytes in {meta['documents']:,} documents, {meta['held_out']} held out")
     sizes = meta["tokens"]
     print(f"{sizes['train']:,} training and {sizes['val']:,} validation tokens of {meta['vocab_size']:,}")
     return out
 
 
-def write_tokens(folder, texts, tokenizer, held_out):
-    """Write train.bin as the texts come, and move its end to val.bin; returns what meta.json says of them."""
+def write_tokens(folder, source, tokenizer, share):
+    """Write the tokens of a source's Pieces to train.bin and val.bin; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {held_out}".encode() + tokenizer.content)
+    text_digest = hashlib.sha256()
+    fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {share}".encode() + tokenizer.content)
+    starts = array("Q")  # of documents, in tokens
     num_bytes = 0
-    num_documents = 0
+    num_tokens = 0
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
-    with bar, (folder / "train.bin").open("w+b") as train:
-        while chunk := list(itertools.islice(texts, 32)):  # which a tokenizer's threads share
-            for text, tokens in zip(chunk, tokenizer.encode(chunk)):
-                document = np.array([*begin, *tokens], dtype).tobytes()
-                train.write(document)
-                fingerprint.update(document)
-                size = len(text.encode())
-                bar.update(size)
-                num_bytes += size
-                num_documents += 1
-        num_tokens = train.tell() // dtype.itemsize
-        if num_tokens < 2:
-            raise UserError("no text: the source is empty")
-        train.seek(max(1, int(num_tokens * (1 - held_out))) * dtype.itemsize)
-        held = np.frombuffer(train.read(), dtype)
-        beginnings = np.flatnonzero(np.isin(held[: len(held) // 2], begin))
-        if len(beginnings) > 0:
-            held = held[beginnings[0] :]
-        num_train = num_tokens - len(held)
-        train.truncate(num_train * dtype.itemsize)
-    held.tofile(folder / "val.bin")
+    with bar, (folder / "all.bin").open("wb") as file:
+        while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
+            for piece, tokens in zip(some, tokenizer.encode([piece.text for piece in some])):
+                if piece.begins:
+                    starts.append(num_tokens)
+                    tokens = [*begin, *tokens]
+                written = np.array(tokens, dtype).tobytes()
+                file.write(written)
+                fingerprint.update(written)
+                text = piece.text.encode()
+                text_digest.update(text)
+                bar.update(len(text))
+                num_bytes += len(text)
+                num_tokens += len(tokens)
+    if num_tokens < 2:
+        raise UserError("no text: the source is empty")
+    held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
+    fingerprint.update(spans.tobytes())
+    sizes = split_tokens(folder, dtype, spans)
     return {
         "bytes": num_bytes,
-        "documents": num_documents,
-        "tokens": {"train": num_train, "val": len(held)},
+        "documents": len(starts),
+        "tokens": sizes,
         "tokenizer_file": tokenizer.file,
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.name,
         "fingerprint": fingerprint.hexdigest(),
+        "text_sha256": text_digest.hexdigest(),
+        "held_out": held_out,
     }
+
+
+def held_out_spans(starts, num_tokens, share):
+    """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,).
+
+    Whole documents, as many as make at least half of the share, and at most all of it. Where so few documents
+    would do that they do not come out even, as of one book, windows of it.
+    """
+    budget = max(1, int(share * num_tokens))  # tokens
+    spans = np.stack([starts, np.append(starts[1:], num_tokens)], axis=1)
+    for count in range(int(share * len(spans)), 0, -1):
+        chosen = spans[((np.arange(count) + 0.5) * len(spans) / count).astype(int)]
+        if budget / 2 <= np.diff(chosen).sum() <= budget:
+            return f"{count:,} of them", chosen
+    count = max(1, budget // WINDOW)
+    size = budget // count
+    starts = np.arange(count) * num_tokens // count + (num_tokens // count - size) // 2
+    words = f"{count:,} windows of them" if count > 1 else "a window of them"
+    return words, np.stack([starts, starts + size], axis=1)
+
+
+def split_tokens(folder, dtype, spans):
+    """Make train.bin, and val.bin of the spans, from all.bin, which goes; returns their sizes in tokens."""
+    path = folder / "all.bin"
+    tokens = np.memmap(path, dtype, "r")
+    with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
+        place = 0
+        for start, end in spans:
+            tokens[place:start].tofile(train)
+            tokens[start:end].tofile(val)
+            place = end
+        tokens[place:].tofile(train)
+    path.unlink()
+    num_held_out = int(np.diff(spans).sum())
+    return {"train": len(tokens) - num_held_out, "val": num_held_out}
 
 
 # ---- batches -----------------------------------------------------------------------------------------------
@@ -220,15 +350,17 @@ class Meta:
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     fingerprint: str  # a hash of all tokens, of the tokenizer, and of what is held out
+    text_sha256: str = ""  # a hash of the text; "": the data set is an older one
+    held_out: str = "the last tokens"  # in words
 
 
 class TokenData:
     """A prepared folder, memory-mapped; UserError for a folder that is none.
 
-    Its windows have T + 1 tokens, and begin T apart.
+    Its windows have T + 1 tokens, and begin T apart. With `bos_first`, BOS takes the first one's place.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, bos_first=False):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not os.path.exists(path):
@@ -238,6 +370,9 @@ class TokenData:
         self.tokenizer_file = self.folder / self.meta.tokenizer_file
         check_regular(self.tokenizer_file)
         self.tokens = {split: self.open_split(split) for split in ("train", "val")}
+        self.first_token = self.load_tokenizer().bos if bos_first else None  # of every window; None: its own
+        if bos_first and self.first_token is None:
+            raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")
 
     def open_split(self, split):
         """A split's tokens, memory-mapped; UserError unless there are as many as meta.json says."""
@@ -273,6 +408,8 @@ class TokenData:
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
         if window.max() >= self.vocab_size:
             raise UserError(f"{self.folder} holds a token {window.max()}: prepare the data set anew")
+        if self.first_token is not None:
+            window[:, 0] = self.first_token
         return window[:, :-1], window[:, 1:]
 
     def batch(self, data_seed, sequences, T):
@@ -294,7 +431,7 @@ def permutation(data_seed, epoch, T, size):
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-COMMANDS = {"": Command(prepare, Settings())}
+COMMANDS = {"": Command(prepare, Settings(), has_config=False)}  # a file of code is text here
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -7,7 +7,6 @@ Names are shown as they are: no mathematics, no blanks in place of "_".
 
 import math
 import os
-import re
 import textwrap
 import warnings
 
@@ -68,7 +67,7 @@ def save_figure(figure, path) -> None:
 def plain_ticks(axis) -> None:
     """Ticks of a logarithmic axis as numbers, where matplotlib has formulas; of layers at whole numbers."""
     if axis.get_scale() == "log":
-        low, high = axis.get_view_interval()
+        low, high = sorted(axis.get_view_interval())
         locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,), numticks=6)
         if high < 5 * low:
             locator = MaxNLocator(5)
@@ -78,24 +77,23 @@ def plain_ticks(axis) -> None:
 
 
 def short_names(names):
-    """What to call the models of one figure: names as they are, or of long ones what differs in them.
+    """What to call the models of one figure: names as they are, or of long paths the parts that differ.
 
-    Words that all long ones begin or end with are left out: /models/a/final-checkpoint and
-    /models/b/final-checkpoint are …a… and …b…. Of what is still too long the middle is left out, unless
-    two would be called the same.
+    /models/a/final-checkpoint and /models/b/final-checkpoint are a and b, if they are too long; a .gguf file
+    loses that ending. Of what is still too long the middle is left out, unless two would be called the same.
     """
     names = [str(name) for name in names]
-    longest = 32 if len(set(names)) > 1 else 48
-    long = {name for name in names if len(name) > longest}
-    start, end = "", ""
-    if len(long) > 1:
-        start = re.sub(r"[^/]*$", "", os.path.commonprefix([*long]))
-        rest = [name.removeprefix(start)[::-1] for name in long]
-        end = re.sub(r"^[\w.]*", "", os.path.commonprefix(rest)[::-1])
+    longest = 36 if len(set(names)) > 1 else 48
+    long = [name.split("/") for name in dict.fromkeys(names) if len(name) > longest]
+    start = len(os.path.commonprefix(long))  # of parts
+    end = len(os.path.commonprefix([parts[::-1] for parts in long]))
+    called = {}
+    for parts in long:
+        own = parts[start : len(parts) - end] or parts[-1:]
+        called["/".join(parts)] = "/".join(own).removesuffix(".gguf")
     shown = []
     for name in names:
-        if name in long:
-            name = "…" * bool(start) + name.removeprefix(start).removesuffix(end) + "…" * bool(end)
+        name = called.get(name, name)
         if len(name) > longest:
             name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
         shown.append(name)
@@ -127,8 +125,9 @@ def curves(
         plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
         if isinstance(points[0][x], int):
             axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-        for name in log:
-            axes.set(**{f"{name}scale": "log"})
+        for name, key in (("x", x), ("y", y)):
+            if name in log and max(point[key] for point in points) > 0:
+                axes.set(**{f"{name}scale": "log"})
         axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()
@@ -138,13 +137,19 @@ def curves(
     save_figure(figure, path)
 
 
-def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
-    """Draw the points of each name that a series has, also of one without points: colours go by names."""
+def lines_of(points, series, names=None):
+    """A label and the points of each name that a series has, or of other `names`, as colours go by names."""
+    names = names or unique(points, series)
     for name, label in zip(names, short_names(names)):
-        line = [point for point in points if point[series] == name]
+        yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
+
+
+def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
+    """Draw the points of each name that a series has."""
+    for label, line in lines_of(points, series, names):
         places = [point[x] for point in line]
         heights = np.array([point[y] for point in line])
-        (curve,) = axes.plot(places, heights, style, label=f" {label}")  # matplotlib hides what begins with _
+        (curve,) = axes.plot(places, heights, style, label=label)
         if band:
             width = np.array([point[band] for point in line])
             ends = (heights - width, heights + width)
@@ -164,6 +169,89 @@ def unique(points, key):
 def plain(key):
     """A column's name, in words."""
     return key.replace("_", " ")
+
+
+# ---- sinks -------------------------------------------------------------------------------------------------
+
+LINKS = {  # of SO's chain
+    "std": "std of aggregated values by position, layer 1",
+    "norm": "norm of the stream",
+    "dominance_ratio": "largest / mean |dimension| of it",
+    "value_norm": "norm of values",
+    "key_alignment": "alignment of keys (1: all alike)",
+    "alpha": "attention to the position",
+}
+CONTROLS = ("removers", "elsewhere", "random")  # kinds of rows of `silence`
+
+
+def draw_alpha1(path, rows) -> None:
+    """Draw alpha_1 of every head of every layer, of the length that comes first, a map for each model."""
+    T = rows[0]["sequence_length"]
+    rows = [row for row in rows if row["sequence_length"] == T]
+    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(rows))
+    for axes, label, row in zip(grid, short_names([row["checkpoint"] for row in rows]), rows):
+        alpha = np.array(row["alpha1"]).T  # (H, L)
+        extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
+        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
+        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {T} tokens")
+        axes.title.set_fontsize(10)
+        axes.locator_params(integer=True, min_n_ticks=1)
+    figure.colorbar(image, ax=axes, label="attention to position 1")
+    save_figure(figure, path)
+
+
+def draw_chain(path, rows) -> None:
+    """Draw the links of SO's chain, one colour per model, of rows by layer and position."""
+    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
+    figure, grid = new_figure(question, 2, 3, height=3)
+    for axes, (key, title) in zip(grid.flat, LINKS.items()):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("position" if key == "std" else "layer")
+        for label, points in lines_of(rows, "checkpoint"):
+            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
+            if key == "std":
+                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
+                continue
+            layers = range(1, len(link) + 1)
+            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
+            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
+            axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
+    legend_below(figure, grid[0, 0])
+    save_figure(figure, path)
+
+
+def draw_interventions(path, points, k, factor) -> None:
+    """Draw alpha_k against the first builder's activation, of the first model and one factor."""
+    (label, points), *_ = lines_of(points, "checkpoint")
+    drawn = []
+    for point in points:
+        if point["factor"] in (None, factor):
+            where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
+            drawn.append(point | {"values changed in": where})
+    question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
+    question += (
+        f"sequence; in all layers x {factor:g} breaks the model, and attention rises without the builder)"
+    )
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
+    labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
+    curves(drawn, path, question, **keys, style="o", log="x", **labels)
+
+
+def draw_silence(path, rows) -> None:
+    """Draw sink rate against the disparity that is left, one colour per model."""
+    question = "How far must one dimension fall before the sink goes? (crosses: controls)"
+    figure, ((axes,),) = new_figure(question, width=7, height=4)
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    label = "largest / mean |dimension| at position 1   (more units at zero \N{RIGHTWARDS ARROW})"
+    axes.set(xlabel=label, ylabel="share of heads that sink")
+    for label, of_model in lines_of(rows, "checkpoint"):
+        steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
+        controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
+        (line,) = axes.plot(*zip(*steps), "o-", label=label)
+        axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
+    legend_below(figure, axes)
+    save_figure(figure, path)
 
 
 # ---- lineage -----------------------------------------------------------------------------------------------

@@ -44,6 +44,18 @@ def check_text(path, start) -> None:
         raise UserError(f"{path} is no text in UTF-8: convert it to .txt or .jsonl")
 
 
+def check_utf8(path, lines) -> None:
+    """UserError, with the place, if one of a file's lines, bytes, is not in UTF-8."""
+    place = 0
+    for line in lines:
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            byte = f"byte {place + error.start:,} is 0x{line[error.start]:02X}"
+            raise UserError(f"{path} is no text in UTF-8, {byte}: convert it") from None
+        place += len(line)
+
+
 def read_bytes(path, largest=LARGEST):
     """What a regular file holds; UserError if it is none, too large, or closed to us."""
     check_regular(path, largest)

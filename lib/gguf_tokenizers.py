@@ -26,7 +26,7 @@ def is_known(values):
 
 
 def byte_level_tokenizer(values):
-    """What tokenizer.json says of a byte-level BPE (`gpt2`), as bytes, and BOS, as text, or None.
+    """What tokenizer.json says of a byte-level BPE (`gpt2`), as bytes, and BOS and EOS, as text, or None.
 
     `values` are the header's. Errors of many kinds for a damaged one.
     """
@@ -44,8 +44,8 @@ def byte_level_tokenizer(values):
     coder.add_special_tokens([tokens[i] for i in np.flatnonzero(types == CONTROL)])
     whole = [tokens[i] for i in np.flatnonzero(types == USER_DEFINED)]
     coder.add_tokens([AddedToken(token, normalized=False) for token in whole])
-    bos = values.get("tokenizer.ggml.bos_token_id")
-    return coder.to_str().encode(), None if bos is None else tokens[bos]
+    named = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")]
+    return coder.to_str().encode(), *[None if number is None else tokens[number] for number in named]
 
 
 def sentencepiece_model(values):

@@ -8,6 +8,7 @@ torch.Size([2, 5])
 import functools
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 
 from init import STD, keyed_generator
-from lib.data import TokenData, documents
-from lib.files import check_text, read_bytes
+from lib.data import TokenData, pieces
+from lib.files import check_text, check_utf8, read_bytes
 from lib.formats import is_gguf
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
@@ -61,6 +62,18 @@ class TextSettings(RunSettings):
     first_token: str | None = None  # put this token at position 1: its number, or bos
     input_seed: int = 0  # seed of random tokens, and of the places in a text
     num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
+
+
+def text_of(settings: TextSettings, spec):
+    """What `read_tokens` reads for a spec, in a word; stderr is told if its tokenizer is not known."""
+    if settings.text is not None:
+        return settings.text
+    if settings.tokenizer is not None or spec.tokenizer_file is not None:
+        return "docstrings"
+    if not spec.is_newborn:
+        hint = "it reads random tokens; --tokenizer names one"
+        print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
+    return "random tokens"
 
 
 def read_tokens(settings: TextSettings, spec, T):
@@ -113,12 +126,12 @@ def encode(text, tokenizer):
     if os.path.isfile(text):
         content = read_bytes(Path(text), LARGEST_TEXT)
         check_text(text, content[:4096])
-        content = content.decode(errors="replace")
-        content = content.replace("\r\n", "\n").replace("\r", "\n")
+        check_utf8(text, [content])
+        content = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     else:
         content = ""
-        for document in documents((text,)):
-            content += document + "\n\n"
+        for piece in pieces((text,)):
+            content += piece.text + "\n\n"
             if len(content) >= SOURCE_CHARACTERS:
                 break
     (tokens,) = load_tokenizer(tokenizer).encode([content])
@@ -134,9 +147,7 @@ def random_windows(text, count, T, seed):
 
 def check_tokenizer(spec, data) -> None:
     """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
-    path = spec.tokenizer_file
-    if path is None and not spec.is_newborn and (spec.folder / "tokenizer.txt").is_file():
-        path = spec.folder / "tokenizer.txt"
+    path = spec.own_tokenizer
     if path is None:
         return
     own = load_tokenizer(str(path)).content if is_gguf(path) else path.read_bytes()

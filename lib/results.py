@@ -15,6 +15,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
@@ -174,19 +176,35 @@ def print_rows(rows, columns=()) -> None:
         print(f"({', '.join(left_out)}; the JSON has all)")
 
 
-def mean_over_seeds(samples, measured):
-    """One row for samples that differ in numbers alone: the means of the `measured`, and of others the first.
+def mean_over_seeds(samples, measured, theories=()):
+    """One row for samples that differ only in `seed` and in the columns named here: the means of `measured`.
 
-    The others are theory's, which may differ in their last bits. `seed_std` is the standard deviation of the
-    first measured one. The columns' order is kept.
+    `theories` are to agree, but for their last bits: the first is kept, and ValueError raised if they do not.
+    `seed_std` is the standard deviation of the first measured one. The columns' order is kept.
     """
     groups = defaultdict(list)
     for sample in samples:
-        key = tuple(item for item in sample.items() if not isinstance(item[1], float))
-        groups[key].append(sample)
+        named = {"seed", *measured, *theories}
+        groups[tuple(item for item in sample.items() if item[0] not in named)].append(sample)
     rows = []
-    for group in groups.values():
-        values = {name: np.array([sample[name] for sample in group]) for name in measured}
-        means = {name: float(value.mean()) for name, value in values.items()}
-        rows.append(group[0] | means | {"seed_std": float(values[measured[0]].std())})
+    for first, *others in groups.values():
+        for name in theories:
+            for other in others:
+                if other[name] != first[name] and not math.isclose(other[name], first[name], rel_tol=1e-9):
+                    raise ValueError(f"{name} of one row is {first[name]} and {other[name]}")
+        values = {name: np.array([sample[name] for sample in (first, *others)]) for name in measured}
+        row = first | {name: float(value.mean()) for name, value in values.items()}
+        row.pop("seed", None)
+        rows.append(row | {"seed_std": float(values[measured[0]].std())})
     return rows
+
+
+def interval(values, name="mean", least=-math.inf, largest=math.inf):
+    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t.
+
+    The interval ends where values do: those of a rate are between 0, the `least`, and 1, the `largest`.
+    """
+    values = np.asarray(values, np.float64)
+    mean = values.mean()
+    error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    return {name: mean, "low": max(least, mean - error), "high": min(largest, mean + error)}

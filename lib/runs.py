@@ -16,7 +16,7 @@ from pathlib import Path
 
 import filelock
 
-from lib import checkpoint, runtime
+from lib import checkpoint, data, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.settings import LARGEST_NUMBER, UserError, from_values
@@ -24,22 +24,21 @@ from lib.settings import LARGEST_NUMBER, UserError, from_values
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
 
 
-def merged_settings(settings, may_change, given=None):
-    """The settings of a run: as they are, or with --resume as it was begun, save those that may change.
-
-    Names that are not `given` (None: all are) are as it was begun, too; a dtype "auto" is. UserError for a
-    folder that holds another run, or none to resume, and for a change that may not be.
-    """
-    if not settings.resume:
-        if checkpoint.steps(settings.out):
-            raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
-        return settings
+def begun_settings(settings):
+    """The settings that the run in the folder `out` was begun with; UserError if there is none to resume."""
     path = Path(settings.out, "settings.json")
     if not path.exists() and not checkpoint.steps(settings.out):
         raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
-    begun = from_values(type(settings), read_json(path), path)
+    return from_values(type(settings), read_json(path), path)
+
+
+def merged_settings(settings, begun, may_change, given):
+    """The settings to resume a run with: as it was begun, save those that are `given` and may change.
+
+    A dtype "auto" is as it was begun, too. UserError for a change that may not be.
+    """
     changes = {"resume": True, "out": settings.out}
-    for name in vars(settings) if given is None else given:
+    for name in given:
         value = getattr(settings, name)
         if name in may_change:
             changes[name] = value
@@ -47,6 +46,22 @@ def merged_settings(settings, may_change, given=None):
             was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
             raise UserError(f"{settings.out} was begun with {was}: resume with the same")
     return replace(begun, **changes)
+
+
+def open_data(settings, device):
+    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
+    folder = Path(settings.data or data.default_folder(settings.source, settings.tokenizer))
+    if settings.data is None and runtime.rank() == 0 and not folder.exists():
+        print(f"preparing {folder}, once")
+        data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
+    runtime.wait_for_all(device)
+    tokens = data.TokenData(folder, settings.bos_first)
+    made_of = (tokens.meta.source, tokens.meta.tokenizer)
+    if settings.data is None and made_of != (settings.source, settings.tokenizer):
+        was = f"{' '.join(tokens.meta.source)} and {tokens.meta.tokenizer}"
+        raise UserError(f"{folder} was made of {was}: name it by --data, or remove it")
+    tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
+    return tokens
 
 
 @contextlib.contextmanager
@@ -84,11 +99,23 @@ def load_newest(run):
     raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
 
 
-def begin_logs(settings, run, step) -> None:
-    """Write settings.json, and keep the log's rows up to a step: later ones come again."""
+def begin(run, settings, row) -> None:
+    """Write settings.json, and the first row of metrics.jsonl."""
+    write_settings(run, settings)
+    write_log(run, [row])
+
+
+def take_up(run, settings, step) -> None:
+    """Make a run whole, as it was after a step: of later ones the log has rows, and a kill leaves folders."""
+    write_settings(run, settings)
+    write_log(run, [row for row in read_log(run) if row["step"] <= step])
+    prune(run, settings.keep, step)
+
+
+def write_settings(run, settings) -> None:
+    """Write settings.json."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    write_log(run, [row for row in read_log(run) if row["step"] <= step])
 
 
 def read_log(run):

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from lib.settings import RunSettings, UserError
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
+PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that ranks wait for one another
 LEAST_GAIN = 1.5  # in speed of products, from which on bfloat16 is worth its casts
 
 # ---- device ------------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def start(settings: RunSettings):
         device = choose_device(settings.device)
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=1))
+        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
@@ -79,8 +80,8 @@ def choose_dtype(device):
 
 
 def default_batch_size(device, sequence_length):
-    """Sequences in a forward pass; two at least, since states are compared within a batch."""
-    return max(2, BATCH_TOKENS[device.type] // sequence_length)
+    """Sequences in a forward pass, one at least."""
+    return max(1, BATCH_TOKENS[device.type] // sequence_length)
 
 
 # ---- processes ---------------------------------------------------------------------------------------------

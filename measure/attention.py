@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from scipy.stats import kendalltau
 from torch import Tensor
 
-from lib.runtime import BATCH_TOKENS, progress
+from lib.runtime import default_batch_size, progress
 from model import Transformer, causal_attention
 
 EPSILON = 0.3  # a head whose alpha_1 in a sequence is above this is a sink head there (Gu et al.)
@@ -74,8 +74,8 @@ def uniform_alpha(T):
 def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
     """A row of what tells a sink at position 1 of sequences (n, T), or predicts it; and alpha_1, (n, L, H).
 
-    `norm_ratio` is the norm of the stream at position 1, over the median of the other positions, in the mean
-    of layers and sequences; `value_ratio` the same of the values that heads average.
+    `norm_ratio` is the norm of the stream at position 1 over the median of the other positions, in the mean
+    of sequences and layers (`sinks.py anatomy` has each layer's); `value_ratio` that of each head's values.
     """
     alphas, norms, values = [], [], []
 
@@ -107,7 +107,7 @@ def ratio_of_first(vectors: Tensor) -> Tensor:
 
 def batches(tokens: Tensor):
     """Sequences (n, T) in parts that fit in memory, with a bar."""
-    parts = tokens.split(max(1, BATCH_TOKENS[tokens.device.type] // tokens.shape[1]))
+    parts = tokens.split(default_batch_size(tokens.device, tokens.shape[1]))
     return progress(parts, desc="sequences", unit=" batches", leave=False)
 
 
@@ -120,14 +120,14 @@ def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
 
 
 class LayerMean:
-    """The mean over sequences of one thing that each layer shows, of batches that stream by."""
+    """The mean over sequences of what each layer shows of them, in batches that stream by."""
 
     def __init__(self, num_sequences):
         self.num_sequences = num_sequences
         self.means = defaultdict(float)  # by layer
 
     def add(self, layer, values: Tensor) -> None:
-        """Add values (B, ...), one for each sequence."""
+        """Add values (B, ...), one for each sequence; or their sum, (1, ...)."""
         self.means[layer] += values.sum(0).cpu() / self.num_sequences
 
     def stack(self) -> Tensor:
@@ -138,22 +138,19 @@ class LayerMean:
 class RunningStd:
     """The standard deviation of each layer's aggregated values over sequences that stream by."""
 
-    def __init__(self):
-        self.counts = defaultdict(int)  # by layer
-        self.sums = defaultdict(float)  # (H, T, Dh)
-        self.squares = defaultdict(float)
+    def __init__(self, num_sequences):
+        self.mean = LayerMean(num_sequences)  # (H, T, Dh)
+        self.square = LayerMean(num_sequences)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
         """Add heads (B, H, T, Dh), as `Transformer.hidden` shows them."""
-        heads = heads.double()
-        self.counts[layer] += len(heads)
-        self.sums[layer] += heads.sum(0).cpu()
-        self.squares[layer] += heads.square().sum(0).cpu()
+        self.mean.add(layer, heads.double())
+        self.square.add(layer, heads.double().square())
 
     def std(self, layer, axes=(0, 2)):
-        """Standard deviation about the mean, by position, (T,): sequences and `axes` of (H, T, Dh) pooled."""
-        mean = (self.sums[layer] / self.counts[layer]).mean(axes)
-        square = (self.squares[layer] / self.counts[layer]).mean(axes)
+        """Standard deviation of sequences and `axes` of (H, T, Dh), pooled: (T,), by position, of these."""
+        mean = self.mean.means[layer].mean(axes)
+        square = self.square.means[layer].mean(axes)
         return (square - mean.square()).clamp(min=0).sqrt()
 
 
@@ -161,12 +158,14 @@ class Chain:
     """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`."""
 
     def __init__(self, num_sequences):
-        self.values = RunningStd()
+        self.values = RunningStd(num_sequences)
         self.norm = LayerMean(num_sequences)  # of the stream after each layer, (T,)
         self.dominance_ratio = LayerMean(num_sequences)  # of it, (T,)
-        self.state = LayerMean(num_sequences)  # the mean of positions, too, (d,) float64
-        self.product = LayerMean(num_sequences)  # of states' outer products, (d, d) float64
+        self.norm_ratio = LayerMean(num_sequences)  # of it, as in `sink_statistics`
+        self.state = LayerMean(num_sequences)  # of all positions, (d,) float64
+        self.product = LayerMean(num_sequences)  # of their outer products, (d, d) float64
         self.value_norm = LayerMean(num_sequences)  # (T,)
+        self.value_ratio = LayerMean(num_sequences)  # as in `sink_statistics`
         self.key = LayerMean(num_sequences)  # scaled to norm 1, (G, T, Dh)
         self.alpha = LayerMean(num_sequences)  # attention to each position, (T,)
 
@@ -174,23 +173,24 @@ class Chain:
         """Add the stream x (B, T, d) after a layer."""
         if layer > 0:  # 0 is the input
             flat = x.flatten(0, 1).double()  # (B T, d)
-            T = x.shape[1]
             self.norm.add(layer, x.float().norm(dim=2))
+            self.norm_ratio.add(layer, ratio_of_first(x))
             self.dominance_ratio.add(layer, dominance_ratio(x))
-            self.state.add(layer, flat / T)
-            self.product.add(layer, (flat.T @ flat / T)[None])
+            self.state.add(layer, x.double().mean(1))
+            self.product.add(layer, (flat.T @ flat)[None] / x.shape[1])
 
     def on_heads(self, layer, heads, q, k, v) -> None:
         """Add heads (B, H, T, Dh), and the q, k, v that they came from."""
         self.values.on_heads(layer, heads, q, k, v)
         self.value_norm.add(layer, v.float().norm(dim=3).mean(1))
+        self.value_ratio.add(layer, ratio_of_first(v).mean(1))
         self.key.add(layer, F.normalize(k.float(), dim=3))
         self.alpha.add(layer, mean_attention(q, k, range(1, k.shape[2] + 1)).mean(1))
 
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key: 1 if all keys are one (ours)."""
         return {
-            "std": torch.stack([self.values.std(layer) for layer in self.values.counts]),
+            "std": torch.stack([self.values.std(layer) for layer in self.alpha.means]),
             "norm": self.norm.stack(),
             "dominance_ratio": self.dominance_ratio.stack(),
             "value_norm": self.value_norm.stack(),
@@ -205,7 +205,7 @@ class Chain:
 def replace_values(model, k, changed, kind, factor):
     """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in a layer, or "all".
 
-    `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`:
+    `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`, no calibration:
     mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
     factor o_k. `none`: o_k as it is.
     """

@@ -1,10 +1,11 @@
-"""Is it more than chance? Streaming cosines over all pairs, the odds of a count, and intervals (BB B.2).
+"""Is it more than chance? Streaming cosines over all pairs, and the odds of a count (BB B.2).
 
     >>> from measure import cosines
     >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
     -88.6
 
-Probabilities are logs: p itself underflows (the paper prints 0.00).
+Probabilities are logs: p itself underflows (the paper prints 0.00). `mean_cosine` is of pairs of different
+states; where it is within a sequence (`contraction.py intra`), BB's, a position is also paired with itself.
 """
 
 import functools
@@ -14,8 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.special import logsumexp
-from scipy.stats import binom, binomtest
-from scipy.stats import t as student
+from scipy.stats import binom
 from torch import Tensor
 
 from init import keyed_generator
@@ -85,7 +85,7 @@ def floored_cosine(states: Tensor, epsilon):
 
 
 def binomial_log10_p(count, n, num_choices):
-    """log10 of min(1, V P[Binomial(n, 1/V) >= count]): Bonferroni over the V = num_choices (BB B.2)."""
+    """log10 of min(1, V P[Binomial(n, 1/V) >= count]), V = num_choices: Bonferroni's bound on p (BB B.2)."""
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + log_tail) / math.log(10))
 
@@ -103,23 +103,3 @@ def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
         counts = np.sort(counts)[::-1][:ranks]
         total[: len(counts)] += counts
     return total / repetitions
-
-
-# ---- intervals ---------------------------------------------------------------------------------------------
-
-
-def interval(values, name="mean", least=-math.inf, largest=math.inf):
-    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t.
-
-    The interval ends where values do: those of a rate are between 0, the `least`, and 1, the `largest`.
-    """
-    values = np.asarray(values, np.float64)
-    mean = values.mean()
-    error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {name: mean, "low": max(least, mean - error), "high": min(largest, mean + error)}
-
-
-def wilson(successes, n, confidence=0.95):
-    """Wilson's interval of a rate."""
-    rate = binomtest(successes, n).proportion_ci(confidence, method="wilson")
-    return rate.low, rate.high

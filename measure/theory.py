@@ -6,17 +6,26 @@
 
 Two ideas carry most of it. A random layer is wide, so a pre-activation is Gaussian: cosines go from layer to
 layer by one scalar function, the activation's kernel. And attention at birth is close to uniform: position i
-averages positions 1..i. Calibrations of attention are in none of the theories.
+averages positions 1..i. Each recursion begins with its formulas; the code below has their order and letters.
 """
 
 import functools
 import math
 
 import torch
+from numpy.polynomial.polynomial import polyval
 from torch import Tensor, nn
 
 from init import STD, residual_std
-from model import ACTIVATIONS, MLP, ModelConfig, Transformer, rope_frequencies
+from model import ACTIVATIONS, GATED, MLP, ModelConfig, Transformer, rope_frequencies
+
+KNOWN_SCHEMES = ("gpt2", "normal", "centered")
+KNOWN_NORMS = ("rmsnorm", "layernorm")
+
+
+def knows(config: ModelConfig, scheme="gpt2"):
+    """Is there theory of such newborns? Of any activation; of no other scheme or norm, and no calibration."""
+    return scheme in KNOWN_SCHEMES and config.norm in KNOWN_NORMS and config.attn_calibration == "none"
 
 
 def gaussian_grid(points, device="cpu"):
@@ -31,63 +40,68 @@ def gaussian_grid(points, device="cpu"):
 def hermite_kernel(phi, terms=64) -> Tensor:
     """The k_n >= 0, (terms,), of E phi(a) phi(b) = sum_n k_n rho^n for normal a, b of correlation rho.
 
-    k_n is the square of E phi(z) h_n(z), h_n the normalised Hermite polynomials; what is left of E phi(z)^2
-    (for ReLU some 1e-4 of it) goes to the last term, so that sum(k) is exact.
+        k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
+
+    The h_n are the normalised Hermite polynomials. What is left of E phi(z)^2 (for ReLU some 1e-4 of it) goes
+    to the last term, so that sum(k) is exact.
     """
     z, weight = gaussian_grid(2001)
     value = phi(z)
     before = torch.zeros_like(z)
-    h = torch.ones_like(z)  # h_0
-    kernel = torch.zeros(terms, dtype=torch.float64)
+    h = torch.ones_like(z)
+    k = torch.zeros(terms, dtype=torch.float64)
     for n in range(terms):
-        kernel[n] = (weight * value * h).sum().square()
+        k[n] = (weight * value * h).sum().square()
         before, h = h, (z * h - math.sqrt(n) * before) / math.sqrt(n + 1)
-    kernel[-1] += (weight * value.square()).sum() - kernel.sum()
-    return kernel
+    k[-1] += (weight * value.square()).sum() - k.sum()
+    return k
 
 
-def mlp_kernel(mlp, s, d) -> Tensor:
+def mlp_kernel(mlp, s, d, scheme="gpt2") -> Tensor:
     """The hidden layer's k_n, (terms,): its units' mean product for inputs of cosine rho is sum k_n rho^n.
 
     `s` is the standard deviation of a pre-activation. k_0 > 0 is all of the contraction: orthogonal inputs
-    get outputs of cosine k_0 / sum(k). SwiGLU's k_0 is 0 but for a finite width d: the cosine r of a unit's
-    gate and up rows has E r^2 = 1/d, and given r, u = r g + sqrt(1 - r^2) v with v independent of the gate g.
+    get outputs of cosine k_0 / sum(k). Scheme `centered` lets no k_0 through. A gated unit is phi(g) u:
+
+        u = r g + sqrt(1 - r^2) v      v independent of g, and r the cosine of gate and up rows: E r^2 = 1/d
+        sum k_n rho^n = (1/d) E phi(g) g phi(g') g' + (1 - 1/d) s^2 rho E phi(g) phi(g')
+
+    so that its k_0 is of order 1/d. It differs in sign from unit to unit, and `centered` leaves it as it is.
     """
 
     def unit(z):
         return ACTIVATIONS[mlp](s * z)
 
-    def aligned_unit(z):  # SwiGLU's, where up and gate are one
+    def aligned_unit(z):  # a gated one, where up and gate are one
         return unit(z) * s * z
 
-    kernel = hermite_kernel(unit)
-    if mlp != "swiglu":
-        return kernel
-    aligned = hermite_kernel(aligned_unit)
-    independent = kernel.roll(1)  # times rho: the powers move up by one
-    return aligned / d + (1 - 1 / d) * s**2 * independent
+    k = hermite_kernel(unit)
+    if mlp in GATED:
+        independent = torch.cat((k.new_zeros(1), k[:-1]))  # times rho: the powers move up by one
+        return hermite_kernel(aligned_unit) / d + (1 - 1 / d) * s**2 * independent
+    if scheme == "centered":
+        k[0] = 0
+    return k
 
 
-def evaluate(kernel: Tensor, rho: Tensor) -> Tensor:
-    """sum_n kernel[n] rho^n, by Horner's rule."""
-    value = torch.zeros_like(rho)
-    for k in kernel.flip(0):
-        value = value * rho + k
-    return value
-
-
-def one_block_cosine(mlp, s, d):
+def one_block_cosine(mlp, s, d, scheme="gpt2"):
     """Cosine of one MLP0 block's outputs for orthogonal inputs; GELU, s -> 0: s^2 2/pi; SwiGLU: ~ 1/d."""
-    kernel = mlp_kernel(mlp, s, d)
-    return float(kernel[0] / kernel.sum())
+    k = mlp_kernel(mlp, s, d, scheme)
+    return float(k[0] / k.sum())
 
 
-def relu_recursion(layers):
-    """c_0 = 0, ..., c_layers: cosines along a stack of wide ReLU MLP0 blocks (BB Proposition 2)."""
+def relu_recursion(layers, scheme="gpt2"):
+    """Cosines along a stack of wide ReLU MLP0 blocks (BB Proposition 2), before and after each.
+
+    c_0 = 0        c_{l+1} = (kappa(c_l) - k_0) / (1 - k_0)        k_0 = 0, and 1/pi where centered
+    kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
+    """
+    k_0 = 1 / math.pi if scheme == "centered" else 0.0
     c = 0.0
     cosines = [c]
     for _ in range(layers):
-        c = (math.sqrt(1 - c**2) + c * (math.pi - math.acos(c))) / math.pi
+        kappa = (math.sqrt(1 - c**2) + c * (math.pi - math.acos(c))) / math.pi
+        c = (kappa - k_0) / (1 - k_0)
         cosines.append(c)
     return cosines
 
@@ -113,7 +127,10 @@ def scales(S: Tensor, epsilon=0.0) -> Tensor:
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence after 1..layers of Attn0, with the diagonal: exact in T, for large d."""
+    """Mean cosine within a sequence, the diagonal included, after 1..layers of Attn0, exact in T for large d.
+
+    S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
+    """
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
     for _ in range(layers):
@@ -171,114 +188,52 @@ def aggregated_std(config: ModelConfig, T) -> Tensor:
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
-def covariance_updates(config: ModelConfig, scheme):
-    """What a newborn's attention and MLP add to covariances, each a function of cosines C (..., T, T).
+def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
+    """S and R, (2, T, T), before and after each block, in the limit of infinite width: all that a newborn is.
 
-    Attention averages uniformly, and to first order in the variance of its logits is drawn to keys that are
-    alike; the MLP applies its kernel. Projections multiply by fan-in times weight variance. Scheme `centered`
-    passes no k_0 on but SwiGLU's, which is no mean that all hidden units share.
+    S_ij is the covariance of positions i and j within a sequence, R_ij between two; inputs are N(0, sigma^2).
+
+        start:      S = sigma^2 I               R = 0
+        norm:       C = S / sqrt(D_i D_j)       D_i = S_ii + epsilon
+        attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
+        MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
+
+    The last three do to R what they do to S, with the same D. Products are of entries, but for M. Not of
+    infinite width are v, by which attention is drawn to keys that are alike, and a gated k_0. Without
+    `residual` sublayers do not add to their input, but replace it.
     """
     d = config.d_model
-    logit_std = 1.0 if config.qk_norm else d * STD**2  # of q k^T / sqrt(Dh), for inputs of RMS 1
-    logit_variance = math.expm1(logit_std**2)
     residual_variance = residual_std(config, scheme) ** 2
-    attention_gain = d * STD**2 * config.num_heads * config.head_size * residual_variance
-    mlp_gain = config.d_ff * residual_variance
-    kernel = mlp_kernel(config.mlp, math.sqrt(d) * STD, d)
-    if scheme == "centered" and config.mlp != "swiglu":
-        kernel[0] = 0
-
-    def attention(C):
-        uniform = average(C)
-        return attention_gain * (uniform + logit_variance * C * (average(C * C) - uniform * uniform))
-
-    def mlp(C):
-        return mlp_gain * evaluate(kernel, C)
-
-    return {"full": (attention, mlp), "attention": (attention,), "mlp": (mlp,)}[config.sublayers]
+    g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance  # fan-ins times variances
+    g_m = config.d_ff * residual_variance
+    logit_std = 1.0 if config.qk_norm else d * STD**2  # of q k^T / sqrt(Dh), for inputs of RMS 1
+    v = math.expm1(logit_std**2)  # relative variance of e^logit
+    k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
+    stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
+    stream[0].fill_diagonal_(STD**2)
+    yield stream
+    for _ in range(config.num_layers):
+        if config.sublayers != "mlp":
+            C = stream / scales(stream[0], config.norm_epsilon)
+            uniform = average(C)  # M C M^T
+            A = uniform + v * C * (average(C * C) - uniform * uniform)
+            stream = residual * stream + g_a * A
+        if config.sublayers != "attention":
+            C = stream / scales(stream[0], config.norm_epsilon)
+            stream = residual * stream + g_m * torch.from_numpy(polyval(C.numpy(), k.numpy()))
+        yield stream
 
 
 @functools.cache
-def kernel_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
-    """Cosines before (0) and after each block: of two sequences' last states, and the mean within a sequence.
-
-    In the limit of infinite width the newborn is two (T, T) matrices: S_ij, the covariance of positions i and
-    j within a sequence, and R_ij, between two, for inputs N(0, 0.02^2). A norm divides both by sqrt(D_i D_j),
-    D_i = S_ii + epsilon. Two finite-width terms are kept, without which their effects would be zero: SwiGLU's
-    k_0, and the variance of attention's logits. `residual`: do sublayers add to their input?
-    """
-    stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
-    stream[0].fill_diagonal_(STD**2)
-    inter = [0.0]
-    intra = [1 / T]  # a position is like itself alone
-    updates = covariance_updates(config, scheme)
-    for _ in range(config.num_layers):
-        for update in updates:
-            output = update(stream / scales(stream[0], config.norm_epsilon))  # of cosines
-            stream = stream + output if residual else output
-        S, R = stream
-        inter.append((R[-1, -1] / S[-1, -1]).item())
-        intra.append((S / scales(S)).mean().item())
-    return inter, intra
+def kernel_recursion(config: ModelConfig, T, scheme="gpt2"):
+    """Cosine of two sequences' last states, R_TT / S_TT, before (0) and after each block."""
+    return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]
 
 
-def hidden_moments(mlp: MLP, mean: Tensor, noise: Tensor):
-    """E h, Var h and slope, (d_ff,) float64, of an MLP's hidden units h for inputs N(mean, diag(noise)).
-
-    For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
-    """
-    z, weight = gaussian_grid(61, noise.device)  # of the gate's noise, in standard deviations
-    up = mlp.up_proj.weight.double()  # (d_ff, d)
-    gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
-    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); a pruned gate has none
-    act = mlp.activation((gate @ mean)[:, None] + s[:, None] * z)  # (d_ff, nodes)
-    up_mean = torch.ones_like(act)  # h = act * u; u is 1 without a gate, and else normal, given z
-    up_variance = torch.zeros_like(s)
-    if mlp.gate_proj is not None:
-        covariance = (gate * noise * up).sum(1) / s  # of u and z
-        up_mean = (up @ mean)[:, None] + covariance[:, None] * z  # (d_ff, nodes)
-        up_variance = up.square() @ noise - covariance.square()  # (d_ff,)
-    h = act * up_mean  # its mean, given z
-    square = act.square() * (up_mean.square() + up_variance[:, None])  # of its square
-    expected = h @ weight
-    variance = square @ weight - expected.square()
-    slope = (h @ (weight * z)).square() + up_variance * (act @ weight).square()
-    return expected, variance, slope
-
-
-def normed(norm: nn.Module, mean: Tensor, K: Tensor):
-    """Of states of mean (d,) and covariance K (T, T): normed mean m (d,), squared gains (d,), and K / D."""
-    gain = norm.weight.double()
-    has_mean = isinstance(norm, nn.LayerNorm)
-    centre = mean - mean.mean() if has_mean else mean
-    D = centre.square().mean() + K[-1, -1] + norm.eps
-    m = centre * D.rsqrt() * gain
-    if has_mean:
-        m = m + norm.bias.double()
-    return m, gain.square(), K / D
-
-
-def attention_update(attention: nn.Module, m: Tensor, gains: Tensor, C: Tensor):
-    """What attention adds to mean (d,) and covariance (T, T)."""
-    config = attention.config
-    output = attention.o_proj.weight.double()  # (d, H Dh)
-    values = attention.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
-    values = values.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)  # (H Dh, d)
-    gain = (output.square() @ (values.square() @ gains)).mean()
-    return output @ (values @ m), gain * average(C)
-
-
-def mlp_update(mlp: MLP, m: Tensor, gains: Tensor, C: Tensor):
-    """What an MLP adds to mean (d,) and covariance (T, T).
-
-    Cov(h, h') is Var h at one position, and between two the slope times the cosine of their noise.
-    """
-    expected, variance, slope = hidden_moments(mlp, m, gains * C[-1, -1])
-    down = mlp.down_proj.weight.double()  # (d, d_ff)
-    power = down.square().mean(0)  # (d_ff,), of what a hidden unit adds to a dimension
-    covariance = (power @ slope) * C / scales(C)
-    covariance.diagonal().add_(power @ (variance - slope))
-    return down @ expected, covariance
+@functools.cache
+def intra_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
+    """Mean cosine within a sequence, the diagonal included, before (0) and after each block."""
+    return [(S / scales(S)).mean().item() for S, _ in covariances(config, T, scheme, residual)]
 
 
 @torch.inference_mode()
@@ -286,13 +241,14 @@ def mean_field(model: Transformer, T):
     """The contraction direction from the weights, (d,) of norm 1, for T random tokens.
 
     A state is what all sequences share, a mean (d,), and Gaussian noise, whose covariance over positions,
-    K (T, T), is that of each dimension. The three equations, with M for uniform attention:
+    K (T, T), is that of each dimension.
 
-        norm:       m = gain mean / sqrt(D)    C = K / D        D = mean square of mean, + K_TT + epsilon
-        attention:  mean += W_O W_V m          K += |W_O W_V gain|^2 M C M^T
-        MLP:        mean += W_down E h         K += |W_down|^2 Cov(h, h')   h = phi(W_up (m + gain noise))
+        norm:       m = g mean / sqrt(D)      C = K / D        D = mean square of mean, + K_TT + epsilon
+        attention:  mean += W_O W_V m         K += |W_O W_V g|^2 M C M^T
+        MLP:        mean += W_down E h        K += |W_down|^2 Cov(h, h')        h = phi(W_up (m + g noise))
 
-    Neglected: early positions' own means, that attention is not quite uniform, and biases of q, k and v.
+    with g the norm's gains. Neglected: early positions' own means, that attention is not quite uniform,
+    biases of q, k and v, and calibrations.
     """
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
@@ -306,3 +262,67 @@ def mean_field(model: Transformer, T):
         K = K + covariance
     m, _, _ = normed(model.model.norm, mean, K)
     return (m / m.norm()).cpu()
+
+
+def normed(norm: nn.Module, mean: Tensor, K: Tensor):
+    """m (d,), the gains g (d,), and C (T, T); LayerNorm takes the mean's mean out, and adds its bias to m."""
+    g = norm.weight.double()
+    has_mean = isinstance(norm, nn.LayerNorm)
+    mean = mean - mean.mean() if has_mean else mean
+    D = mean.square().mean() + K[-1, -1] + norm.eps
+    m = g * mean / D.sqrt()
+    if has_mean:
+        m = m + norm.bias.double()
+    return m, g, K / D
+
+
+def attention_update(attention: nn.Module, m: Tensor, g: Tensor, C: Tensor):
+    """What attention adds to mean (d,) and K (T, T)."""
+    config = attention.config
+    W_O = attention.o_proj.weight.double()  # (d, H Dh)
+    W_V = attention.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
+    W_V = W_V.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)  # (H Dh, d)
+    power = (W_O.square() @ (W_V.square() @ g.square())).mean()  # in the mean of the dimensions
+    return W_O @ (W_V @ m), power * average(C)
+
+
+def mlp_update(mlp: MLP, m: Tensor, g: Tensor, C: Tensor):
+    """What an MLP adds to mean (d,) and K (T, T).
+
+    Cov(h, h') is Var h at one position, and between two the slope times the cosine of their noise.
+    """
+    expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
+    W_down = mlp.down_proj.weight.double()  # (d, d_ff)
+    power = W_down.square().mean(0)  # (d_ff,), of what a hidden unit adds to a dimension
+    covariance = (power @ slope) * C / scales(C)
+    covariance.diagonal().add_(power @ (variance - slope))
+    return W_down @ expected, covariance
+
+
+def hidden_moments(mlp: MLP, m: Tensor, noise: Tensor):
+    """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs N(m, diag(noise)).
+
+    For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
+
+        h = phi(gate m + s z) u        s^2 = gate^2 noise        z ~ N(0, 1)
+        given z, u is normal: mean up m + (c / s) z, variance up^2 noise - (c / s)^2, c = gate noise up
+
+    Without a gate, up is it, and u = 1.
+    """
+    z, weight = gaussian_grid(61, noise.device)
+    up = mlp.up_proj.weight.double()  # (d_ff, d)
+    gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
+    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); a pruned gate has none
+    phi = mlp.activation((gate @ m)[:, None] + s[:, None] * z)  # (d_ff, nodes)
+    u = torch.ones_like(phi)  # its mean, given z
+    u_variance = torch.zeros_like(s)
+    if mlp.gate_proj is not None:
+        c = (gate * noise * up).sum(1)
+        u = (up @ m)[:, None] + (c / s)[:, None] * z  # (d_ff, nodes)
+        u_variance = up.square() @ noise - (c / s).square()  # (d_ff,)
+    h = phi * u  # its mean, given z
+    square = phi.square() * (u.square() + u_variance[:, None])  # of its square
+    expected = h @ weight
+    variance = square @ weight - expected.square()
+    slope = (h @ (weight * z)).square() + u_variance * (phi @ weight).square()
+    return expected, variance, slope

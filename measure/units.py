@@ -1,10 +1,10 @@
-"""Which hidden units build the sink, and what is the model without them? (SO's super neurons; ours)
+"""Which hidden units build the sink, and what is the model without them? (ours, after SO)
 
     >>> from lib import checkpoint, inputs
-    >>> from measure.units import Activity
+    >>> from measure import units
     >>> model = checkpoint.load("smollm2")
     >>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
-    >>> activity = Activity(model, tokens)
+    >>> activity = units.observe(model, tokens)
     >>> activity.builders(activity.layer, count=2)  # these two make 99 % of one dimension of 576
     [(12, 1229), (12, 1487)]
 
@@ -13,6 +13,7 @@ Layers count from 1, units and dimensions from 0.
 
 import contextlib
 from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -44,37 +45,25 @@ def hidden_units(model: Transformer, on_units):
         yield
 
 
+@dataclass
 class Activity:
-    """The hidden units, and the stream at position 1, in the mean over sequences (n, T).
+    """The hidden units, and the stream at position 1, in the mean over sequences.
 
     The sink's dimension after a layer is the largest of the mean stream there. A unit contributes its mean
-    activation times its down weight on that dimension, times the dimension's sign: a builder contributes more
-    than 0, a remover less (ours).
+    activation times its down weight on that dimension, times the dimension's sign: a *builder* contributes
+    more than 0, a *remover* less (ours; SO's *super neurons* are builders).
     """
 
-    @torch.inference_mode()
-    def __init__(self, model: Transformer, tokens: Tensor, chain=None):
-        self.down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]  # (d, d_ff) each
-        state, disparity, first, others = [LayerMean(len(tokens)) for _ in range(4)]
+    down: list[Tensor]  # weights of the down projections, (d, d_ff) each
+    state: Tensor  # (L + 1, d) at position 1; the input's comes first
+    disparity: Tensor  # (L + 1,), of that stream
+    at_1: Tensor  # (L, d_ff) activations at position 1
+    elsewhere: Tensor  # (L, d_ff) |activations| at the other positions
 
-        def on_state(layer, x):
-            state.add(layer, x[:, 0].float())
-            disparity.add(layer, dominance_ratio(x[:, 0]))
-            if chain is not None:
-                chain.on_state(layer, x)
-
-        def on_units(layer, units):
-            first.add(layer, units[:, 0].float())
-            others.add(layer, units[:, 1:].float().abs().mean(1))
-
-        with hidden_units(model, on_units):
-            for part in batches(tokens):
-                model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
-        self.state = state.stack()  # (L + 1, d) at position 1; the input's comes first
-        self.disparity = disparity.stack()  # (L + 1,), of that stream
-        self.first = first.stack()  # (L, d_ff) activations at position 1
-        self.others = others.stack()  # (L, d_ff) |activations| at the other positions
-        self.layer = 1 + self.disparity[1:].argmax().item()  # after which the disparity is largest
+    @property
+    def layer(self):
+        """The layer after which the disparity is largest."""
+        return 1 + self.disparity[1:].argmax().item()
 
     def jumps(self):
         """The layers that make a dimension dominate: disparity at least doubles there, and passes 50."""
@@ -90,7 +79,7 @@ class Activity:
         """What each unit contributes, (L, d_ff), to the sink's dimension after a layer."""
         dimension = self.dimension(layer)
         weights = torch.stack([down[dimension].float().cpu() for down in self.down])
-        return self.first * weights * self.state[layer, dimension].sign()
+        return self.at_1 * weights * self.state[layer, dimension].sign()
 
     def builders(self, layer, count):
         """The (layer, unit) that build most of the dimension after a layer, most first; at most `count`."""
@@ -115,7 +104,7 @@ class Activity:
     def strongest_elsewhere(self, count):
         """The (layer, unit) that write most at other positions: |activation| times the norm of its column."""
         norms = torch.stack([down.float().norm(dim=0).cpu() for down in self.down])
-        return ranked(self.others * norms, count)
+        return ranked(self.elsewhere * norms, count)
 
     def describe(self, units):
         """A row for each (layer, unit); `down_share` is what `dimension` holds of its squared down column."""
@@ -127,14 +116,36 @@ class Activity:
             row = {
                 "layer": layer,
                 "neuron": unit,
-                "first": self.first[layer - 1, unit].abs().item(),
-                "others": self.others[layer - 1, unit].item(),
+                "first": self.at_1[layer - 1, unit].abs().item(),
+                "others": self.elsewhere[layer - 1, unit].item(),
                 "builds": builds[layer - 1, unit].item(),
                 "down_share": (squares[dimension] / squares.sum()).item(),
                 "dimension": dimension,
             }
             rows.append(row)
         return rows
+
+
+@torch.inference_mode()
+def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
+    """The Activity of a model that reads tokens (n, T); a Chain of measure/attention.py may watch, too."""
+    state, disparity, at_1, elsewhere = [LayerMean(len(tokens)) for _ in range(4)]
+
+    def on_state(layer, x):
+        state.add(layer, x[:, 0].float())
+        disparity.add(layer, dominance_ratio(x[:, 0]))
+        if chain is not None:
+            chain.on_state(layer, x)
+
+    def on_units(layer, units):
+        at_1.add(layer, units[:, 0].float())
+        elsewhere.add(layer, units[:, 1:].float().abs().mean(1))
+
+    with hidden_units(model, on_units):
+        for part in batches(tokens):
+            model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
+    down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]
+    return Activity(down, state.stack(), disparity.stack(), at_1.stack(), elsewhere.stack())
 
 
 def ranked(scores: Tensor, count):
@@ -166,10 +177,10 @@ def replace_units(units, means=None):
 
 
 @torch.inference_mode()
-def alpha_and_loss(model: Transformer, tokens: Tensor, streams=None, on_state=None):
-    """alpha_1 (n, L, H) on the CPU, and the mean loss in nats/token, of tokens (n, T).
+def alpha_and_loss(model: Transformer, tokens: Tensor, on_state, streams=None, start=1):
+    """alpha_1 (n, layers, H) on the CPU, and the mean loss in nats/token, of tokens (n, T).
 
-    `streams` (B, T, d), one for each of the tokens' batches, are read in the tokens' place.
+    Above layer 1, `streams` (B, T, d) in front of `start`, one for each batch, are read in the tokens' place.
     """
     alphas, total = defaultdict(list), 0.0
 
@@ -177,7 +188,8 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, streams=None, on_state=No
         alphas[layer].append(mean_attention(q, k, (1,))[..., 0].cpu())
 
     for number, part in enumerate(batches(tokens)):
-        states = model.hidden(streams[number] if streams else part, on_heads=on_heads, on_state=on_state)
+        inputs = streams[number] if start > 1 else part
+        states = model.hidden(inputs, on_heads=on_heads, on_state=on_state, start=start)
         predictions = states[:, :-1].flatten(0, 1).split(CHUNK)  # (CHUNK, d): logits of all would not fit
         for some, targets in zip(predictions, part[:, 1:].flatten().split(CHUNK)):
             total += F.cross_entropy(model.unembed(some), targets, reduction="sum").item()
@@ -185,43 +197,29 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, streams=None, on_state=No
     return alpha, total / tokens[:, 1:].numel()
 
 
-class Ablations:
-    """Runs of a model on tokens (n, T) with hidden units changed in the layers from some `starts` on.
+def ablate(model: Transformer, tokens: Tensor, seen, cases):
+    """alpha_1 (n, L, H), loss, and the stream at position 1 after layer `seen`, (n, d): as is, and by case.
 
-    What lies below a start runs once. `alpha` (n, L, H), `loss` and `state` (n, d), the stream at position 1
-    after layer `seen`, are those of the model as it is.
+    A case is an `on_units`, and the first layer that it changes: what lies below runs once.
     """
+    streams = {start: [] for _, start in cases}  # (B, T, d) of each batch, in front of a layer
+    at_1 = []
 
-    def __init__(self, model: Transformer, tokens: Tensor, seen, starts):
-        self.model = model
-        self.tokens = tokens
-        self.seen = seen
-        self.streams = {start: [] for start in starts}  # (B, T, d), in front of a layer
-        first = []
+    def see(layer, x):
+        if layer == seen:
+            at_1.append(x[:, 0].float().cpu())
 
-        def on_state(layer, x):
-            if layer + 1 in self.streams:
-                self.streams[layer + 1].append(x)
-            if layer == seen:
-                first.append(x[:, 0].float().cpu())
+    def see_and_keep(layer, x):
+        see(layer, x)
+        if layer + 1 in streams:
+            streams[layer + 1].append(x)
 
-        self.alpha, self.loss = alpha_and_loss(model, tokens, on_state=on_state)
-        self.state = torch.cat(first)
-
-    def run(self, on_units, start):
-        """The same three while `on_units` changes hidden units of layers from `start` on."""
-        first = []
-
-        def on_state(layer, x):
-            if layer + start - 1 == self.seen:
-                first.append(x[:, 0].float().cpu())
-
-        layers = self.model.model.layers
-        with hidden_units(self.model, on_units):
-            self.model.model.layers = layers[start - 1 :]
-            try:
-                alpha, loss = alpha_and_loss(self.model, self.tokens, self.streams[start], on_state)
-            finally:
-                self.model.model.layers = layers
-        state = torch.cat(first) if start <= self.seen else self.state
-        return torch.cat((self.alpha[:, : start - 1], alpha), dim=1), loss, state
+    whole, loss = alpha_and_loss(model, tokens, see_and_keep)
+    state = torch.cat(at_1)
+    yield whole, loss, state
+    for on_units, start in cases:
+        at_1.clear()
+        with hidden_units(model, on_units):
+            alpha, loss = alpha_and_loss(model, tokens, see, streams[start], start)
+        changed = torch.cat(at_1) if start <= seen else state
+        yield torch.cat((whole[:, : start - 1], alpha), dim=1), loss, changed

@@ -47,6 +47,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "width": "contraction.py width",
     "lineage": "-m reproduce.trainings lineage",
     "calibrations": "-m reproduce.trainings calibrations",
+    "text": "-m reproduce.text",
+    "birth": "-m reproduce.birth",
     "perplexity": "-m reproduce.trainings perplexity --text data/wikitext-2/test.txt",
     "compare": f"seedprint.py compare tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
     "matrix": f"seedprint.py matrix tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",

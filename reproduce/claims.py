@@ -17,9 +17,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import binomtest
 from scipy.stats import t as student
 
-from measure.cosines import interval, wilson
+from lib.results import interval
 from model import PRESETS
 from reproduce.baselines import BASELINES, THRESHOLD
 
@@ -227,7 +228,8 @@ def grows_with_length(rows):
     texts, ends = [], []
     for T in sorted(set(column(rows, "sequence_length"))):
         chosen = [row for row in rows if row["sequence_length"] == T]
-        low, high = wilson(sum(column(chosen, "top1_count")), sum(column(chosen, "num_sequences")))
+        count = binomtest(sum(column(chosen, "top1_count")), sum(column(chosen, "num_sequences")))
+        low, high = count.proportion_ci(method="wilson")
         texts.append(f"{low:.2%} to {high:.2%} at T = {T}")
         ends += [low, high]
     return ", ".join(texts), [above(ends[-2] - ends[1], ends[-1] - ends[0])]
@@ -243,7 +245,7 @@ def own_favourites(rows):
 def more_often(rows, name, chance):
     """Is a column true more often than by chance?"""
     hits = int(column(rows, name).sum())
-    low, high = wilson(hits, len(rows))
+    low, high = binomtest(hits, len(rows)).proportion_ci(method="wilson")
     return f"{hits} of {len(rows)} ({low:.2f} to {high:.2f})", [above(low, high, chance)]
 
 

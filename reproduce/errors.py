@@ -13,7 +13,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy.stats import norm
+from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
 from lib.checkpoint import Newborn
@@ -25,7 +25,6 @@ from lineage import coordinates
 from lineage.match import equal_ids, match_models
 from lineage.verdict import NO_EVIDENCE, Facts, row_of
 from lineage.views import Units
-from measure.cosines import wilson
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs
 
@@ -122,7 +121,7 @@ def error_rates(p_values, key):
     rows = []
     for test, p in p_values.items():
         rejections, number = sum(value <= LEVEL for value in p), len(p)
-        low, high = wilson(rejections, number, 0.99)
+        low, high = binomtest(rejections, number).proportion_ci(0.99, method="wilson")
         row = {"test": test} | key | {"num_pairs": number, "rejections": rejections}
         rows.append(row | {"rate": rejections / number, "low": low, "high": high})
     return rows

@@ -1,13 +1,16 @@
 """What becomes of models that differ in one thing, trained on one text in one order? (BB 6, B.3; SO)
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
-    python -m reproduce.trainings calibrations                       # four scalings of heads, 80 minutes
+    python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
+    python -m reproduce.trainings text                               # the same on text, ten hours
     python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
     python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
 
-Each run is made once, in runs/, and reused; one that was stopped is taken up again.
+Each run is made once, in runs/, and reused; one that was stopped is taken up again. It has one thread: hours
+are of one core, and several `train` share runs among several.
 """
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,16 +22,16 @@ import sinks
 import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
-from lib.figures import curves
+from lib.files import atomic_file
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import merged_settings, read_log
+from lib.runs import begun_settings, merged_settings, read_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
-from model import CHOICES
 from reproduce.baselines import BASELINES, similarities
+from reproduce.text import CALIBRATIONS, CONFIG, draw_calibrations, read_runs, reading_of
 from seedprint import PaperSettings, last_outputs
 
 SEEDS = (42, 123, 1000, 2000)
@@ -39,7 +42,13 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
-CALIBRATION_SEEDS = {"laptop": SEEDS[:3], "backcopy": (*SEEDS, 7)}  # by configuration
+CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
+TEXT = "results/text"  # what the runs on text came to
+TEXT_SEEDS = range(42, 47)
+RUNGS = {  # harder than configs/text_sink.py: a seed of each
+    "text_eight_layers": {"num_layers": 8},
+    "text_as_it_falls": {"bos_first": False},
+}
 CONFIGS = Path(train.__file__).with_name("configs")
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
@@ -87,19 +96,31 @@ def calibration_runs():
     """Runs of every calibration by (configuration, calibration, seed)."""
     runs = {}
     for config, seeds in CALIBRATION_SEEDS.items():
-        for kind in CHOICES["attn_calibration"]:
+        for kind in CALIBRATIONS:
             for seed in seeds:
                 name = f"calibrations/{config}-{kind}-{seed}"
                 if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
                     name = config
-                changes = {"seed": seed, "attn_calibration": kind, "keep": "last", "track_sinks": True}
+                changes = {"seed": seed, "attn_calibration": kind, "keep": "last", "track_sinks": False}
                 runs[config, kind, seed] = training(name, config, **changes)
+    return runs
+
+
+def text_runs():
+    """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and harder rungs."""
+    runs = {}
+    for seed in TEXT_SEEDS:
+        for kind in CALIBRATIONS:
+            changes = {"seed": seed, "attn_calibration": kind}
+            runs[CONFIG, kind, seed] = training(f"text/{kind}-{seed}", CONFIG, **changes)
+    for rung, changes in RUNGS.items():
+        runs[rung, "none", 42] = training(f"text/{rung}-42", CONFIG, **changes)
     return runs
 
 
 def train_named(settings: TrainSettings) -> None:
     """Train the runs of some folders, unless they are there."""
-    runs = [*lineage_runs().values(), *calibration_runs().values()]
+    runs = [*lineage_runs().values(), *calibration_runs().values(), *text_runs().values()]
     by_folder = {run.out: run for run in runs}
     for folder in settings.folders:
         if folder not in by_folder:
@@ -108,19 +129,22 @@ def train_named(settings: TrainSettings) -> None:
 
 
 def train_all(runs) -> None:
-    """Train each run that is not there; take it up again if it was stopped.
+    """Train each run that is not there, on one thread; take it up again if it was stopped.
 
     UserError if its folder holds a run of other settings. A signal that stops training stops whoever asked.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for number, run in enumerate(runs, start=1):
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
         if Path(run.out, "settings.json").exists():
-            run = merged_settings(replace(run, resume=True), (), vars(run).keys() - MAY_DIFFER)
+            run = merged_settings(run, begun_settings(run), (), vars(run).keys() - MAY_DIFFER)
         last = Path(run.out, f"step_{run.max_iters:07}")
         if not last.exists():
             train.train(run)
         if not last.exists():
             raise KeyboardInterrupt
+    torch.set_num_threads(threads)
 
 
 # ---- who is related? (BB Tables 4, 5, 8-12) ----------------------------------------------------------------
@@ -178,21 +202,25 @@ def calibrations(settings: RunSettings):
     runs = calibration_runs()
     train_all(list(runs.values()))
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    rows = []
-    for (config, kind, seed), run in runs.items():
-        spec = checkpoint.parse_spec(run.out)
-        model = spec.load(experiment.device, experiment.dtype)
-        row = {"config": config, "calibration": kind, "seed": seed} | losses(run.out)
-        rows.append(row | measure_sinks(run, spec, model))
-    path = experiment.folder / "calibrations.png"
-    title = "Which calibration ends with fewer sinks, and a lower loss (nats/token)? One point per seed"
-    curves(rows, path, title, x="sink_rate", y="val_loss", series="calibration", panel="config", style="o")
+    rows = [
+        end_of(run, *key) for key, run in runtime.progress(runs.items(), desc="calibrations", unit=" runs")
+    ]
+    rows += [{name: run[name] for name in rows[0]} for run, _ in read_runs(TEXT) if run["config"] == CONFIG]
+    draw_calibrations(experiment.folder / "calibrations.png", rows)
     return experiment.save(rows)
 
 
-def losses(run):
+def end_of(run: train.Settings, config, kind, seed):
+    """What a run came to: losses and sinks."""
+    log = list(read_log(Path(run.out)))
+    row = {"config": config, "calibration": kind, "seed": seed, "threads": log[0]["threads"]} | losses(log)
+    spec = checkpoint.parse_spec(run.out)
+    return row | measure_sinks(run, spec, spec.load())
+
+
+def losses(log):
     """A run's last held-out loss, and the mean of all its evaluations after birth, nats/token."""
-    later = [row["val_loss"] for row in read_log(Path(run)) if row["step"] > 0 and "val_loss" in row]
+    later = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     return {"val_loss": later[-1], "mean_loss": np.mean(later)}
 
 
@@ -220,13 +248,57 @@ def text_loss(text, spec, model):
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 
 
+# ---- sinks on text (BB Figure 12, Table 7; SO) -------------------------------------------------------------
+
+
+def text(settings: RunSettings) -> None:
+    """What do the calibrations do to sinks on text? Trains all runs; notes what each came to (ten hours)"""
+    runtime.start(settings)
+    for key, run in text_runs().items():
+        train_all([run])
+        path = Path(settings.out, "-".join(map(str, key)) + ".jsonl")
+        rows = record(run, *key)
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(json.dumps(row, default=np.generic.item) + "\n" for row in rows))
+        print(f"see {path}")
+
+
+def record(run: train.Settings, *key):
+    """A run in a few kB: how it was made, its evaluations with their sinks, and what it came to."""
+    log = list(read_log(Path(run.out)))
+    T = run.sequence_length
+    step_tokens = run.global_batch_size * T
+    seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
+    begun = {name: log[0][name] for name in ("commit", "dtype", "data")}
+    yield begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}
+    for row in log:
+        if "sinks" in row:
+            lengths = (32, 64, 128, T) if row["step"] == run.max_iters else (64, T)
+            shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
+            yield {"step": row["step"], "val_loss": row["val_loss"], "sinks": shown}
+    model = checkpoint.load(run.out)
+    tokens = TokenData(default_folder(run.source, run.tokenizer), run.bos_first)
+    windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
+    loss = train.evaluate(model, *windows, run.micro_batch_size, torch.device("cpu"), torch.float32)
+    yield end_of(run, *key) | {"text_loss": loss, "layers": layers_of(run, model)}
+
+
+def layers_of(run: train.Settings, model):
+    """Of each layer, at 64 held-out tokens: the share of heads that sink, disparity and effective rank."""
+    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
+    _, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # (n, L, H)
+    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2))
+    rows = []
+    for row, rate in zip(sinks.dissect(reading, spec, model)["layers"], rates.tolist()):
+        kept = {name: row[name] for name in ("layer", "disparity", "effective_rank")}
+        rows.append(kept | {"sink_rate": rate})
+    return rows
+
+
 @torch.inference_mode()
 def measure_sinks(run: train.Settings, spec, model):
     """Sinks at 64 held-out tokens of the text that a run learned, and SO's links in the mean of layers."""
-    text = str(default_folder(run.source, run.tokenizer))
-    first_token = "bos" if run.tokenizer == "bytes" else None  # what backcopy sinks on
-    device = model.lm_head.weight.device.type
-    reading = sinks.Settings(text=text, first_token=first_token, device=device)
+    reading = reading_of(run)
     row = {"uniform_alpha1": attention.uniform_alpha(64)}
     row |= attention.sink_statistics(model, read_tokens(reading, spec, 64))[0]
     layers = sinks.dissect(reading, spec, model)["layers"]
@@ -238,6 +310,7 @@ def measure_sinks(run: train.Settings, spec, model):
 COMMANDS = {
     "lineage": Command(lineage, RunSettings(dtype="float32")),
     "calibrations": Command(calibrations, RunSettings(dtype="float32")),
+    "text": Command(text, RunSettings(out="results/text", dtype="float32")),
     "perplexity": Command(perplexity, PerplexitySettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }

@@ -17,6 +17,7 @@ from lib import runtime, settings
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
+LEFT_OUT = ("tests", "configs", "answers", "solutions")
 SMALL = dict(vocab_size=97, context_length=700, num_layers=3, num_heads=4, d_model=32, d_ff=48)
 KINDS = {
     "llama": ModelConfig(**SMALL),
@@ -27,6 +28,16 @@ KINDS = {
     "qwen3": ModelConfig(**SMALL, num_kv_heads=2, head_dim=20, qk_norm=True),
     "gpt2": ModelConfig(**SMALL, norm="layernorm", mlp="gelu", tie_embeddings=True),
 }
+
+
+def python_files() -> list[Path]:
+    """All Python of the project, but for tests, configs, answers, solutions, and what is hidden."""
+    files = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).parts
+        if not any(part in LEFT_OUT or part.startswith(".") for part in parts):
+            files.append(path)
+    return files
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
@@ -58,14 +69,23 @@ def quick_training():
 def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:
     """`python probe.py ...` or `python -m lib.data ...` from the repository's root, or under torchrun.
 
-    stdout and stderr are no terminals.
+    stdout and stderr are no terminals. What was started ends with it: ranks that wait for one another in vain
+    give up after a minute (a busy machine may take half of that to start them).
     """
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launcher, *map(str, arguments)]
-    environment = {**os.environ, **(env or {})}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    environment = {**os.environ, "BORNBIASED_PATIENCE": "60", **(env or {})}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+    try:
+        out, error = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            process.terminate()  # which torchrun hands on to its ranks
+            process.wait(60)
+    return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
 def run_here(script: str, *words) -> subprocess.CompletedProcess:

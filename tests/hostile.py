@@ -41,6 +41,7 @@ ROOT = str(Path(__file__).parent.parent)
 HOME = [str(Path.home() / name) for name in (".config", ".cache")]
 READABLE = [ROOT, sys.prefix, sys.base_prefix, "/usr", "/lib", "/etc", "/proc", "/sys", *HOME]
 READABLE += ["/dev/null", "/dev/shm", "/dev/urandom"]
+READABLE = [os.path.realpath(path) for path in READABLE]  # the .venv may be a link
 WRITABLE = ["/dev/null", "/dev/shm", "/proc", *HOME]
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "os.symlink"}
 CHANGES |= {"os.system", "os.exec"}  # whose first argument is no file of the case's

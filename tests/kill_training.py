@@ -28,6 +28,8 @@ import torch._dynamo  # which an optimizer imports: once here, not in every proc
 import train
 from lib import data, runtime
 
+runtime.PATIENCE = 60  # seconds: ranks that wait for one another in vain give up
+
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 SPEEDS = ("tokens_per_second", "mfu")
 SMALL = {  # seven steps of a small model, with a checkpoint that is removed again

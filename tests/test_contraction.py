@@ -35,7 +35,9 @@ def results(tmp_path_factory):
     for name, command in EXPERIMENTS.items():
         small = replace(command.defaults, seed=SEEDS, num_sequences=COUNT)
         if name != "width":
-            small = replace(small, model=("tiny_gpt2",), sequence_length=(LENGTH,))
+            small = replace(small, model=("tiny_gpt2",))
+        if hasattr(small, "sequence_length"):
+            small = replace(small, sequence_length=(LENGTH,))
         commands[name] = command._replace(defaults=small)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contraction, "EXPERIMENTS", commands)
@@ -88,7 +90,7 @@ def test_layers(kind, results):
         with torch.inference_mode():
             model.hidden(vectors(LENGTH), on_state=lambda layer, x, states=states: states.append(x[:, -1]))
         streams.append(states)
-    theories, _ = theory.kernel_recursion(model.config, LENGTH)
+    theories = theory.kernel_recursion(model.config, LENGTH)
     rows = select(results["layers"]["rows"], variant=kind)
     for row, *states, expected in zip(rows, *streams, theories, strict=True):
         assert_cosines(row, states)
@@ -126,7 +128,7 @@ def test_mlp(stack, results):
     stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
     mlp = "relu" if stack == "standard_relu" else "gelu"
     theories = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
-    recursion, _ = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
+    recursion = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
     rows = select(results["mlp"]["rows"], stack=stack)
     for row, *states, expected in zip(rows, *stacks, theories.get(stack, recursion), strict=True):
         assert_cosines(row, states, dict(abs=1e-5))  # float32 states that shrink by a hundred in each MLP0
@@ -188,7 +190,7 @@ def test_intra(stack, results):
     means = np.reshape(means, (len(SEEDS), 6)).mean(0)
     exact = theory.averaging_stack(LENGTH, 6)
     if stack == "attention":
-        _, (_, *exact) = theory.kernel_recursion(model.config, LENGTH, residual=False)
+        _, *exact = theory.intra_recursion(model.config, LENGTH, residual=False)
     rows = select(results["intra"]["rows"], stack=stack)
     # what a block adds is a difference of numbers some times larger
     assert [row["mean_cosine"] for row in rows] == pytest.approx(means, abs=1e-5)
@@ -248,7 +250,7 @@ def test_predictions(name, kind, results):
             assert row["ratio"] == largest / uniform_counts(COUNT, CONFIG.vocab_size, 1)[0]
             continue
         assert row["top1_count"] == largest
-        assert row["predicted_cosine"] == theory.kernel_recursion(CONFIG, LENGTH, kind)[0][-1]
+        assert row["predicted_cosine"] == theory.kernel_recursion(CONFIG, LENGTH, kind)[-1]
         if name == "predict":
             assert tokens.count(row["top1_token"]) == largest
             assert row["direction_token"] == (head @ direction).argmax()
@@ -292,6 +294,19 @@ def test_kernel_recursion_against_newborns(tmp_path):
     assert last["mean_cosine"] > 0.07  # the bars are smaller than what they are laid at
 
 
+def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
+    """Of a scheme of one's own, here `normal`: the JSON says null, one line says why, curves are drawn."""
+    monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
+    words = ["--model", "tiny_gpt2", "--seed", 1, 2, "--num-sequences", 4, "--init", "normal"]
+    for name, column in (("mlp", "theory"), ("predict", "predicted_cosine"), ("cure", "predicted_cosine")):
+        done = run_here("contraction", name, *words, "--out", tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "does not know tiny_gpt2 by --init normal" in done.stdout
+        result = read_json(tmp_path / f"{name}.json")
+        assert {row[column] for row in result["rows"]} == {None}
+        assert (tmp_path / f"{name}.png").exists()
+
+
 # ---- the command line --------------------------------------------------------------------------------------
 
 
@@ -300,6 +315,8 @@ def test_kernel_recursion_against_newborns(tmp_path):
     [
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
         (["layers", "--model", "tests"], ["newborns", "PRESET@SEED"]),
+        (["mlp", "--sequence-length", 8], ["--sequence-length"]),
+        (["variance", "--sequence-length", 8, 16], ["name one --sequence-length"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):

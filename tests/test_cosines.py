@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 
@@ -94,23 +93,3 @@ def test_uniform_baseline_by_all_outcomes(n, V):
     # A count's standard deviation is below 1.2 here: five standard errors of 4,000 draws.
     expected = pytest.approx(np.mean(counts, axis=0), abs=5 * 1.2 / math.sqrt(4000))
     assert cosines.uniform_counts(n, V, n, repetitions=4000) == expected
-
-
-# ---- intervals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("least, largest", [(-math.inf, math.inf), (0, 1)])
-def test_interval_against_scipy_and_within_a_rates_bounds(least, largest):
-    values = [0.0, 0.0, 0.1, 0.2, 1.0]
-    low, high = scipy.stats.t.interval(0.95, 4, loc=0.26, scale=scipy.stats.sem(values))
-    assert low < 0 and high < 1
-    expected = {"rate": 0.26, "low": max(low, least), "high": min(high, largest)}
-    assert cosines.interval(values, "rate", least, largest) == pytest.approx(expected)
-
-
-def test_wilson_interval_by_its_formula():
-    p, n, z = 0.8, 10, scipy.stats.norm.ppf(0.975)
-    centre = p + z * z / (2 * n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    expected = ((centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n))
-    assert cosines.wilson(8, n) == pytest.approx(expected)

@@ -1,6 +1,8 @@
 """What goes in comes out, nothing looks done that is not, and batches are functions of their number."""
 
 import argparse
+import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -41,6 +43,11 @@ def prepare(source, out, **more):
     return data.prepare(data.Settings(source=(str(source),), out=str(out), **wishes))
 
 
+def texts(*source):
+    """The texts of a source's Pieces."""
+    return [piece.text for piece in data.pieces(tuple(map(str, source)))]
+
+
 def documents_of(folder, split):
     """The texts of a split, decoded from its tokens."""
     tokens = data.TokenData(folder)
@@ -56,33 +63,82 @@ def documents_of(folder, split):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:500"])
 def test_every_document_comes_back(corpus, tmp_path, tokenizer):
-    """The last tenth of the tokens is held out, less what is left of the document in which it begins."""
+    """Each in one split, in order; held out are evenly spaced ones, a tenth of the tokens at most."""
     folder = prepare(corpus, tmp_path / "set", tokenizer=tokenizer)
     train, held_out = documents_of(folder, "train"), documents_of(folder, "val")
-    assert train + held_out == TEXTS
+    places = [TEXTS.index(text) for text in held_out]
+    assert train == [text for text in TEXTS if text not in held_out] and len(held_out) > 30
+    assert set(np.diff(places)) <= {400 // len(held_out), 400 // len(held_out) + 1} and places[0] < 11
     sizes = data.TokenData(folder).meta.tokens
-    longest = 600  # tokens of a document
-    assert -1 <= 0.1 * sum(sizes.values()) - sizes["val"] < longest
+    assert 0.05 <= sizes["val"] / sum(sizes.values()) <= 0.1
 
 
-def test_one_document_is_divided(tmp_path):
-    """None begins in the tokens that are held out: their last share is, all the same."""
-    single = tmp_path / "single.txt"
-    single.write_text("one document\n" * 10)
-    tokens = data.TokenData(prepare(single, tmp_path / "set")).tokens
-    assert tokens["train"].tolist() == [256, *single.read_bytes()][:117]
-    assert tokens["val"].tolist() == [*single.read_bytes()][116:]
+@pytest.mark.parametrize(("num_bytes", "num_windows"), [(400, 1), (40_000, 3)])  # of held-out text
+def test_of_long_documents_windows_are_held_out(tmp_path, num_bytes, num_windows):
+    """Evenly spaced in one document; what is left over is all of the rest."""
+    text = "".join(f"{i:07}\n" for i in range(num_bytes // 8))
+    (tmp_path / "single.txt").write_text(text)
+    folder = prepare(tmp_path / "single.txt", tmp_path / "set")
+    tokens = data.TokenData(folder).tokens
+    whole = [256, *text.encode()]
+    size = int(0.1 * len(whole)) // num_windows
+    gap = (len(whole) - num_windows * size) / num_windows
+    train = tokens["train"].tolist()
+    for i, window in enumerate(tokens["val"].reshape(num_windows, size).tolist()):
+        start = i * len(whole) // num_windows + (len(whole) // num_windows - size) // 2
+        assert whole[start : start + size] == window
+        train[start:start] = window
+        assert abs(start - (i + 0.5) * gap - i * size) <= 1  # half a gap before the first, and after the last
+    assert train == whole
+
+
+def test_short_documents_among_long_ones(tmp_path):
+    """Where evenly spaced documents hold too little, or too much, windows are held out."""
+    lines = ["x" * 20_000 if i == 3 else "short" for i in range(20)]
+    meta = data.TokenData(prepare(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "set")).meta
+    assert meta.held_out == "a window of them" and meta.tokens["val"] == 2011
 
 
 def test_documents_of_files(tmp_path):
-    """A .txt file is cut at line ends; of JSON lines, surrogates are replaced and empty texts left out."""
+    """A .txt file is one document, cut at line ends; of JSON lines surrogates go, and empty texts."""
     long, strange = tmp_path / "long.txt", tmp_path / "strange.jsonl"
     long.write_text("".join(f"line {i}\n" for i in range(30_000)))
-    pages = list(data.documents((str(long),)))
-    assert "".join(pages) == long.read_text()
-    assert all(page.endswith("\n") and 2**16 <= len(page) < 2**16 + 12 for page in pages[:-1])
+    pages = list(data.pieces((str(long),)))
+    assert "".join(page.text for page in pages) == long.read_text()
+    assert all(page.text.endswith("\n") and 2**16 <= len(page.text) < 2**16 + 12 for page in pages[:-1])
+    assert [page.begins for page in pages] == [True] + [False] * (len(pages) - 1)
+    tokens = data.TokenData(prepare(long, tmp_path / "set")).tokens
+    assert (tokens["train"] == 256).sum() + (tokens["val"] == 256).sum() == 1
     strange.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
-    assert list(data.documents((str(strange),))) == ["a?b", "😀"]
+    assert texts(strange) == ["a?b", "😀"]
+
+
+def test_a_folder_means_all_text_in_it(tmp_path):
+    """Also packed; not what is hidden, nor files of other kinds. A byte order mark is no text."""
+    folder = tmp_path / "books"
+    files = {"b.txt": "b", "a/c.md": "\ufeffc", "a/d.py": "d", "e.rst": "e", ".git/f.txt": "f", "g.png": "g"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text)
+    (folder / "h.txt.gz").write_bytes(gzip.compress(b"h\r\n"))
+    (folder / "i.jsonl").write_text('\ufeff{"text": "i"}\n{"text": "\ufeffj"}')
+    assert texts(folder) == ["c", "d", "b", "e", "h\n", "i", "j"]
+    assert texts(f"{tmp_path}/b*") == texts(folder)
+    (folder / "g.png").unlink()
+    assert sorted(texts(f"{folder}/**")) == sorted(
+        texts(folder)
+    )  # a folder, and what is in it: each file once
+
+
+def test_packages(monkeypatch):
+    """In one order everywhere; without long files, and without what tells one build from another."""
+    files = data.package_files()
+    names = ["/".join(file.parts[file.parts.index("site-packages") + 1 :]) for file in files]
+    digests = [hashlib.sha256(name.encode()).digest() for name in names]
+    assert digests == sorted(digests) and len(names) > 5000
+    assert {name.split("/")[0] for name in names} == set(data.PACKAGES)
+    assert "torch/nn/functional.py" not in names  # 250 kB
+    assert "torch/nn/modules/linear.py" in names and "torch/version.py" not in names
 
 
 def test_python_and_its_docstrings(tmp_path, monkeypatch):
@@ -94,7 +150,7 @@ def test_python_and_its_docstrings(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     expected = [code, "def broken(:", "\0?", "Module.\n\nClass.\n\nMethod."]
-    assert list(data.documents(("python", "docstrings"))) == expected
+    assert texts("python", "docstrings") == expected
 
 
 def test_the_fingerprint_is_of_documents_tokenizer_and_share(corpus, tmp_path):
@@ -114,7 +170,7 @@ def test_the_fingerprint_is_of_documents_tokenizer_and_share(corpus, tmp_path):
 def test_backcopy_copies(tmp_path, monkeypatch):
     """After a trigger, the letter before it; each window is BOS and a document; the numbers are as ever."""
     monkeypatch.setattr(data, "backcopy", partial(data.backcopy, count=3000))
-    documents = list(data.documents(("backcopy",)))
+    documents = texts("backcopy")
     assert {len(text) for text in documents} == {127}
     for document in documents:
         assert document[0] not in data.TRIGGERS
@@ -147,6 +203,10 @@ def test_windows_and_batches(corpus, tmp_path):
     numbers = [0, last // 4, last // 2, 3 * last // 4, last]
     for held, expected in zip(tokens.held_out(5, T), tokens.windows("val", numbers, T)):
         assert torch.equal(held, expected) and len(held.unique(dim=0)) == 5
+    # With BOS first, the rest of each window is as it was.
+    with_bos, same = data.TokenData(tokens.folder, bos_first=True).windows("train", range(size), T)
+    assert torch.equal(same, targets) and torch.equal(with_bos[:, 1:], inputs[:, 1:])
+    assert with_bos[:, 0].tolist() == [256] * size
     with pytest.raises(UserError, match="of one window"):
         tokens.num_windows("val", 10**6)
 
@@ -179,19 +239,41 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
     ("words", "expected"),
     [
         (["BAD"], ["bad.jsonl:2", "text"]),
-        ([ROOT], ["no text in"]),
-        ([ROOT / "README.md"], ["expected .txt"]),
+        ([ROOT / "LICENSE"], ["expected .txt"]),
+        (["NOTHING"], ["no text in"]),
+        ([ROOT / "lesson" / "__init__.py"], ["or the source empty"]),
+        (["LATIN"], ["latin.md", "no text in UTF-8", "byte 70,003 is 0xE9"]),
+        (["BOMB"], ["bomb.txt.gz", "larger than 67,108,864 bytes inside"]),
+        (["CUT"], ["cannot read", "cut.txt.gz"]),
         (["GOOD", "--tokenizer", ROOT / "README.md"], ["no SentencePiece model"]),
         (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
         (["GOOD", "--held-out", "1.5"], ["--held-out"]),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
-    files = {"GOOD": corpus, "BAD": tmp_path / "bad.jsonl"}
+    names = {"BAD": "bad.jsonl", "NOTHING": "nothing", "LATIN": "latin.md"}
+    names |= {"BOMB": "bomb.txt.gz", "CUT": "cut.txt.gz"}
+    files = {word: tmp_path / name for word, name in names.items()} | {"GOOD": corpus}
     files["BAD"].write_text('{"text": "fine"}\n{"text": 3}\n')
+    files["NOTHING"].mkdir()
+    files["LATIN"].write_bytes(b"line\n" * 14_000 + "café".encode("latin-1"))
+    files["BOMB"].write_bytes(gzip.compress(b"line\n" * 2**24))
+    files["CUT"].write_bytes(gzip.compress(b"line\n" * 2**10)[:-9])
     result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
     assert_refused(result, *expected)
-    assert sorted(os.listdir(tmp_path)) == ["bad.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == sorted(names.values())
+
+
+def test_default_folders(tmp_path):
+    """Older names stay; a glob, a folder or a path that is no name gets one of its own."""
+    assert data.default_folder(("python",), "bpe:4096") == Path("data/python-bpe_4096")
+    assert data.default_folder(("a/b.txt",), "d/tokenizer.model") == Path("data/a_b.txt-d_tokenizer.model")
+    sources = ["books/*.txt", "books/?.txt", "../books", "/", "a b.txt", "~/" + "x" * 300, "本/*"]
+    folders = [data.default_folder((source,), "bytes") for source in sources]
+    assert len(set(folders)) == len(sources)
+    for folder in folders:
+        assert folder.parent == Path("data") and not folder.name.startswith(".")
+        (tmp_path / folder.name).mkdir()  # a file system takes it
 
 
 def test_command_line_and_killed_preparation(corpus, tmp_path):

@@ -71,7 +71,8 @@ def test_byte_level(pre, tmp_path):
     write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
     tokenizer = data.load_tokenizer(str(path))
     assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
-    assert tokenizer.encode(["a<|begin|>"]) == [[trained["vocab"]["a"], 1]] and tokenizer.bos == 1
+    spelt = tokenizer.encode(["a<|begin|>"])[0]  # a control token in a text is text
+    assert 1 not in spelt and tokenizer.decode(spelt) == "a<|begin|>" and tokenizer.bos == 1
     decomposed = unicodedata.normalize("NFD", PROSE)
     is_one = tokenizer.encode([decomposed]) == tokenizer.encode([PROSE])
     assert is_one == (pre == "qwen2")  # its tokenizer.json says NFC

@@ -11,9 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import density
 import pytest
-from conftest import ROOT, run_here
+from conftest import ROOT, python_files, run_here
 
 from lib import results
 from lib.files import read_json
@@ -45,8 +44,8 @@ TINY = {  # what is typed in place of a result's own words, so that it takes a s
     "smollm2/anatomy": SINKS,
     "smollm2/first": SINKS,
     "smollm2/intervene": f"{SINKS} --factor 2",
-    "smollm2/silence": f"{SINKS} --units 1",
-    "models/silence": f"{SINKS} --units 1",
+    "smollm2/silence": f"{SINKS} --num-builders 1",
+    "models/silence": f"{SINKS} --num-builders 1",
 }
 TINY |= {f"qwen2.5-coder-{size}b/rate": TINY["smollm2/rate"] for size in (0.5, 1.5)}
 TINY |= {f"qwen2.5-coder-{size}b/anatomy": SINKS for size in (0.5, 1.5)}
@@ -197,7 +196,7 @@ def test_committed_results():
         assert list(cells[:6]) == [cell.replace("\\|", "|") for cell in line[:6]]
 
 
-ENTRIES = [path for path in density.python_files() if "\nCOMMANDS = " in path.read_text()]
+ENTRIES = [path for path in python_files() if "\nCOMMANDS = " in path.read_text()]
 
 
 @pytest.mark.parametrize("path", ENTRIES, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from lib import files, results
 from lib.settings import RunSettings, UserError
@@ -41,16 +42,19 @@ def test_means_over_seeds():
     """Groups in order of appearance, which no theory's last bit splits; numpy's mean and std."""
     values = np.random.default_rng(0).normal(size=(3, 2, 2))  # of 3 seeds and 2 layers: c and std
     samples = []
-    for of_layers in values:
-        for layer, (c, std) in zip((4, 2), of_layers):
-            theory = math.nextafter(0.1, 1) if len(samples) > 3 else 0.1
-            samples.append({"layer": layer, "c": c, "std": std, "theory": theory})
-    rows = results.mean_over_seeds(samples, ("c", "std"))
-    for row, layer, group in zip(rows, (4, 2), values.swapaxes(0, 1), strict=True):
+    for seed, of_layers in enumerate(values):
+        for scale, (c, std) in zip((0.2, 0.1), of_layers):  # a setting that is a float
+            theory = math.nextafter(0.1, seed)
+            samples.append({"scale": scale, "seed": seed, "c": c, "std": std, "theory": theory, "no": None})
+    rows = results.mean_over_seeds(samples, ("c", "std"), ("theory", "no"))
+    for row, scale, group in zip(rows, (0.2, 0.1), values.swapaxes(0, 1), strict=True):
         c, std = group.mean(0)
         # sums of three numbers in another order
-        expected = {"layer": layer, "c": c, "std": std, "theory": 0.1, "seed_std": group[:, 0].std()}
-        assert row == pytest.approx(expected, rel=1e-12)
+        expected = {"scale": scale, "c": c, "std": std, "theory": 0.1, "seed_std": group[:, 0].std()}
+        assert row.pop("no", 1) is None and row == pytest.approx(expected, rel=1e-12)
+    samples[0]["theory"] = 0.2
+    with pytest.raises(ValueError, match="theory of one row is 0.2 and 0.1"):
+        results.mean_over_seeds(samples, ("c", "std"), ("theory", "no"))
 
 
 def test_a_table_says_which_layers_it_leaves_out(capsys):
@@ -62,3 +66,12 @@ def test_a_table_says_which_layers_it_leaves_out(capsys):
     results.print_rows(rows[:4], ("head", "c"))  # what is no column says nothing of the table
     results.print_rows([{"layer": layer} for layer in (1, 2)])
     assert "JSON" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("least, largest", [(-math.inf, math.inf), (0, 1)])
+def test_interval_against_scipy_and_within_a_rates_bounds(least, largest):
+    values = [0.0, 0.0, 0.1, 0.2, 1.0]
+    low, high = scipy.stats.t.interval(0.95, 4, loc=0.26, scale=scipy.stats.sem(values))
+    assert low < 0 and high < 1
+    expected = {"rate": 0.26, "low": max(low, least), "high": min(high, largest)}
+    assert results.interval(values, "rate", least, largest) == pytest.approx(expected)

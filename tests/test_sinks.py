@@ -81,7 +81,7 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
         values = [*alphas.values()]
         found = (row["alpha1"], row["least"], row["largest"], alphas[row["least_token"]])
         assert found == pytest.approx((np.mean(values), min(values), max(values), min(values)), abs=NEAR)
-        assert row["sink_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
+        assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
 
 
 # ---- Equation 2 --------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
 def test_values_of_a_newborn_follow_the_theory():
     config = replace(PRESETS["nano_llama"], num_layers=1, vocab_size=1)
     model = init.newborn(config, 5)
-    spread = attention.RunningStd()
+    spread = attention.RunningStd(64)
     with torch.inference_mode():
         for vectors in random_vectors(0, range(64), 32, 768).split(32):
             model.hidden(vectors, on_heads=spread.on_heads)
@@ -160,17 +160,20 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         near = pytest.approx(expected[key].flatten().tolist(), rel=1e-4, abs=NEAR)
         assert [row[key] for row in anatomy["rows"]] == near
     disparity = disparity_of(stream)
+
+    def ratio(norms):  # (..., T): in the mean of sequences and heads
+        return (norms[..., 0] / norms[..., 1:].median(-1).values).mean().item()
+
     for row in anatomy["layers"]:
         place = row["layer"] - 1
         first = {key: numbers[place, 0].item() for key, numbers in expected.items()}
-        others = {key: np.median(numbers[place, 1:]) for key, numbers in expected.items()}
         matrix = after[place].flatten(0, 1).double()
         written = model.model.layers[place].self_attn.o_proj.weight.detach().norm(dim=0)
         law = {
             "layer": row["layer"],
             "disparity": first["dominance_ratio"],
-            "norm_ratio": first["norm"] / others["norm"],
-            "value_ratio": first["value_norm"] / others["value_norm"],
+            "norm_ratio": ratio(after[place].norm(dim=2)),
+            "value_ratio": ratio(values[place].norm(dim=3)),
             "key_alignment": first["key_alignment"],
             "effective_rank": math.exp(entropy(torch.linalg.svdvals(matrix - matrix.mean(0)))),
             "output_tau": kendalltau(written, heads[place].std((0, 2), correction=0).flatten()).statistic,
@@ -256,7 +259,7 @@ def parse(words: str) -> list[tuple[int, int]]:
 def test_silence_is_a_model_without_these_units(tmp_path):
     """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
     model = random_model(KINDS["llama_gqa"])
-    settings = given(SilenceSettings, sequence_length=9, units=3)
+    settings = given(SilenceSettings, sequence_length=9, num_builders=3)
     rows = sinks.every_silence(settings, saved(model, tmp_path), model)["rows"]
     tokens = random_tokens(0, range(7), 9, 97)
     stream, units = observe(model, tokens)
@@ -288,10 +291,10 @@ def test_silence_is_a_model_without_these_units(tmp_path):
         assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
     random = parse(rows[-1]["units"])
     assert len(set(random)) == 3 and not {a, b, c} & set(random)
-    most = sinks.every_silence(replace(settings, units=10**6), saved(model, tmp_path), model)["rows"]
+    most = sinks.every_silence(replace(settings, num_builders=10**6), saved(model, tmp_path), model)["rows"]
     by_kind = {row["kind"]: set(parse(row["units"])) for row in most}
     assert not by_kind["first"] & by_kind.get("random", set())
-    named = replace(settings, unit=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
+    named = replace(settings, hidden_units=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
     again = sinks.every_silence(named, saved(model, tmp_path), model)["rows"]
     assert (again[1]["kind"], again[1]["units"]) == ("first", rows[4]["units"])
     assert again[1]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-6)
@@ -310,7 +313,7 @@ def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
 
 def test_enough_builders_make_the_share():
     model = random_model(KINDS["llama"])
-    activity = units_module.Activity(model, random_tokens(0, range(7), 9, 97))
+    activity = units_module.observe(model, random_tokens(0, range(7), 9, 97))
     added = activity.contributions(2)[:2].flatten().tolist()
     size = activity.state[2].abs().max().item()
     count = activity.num_needed(2, share=0.5)
@@ -375,7 +378,9 @@ def test_commands(name, text, tmp_path):
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
-        (["silence", "--unit", "1/704"], ["--unit 1/704", "LAYER/UNIT"]),
+        (["silence", "--hidden-units", "1/704"], ["--hidden-units 1/704", "LAYER/UNIT"]),
+        (["silence", "--hidden-units", "1/7", "--num-builders", 2], ["leave one of them out"]),
+        (["silence", "--units=2"], ["--units is called --num-builders now"]),
         (["rate", "--epsilon", "1.5"], ["epsilon", "1.0"]),
     ],
 )

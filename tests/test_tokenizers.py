@@ -1,10 +1,13 @@
 """Every tokenizer gives back the text that it was given."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
 import sentencepiece
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lib.tokenizers import load_tokenizer, train_bpe
 
@@ -40,3 +43,44 @@ def test_a_sentencepiece_file_of_another_kind(tmp_path):
     assert tokenizer.bos == 1 and tokenizer.decode(tokenizer.encode(["def f"])[0]) == "def f"
     assert [tokenizer.text(token) for token in (1, 2 + ord("A"), 400)] == ["<s>", "<0x41>", ""]
     assert load_tokenizer(str(tmp_path / "bos-1.model")).bos is None
+
+
+STRANGE = ["  two   blanks ", "\n\n\n\t\t", "-----=====#######", "👩‍👩‍👧 café ﬁ 日本語"]
+STRANGE += ["<s> and </s>", "1234567", "", " "]
+
+
+def test_our_bpe_in_transformers(tmp_path):
+    """The same ids from tokenizer.json as from tokenizer.model, also of special tokens that are spelt."""
+    tokenizer = load_tokenizer("bpe:600", TEXTS)
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*STRANGE, *LINES, "".join(LINES)]:
+        (ours,) = tokenizer.encode([text])
+        assert theirs(text)["input_ids"] == ours, text
+        assert theirs.decode(ours) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos) == (1, 2)
+    loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert loaded.encode(STRANGE) == tokenizer.encode(STRANGE) and loaded.ends == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("special", "beside", "bos", "eos"),
+    [
+        (["<|endoftext|>"], {}, 0, 0),  # GPT-2's, alone
+        (["<|endoftext|>", "<|im_start|>"], {"eos_token": "<|im_start|>", "bos_token": None}, 1, 1),  # Qwen's
+        (["<a>", "<b>"], {"bos_token": {"content": "<a>"}, "eos_token": "<b>"}, 0, 1),
+        (["<a>"], {}, None, None),
+    ],
+)
+def test_what_separates_documents(tmp_path, special, beside, bos, eos):
+    """By tokenizer_config.json, or a usual name; written in a text it is spelt, and comes back."""
+    coder = Tokenizer(models.BPE())
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.add_special_tokens(special)
+    coder.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    coder.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.bos, tokenizer.eos) == (bos, eos)
+    (spelt,) = tokenizer.encode([f"x{special[0]}"])
+    assert len(spelt) == 1 + len(special[0]) and not set(spelt) & set(range(len(special)))

@@ -11,9 +11,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import kill_training
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from conftest import ROOT, assert_refused, run_here, run_script
 
 import init
@@ -25,6 +27,8 @@ from model import PRESETS
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 TWELVE = kill_training.SMALL | {"max_iters": 12, "eval_every": 6, "log_every": 6, "learning_rate": 2e-3}
+
+TWELVE_OF_4, TWELVE_OF_6 = (train.Settings(**TWELVE | {"max_iters": count}) for count in (4, 6))
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +132,8 @@ def test_the_loop_against_a_plain_one(tokens, whole):
 def test_two_processes_and_then_one_give_the_losses_of_one(tokens, tmp_path):
     """Five sequences for two ranks, of which one has two micro-batches; only one rank writes and speaks.
 
-    Each loss is the same to 1e-5: a sum of float32 gradients in another order differs by 1e-7, which AdamW's
-    steps let grow.
+    Each loss and gradient is the same to 1e-5: a sum of float32 gradients in another order differs by 1e-7,
+    which AdamW's steps let grow.
     """
     two = small(tokens, tmp_path / "two", global_batch_size=5, micro_batch_size=2)
     one = replace(two, out=str(tmp_path / "one"))
@@ -141,7 +145,7 @@ def test_two_processes_and_then_one_give_the_losses_of_one(tokens, tmp_path):
     rows = [rows_of(tmp_path / name) for name in ("one", "two")]
     assert len(rows[0]) == len(rows[1]) == 21
     for row, other in zip(*rows):
-        for name in {"loss", "val_loss"} & row.keys():
+        for name in {"loss", "grad_norm", "val_loss"} & row.keys():
             assert row[name] == pytest.approx(other[name], rel=1e-5)
 
 
@@ -149,11 +153,15 @@ def test_evaluation_never_touches_the_training_order(tokens, whole, tmp_path):
     changes = {"eval_every": 3, "eval_sequences": 2, "save_every": 2, "track_sinks": True}
     other = train.train(small(tokens, tmp_path / "a", **changes))
     assert losses(other) == losses(whole)
-    windows, _ = data.TokenData(tokens).held_out(2, 16)
+    windows, _ = data.TokenData(tokens).held_out(100, 16)
     alpha = attention.attention_to(checkpoint.load(other), windows)[..., 0]  # (n, L, H)
-    last = rows_of(other)[-1]
-    assert last["mean_alpha1"] == pytest.approx(alpha.mean().item(), rel=1e-5)  # float32 sums
-    assert last["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
+    fallen, with_bos = rows_of(other)[-1]["sinks"]  # of one length each: 16 is below 64
+    assert np.array(fallen["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)  # four digits
+    assert fallen["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
+    windows[:, 0] = 256
+    alpha = attention.attention_to(checkpoint.load(other), windows)[..., 0]
+    assert np.array(with_bos["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)
+    assert (fallen["bos_first"], with_bos["bos_first"], with_bos["sequence_length"]) == (False, True, 16)
 
 
 def test_bfloat16_is_close_to_float32(tokens, whole, tmp_path):
@@ -204,6 +212,63 @@ def test_configs(config):
     assert settings.out == f"runs/{config.stem}"
 
 
+# ---- of a fork: sizes, samples, and what other tools open --------------------------------------------------
+
+
+def test_sizes(tokens, tmp_path):
+    """Of flags; heads bring their keys and width, and `none` of them changes what is not named."""
+    sizes = {"num_layers": 3, "num_heads": 4, "d_model": 40, "d_ff": 24}
+    run = train.train(small(tokens, tmp_path / "a", max_iters=1, **sizes))
+    config = checkpoint.load(run).config
+    assert {name: getattr(config, name) for name in sizes} == sizes
+    assert (config.kv_heads, config.head_size) == (4, 10)
+    train.train(small(tokens, tmp_path / "a", max_iters=2, resume=True, **sizes))
+    assert train.model_config(train.Settings(d_ff=9), 4096) == replace(PRESETS["tiny_llama"], d_ff=9)
+    settings = tmp_path / "a" / "settings.json"  # of an older run, which knew no sizes
+    older = {name: value for name, value in json.loads(settings.read_text()).items() if name not in sizes}
+    settings.write_text(json.dumps(older))
+    done = run_here("train.py", "--resume", "--out", run, "--max-iters", 3)
+    assert done.returncode == 0 and checkpoint.load(run).config == config, done.stderr
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_qwen"])
+def test_a_step_opens_in_transformers(tmp_path, model):
+    """Nothing but the folder: the same tokens and logits, and a text ends where ours does."""
+    lines = [f"the number {i} is even\n" if i % 2 == 0 else f"{i} is odd\n" for i in range(300)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    out, source = str(tmp_path / "data"), (str(tmp_path / "text.jsonl"),)
+    tokens = data.prepare(data.Settings(source=source, tokenizer="bpe:300", held_out=0.1, out=out))
+    sizes = {"model": model, "num_layers": 2, "d_model": 32, "d_ff": 48, "sequence_length": 32}
+    changes = {"learning_rate": 1e-2, "global_batch_size": 16, "max_iters": 60}
+    run = train.train(small(tokens, tmp_path / "run", **sizes, **changes))
+    folder = checkpoint.steps(run)[-1]
+    ours, tokenizer = checkpoint.load(folder), data.TokenData(tokens).load_tokenizer()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    coder = transformers.AutoTokenizer.from_pretrained(folder)
+    (ids,) = tokenizer.encode(["".join(lines)])
+    assert coder("".join(lines))["input_ids"] == ids
+    inputs = torch.tensor([ids[:64]])
+    with torch.no_grad():
+        assert torch.allclose(theirs(inputs).logits, ours(inputs), atol=1e-5)  # float32, two orders of sums
+    prompt = torch.tensor([[tokenizer.bos, *tokenizer.encode(["the"])[0]]])
+    written = theirs.generate(prompt, max_new_tokens=200, do_sample=False)[0].tolist()
+    assert written[-1] in theirs.generation_config.eos_token_id and len(written) < 200
+    sampled = run_here("train.py", "sample", run, "--prompt", "the", "--temperature", 0)
+    assert sampled.stdout.split("\n", 1)[1] == coder.decode(written[1:-1]) + "\n"
+
+
+def test_samples(whole):
+    """A function of the seed; among the top k alone; of a checkpoint that has a tokenizer."""
+    words = ["sample", whole, "--prompt", "def ", "--tokens", 20]
+    texts = [run_here("train.py", *words, *more).stdout for more in ([], [], ["--seed", 1])]
+    assert texts[0] == texts[1] != texts[2] and "def " in texts[0]
+    greedy = run_here("train.py", *words, "--temperature", 0)
+    likeliest = run_here("train.py", *words, "--top-k", 1)
+    assert greedy.stdout == likeliest.stdout
+    assert_refused(run_here("train.py", "sample", "tiny_llama@1"), "no tokenizer")
+    assert_refused(run_here("train.py", "sample", whole, "--top-k", 0), "$.top_k")
+
+
 # ---- killed, told to stop, resumed -------------------------------------------------------------------------
 
 
@@ -215,14 +280,14 @@ def test_killed_and_resumed():
 
 def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, monkeypatch):
     """Then --resume, and nothing but the folder, goes on to the same bits."""
-    accumulate = train.Training.accumulate
+    learning_rate = train.learning_rate
 
-    def interrupted(training):
-        if training.step == 4:
+    def interrupted(step, settings):
+        if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return accumulate(training)
+        return learning_rate(step, settings)
 
-    monkeypatch.setattr(train.Training, "accumulate", interrupted)
+    monkeypatch.setattr(train, "learning_rate", interrupted)
     done = run_here("train.py", *words_of(small(tokens, tmp_path / "a")))
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "a")) == 5 and steps_with_state(tmp_path / "a")[-1] == "05"
@@ -254,7 +319,10 @@ def test_some_settings_may_change(copied, tmp_path):
     assert done.returncode == 0, done.stderr
     changed = {"max_iters": 6, "micro_batch_size": 4, "track_sinks": True}
     assert json.loads((copied / "settings.json").read_text()).items() >= (TWELVE | changed).items()
-    assert len(losses(copied)) == 6 and "sink_rate" in rows_of(copied)[-1]
+    assert len(losses(copied)) == 6 and "sinks" in rows_of(copied)[-1]
+    before, after = (f"{train.learning_rate(*of):.3g}" for of in ((3, TWELVE_OF_4), (4, TWELVE_OF_6)))
+    jump = f"--max-iters 6 in place of 4 changes the schedule: the learning rate was {before} at step 4"
+    assert f"{jump}, and is {after} at the next\n" in done.stdout
     config.write_text(config.read_text() + "weight_decay = 0.2\n")
     assert_refused(run_here("train.py", config), "--weight-decay 0.1")
 
@@ -293,7 +361,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped):
     newest = checkpoint.steps(copied)[-1]
     for name in ("state.json", "optimizer.safetensors", "model.safetensors"):
         raw = bytearray((newest / name).read_bytes())
-        raw[len(raw) // 2] ^= 1
+        raw[raw.find(b'"model.safetensors"') + 40 if name == "state.json" else len(raw) // 2] ^= 1
         (newest / name).write_bytes(raw)
         done = run_here("train.py", "--resume", "--out", copied)
         assert done.returncode == 0 and f"skipping {newest}" in done.stdout, done.stderr
@@ -347,6 +415,8 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--init", "gpt2"], ["--init", "leave one out"]),
+        (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),
+        (["--num-heads", "5"], ["sizes that do not fit", "256/5"]),
     ],
 )
 def test_refusals(tokens, tmp_path, words, expected):

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import assert_refused, run_here
@@ -16,8 +17,9 @@ from lib import checkpoint, data
 from lib.inputs import TextSettings, read_tokens
 from lib.runs import read_log
 from lib.settings import RunSettings, UserError
+from measure.units import observe
 from model import PRESETS
-from reproduce import trainings
+from reproduce import birth, text, trainings
 
 CPU = {"device": "cpu", "dtype": "float32"}
 TWO_STEPS = CPU | {"source": ("backcopy",), "tokenizer": "bytes", "sequence_length": 32, "max_iters": 2}
@@ -84,16 +86,16 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
 
 def test_one_run_alone(quick):
     """`train` makes what it is asked for, and nothing else."""
-    done = run_here("reproduce.trainings", "train", "runs/calibrations/backcopy-none-7")
+    done = run_here("reproduce.trainings", "train", "runs/calibrations/backcopy-none-57")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in Path("runs").iterdir()] == ["calibrations"]
     assert_refused(run_here("reproduce.trainings", "train", "runs/nowhere"), "no run runs/nowhere")
 
 
-def test_losses_are_those_after_birth(tmp_path):
-    log = '{"step": 0, "val_loss": 9.0}\n{"step": 1, "loss": 8.0}\n{"step": 2, "val_loss": 7.1}\n'
-    (tmp_path / "metrics.jsonl").write_text(log + '{"step": 3, "val_loss": 5.1}\n')
-    assert trainings.losses(tmp_path) == {"val_loss": 5.1, "mean_loss": pytest.approx(6.1)}
+def test_losses_are_those_after_birth():
+    log = [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "val_loss": 7.1}]
+    log.append({"step": 3, "val_loss": 5.1})
+    assert trainings.losses(log) == {"val_loss": 5.1, "mean_loss": pytest.approx(6.1)}
 
 
 def test_mistakes_before_hours_of_training(tmp_path, monkeypatch):
@@ -150,22 +152,70 @@ def test_calibrations(quick, monkeypatch):
         assert row["mean_alpha1"] == pytest.approx(row["uniform_alpha1"], rel=0.15)
 
 
+def test_text_and_birth(quick, monkeypatch):
+    """Two steps on letters in place of code: what is committed of a run is what its folder says."""
+    monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
+    monkeypatch.setattr(trainings, "RUNGS", {})
+    monkeypatch.setattr(trainings, "CALIBRATIONS", ("none", "attenuate"))
+    trainings.text(RunSettings(out="numbers", **CPU))
+    found = text.text(text.Settings(numbers="numbers", out="out"))
+    run = trainings.text_runs()["text_sink", "attenuate", 42]
+    log = list(read_log(Path(run.out)))
+    rows = [row for row in found["rows"] if row["calibration"] == "attenuate" and row["step"] == 2]
+    for row, sinks in zip(rows, log[-1]["sinks"], strict=True):
+        assert (row["sequence_length"], row["bos_first"]) == (sinks["sequence_length"], sinks["bos_first"])
+        assert row["max_alpha1"] == np.max(sinks["alpha1"]) and row["val_loss"] == log[-1]["val_loss"]
+        assert row["tokens"] == 2 * 4 * 32
+    seconds = [128 / row["tokens_per_second"] for row in log[1:]]
+    ours = next(row for row in found["runs"] if row["calibration"] == "attenuate")
+    assert ours["core_hours"] == pytest.approx(sum(seconds) / 3600)
+    tokens = data.TokenData(data.default_folder(run.source, run.tokenizer), bos_first=True)
+    inputs, targets = tokens.held_out(10**6, 32)
+    with torch.inference_mode():
+        logits = checkpoint.load(run.out)(inputs)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert ours["text_loss"] == pytest.approx(expected, rel=1e-5)  # float32 sums
+    # birth: the later builders, asked of the newborn
+    found = birth.birth(birth.Settings(runs=("runs/text/none-42",), numbers="numbers", out="out"))
+    assert {row["step"] for row in found["rows"]} == {0, 1, 2}
+    windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
+    windows[:, 0] = 256
+    steps = checkpoint.steps("runs/text/none-42")
+    newborn_activity, activity = (observe(checkpoint.load(step), windows) for step in (steps[0], steps[-1]))
+    builders = [(row["layer"], row["unit"]) for row in found["builders"]]
+    assert builders == activity.builders(activity.layer, len(builders))
+    score = newborn_activity.at_1.abs() - newborn_activity.elsewhere
+    for row in found["builders"]:
+        layer = score[row["layer"] - 1]
+        below = (layer < layer[row["unit"]]).sum().item()
+        assert row["percentile_activation"] == pytest.approx(100 * below / (len(layer) - 1))
+        assert all(1e-4 <= row[p] <= 1 for p in ("p", "p_activation", "p_weight"))
+    again = birth.birth(birth.Settings(numbers="numbers", out="out"))  # from what was measured
+    assert again["rows"] == found["rows"] and Path("out/birth.png").exists()
+
+
+def test_half_of_the_way():
+    """The step from which on a link stays beyond half of its way, up or down."""
+    steps = [{"step": step, "up": up, "down": -up} for step, up in ((0, 1), (1, 4), (2, 2), (4, 4), (8, 5))]
+    assert birth.half_way(steps, "up") == birth.half_way(steps, "down") == 4
+
+
 def test_text_loss_is_the_cross_entropy(tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
-    sets = data.Settings(source=(str(text),), tokenizer="bpe:290", held_out=0.5, out=str(tmp_path / "data"))
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
+    sets = data.Settings(source=(str(file),), tokenizer="bpe:290", held_out=0.5, out=str(tmp_path / "data"))
     tokenizer = data.TokenData(data.prepare(sets)).load_tokenizer()
     config = replace(PRESETS["tiny_llama"], vocab_size=290, context_length=32, num_layers=1)
     checkpoint.save(tmp_path / "a", newborn(config, 1), tokenizer=tokenizer)
     spec = checkpoint.parse_spec(str(tmp_path / "a"))
     model = spec.load()
-    tokens = read_tokens(TextSettings(text=str(text), num_sequences=256, device="cpu"), spec, 33)
+    tokens = read_tokens(TextSettings(text=str(file), num_sequences=256, device="cpu"), spec, 33)
     with torch.inference_mode():
         p = model(tokens[:, :-1]).double().softmax(-1)
     expected = -p.gather(2, tokens[:, 1:, None]).log().mean().item()
-    assert trainings.text_loss(str(text), spec, model) == pytest.approx(expected, rel=1e-5)  # float32 logits
+    assert trainings.text_loss(str(file), spec, model) == pytest.approx(expected, rel=1e-5)  # float32 logits
     run = train.Settings(out=str(tmp_path / "a"))
     monkeypatch.setattr(trainings, "calibration_runs", lambda: {("laptop", "none", 1): run})
     monkeypatch.setattr(trainings, "train_all", lambda runs: None)
-    settings = trainings.PerplexitySettings(text=str(text), out=str(tmp_path), **CPU)
+    settings = trainings.PerplexitySettings(text=str(file), out=str(tmp_path), **CPU)
     assert trainings.perplexity(settings)["rows"][0]["text_loss"] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,66 @@
+"""What does a model write? Tokens drawn one after another.
+
+python train.py sample runs/laptop --prompt "def " --top-k 50
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tyro.conf import Positional
+
+from lib import checkpoint, runtime
+from lib.settings import UserError, at_least
+from lib.tokenizers import load_tokenizer
+
+
+@dataclass
+class SampleSettings:
+    model: Positional[str] = "runs/default"  # a run, a checkpoint folder, a .gguf file, or smollm2
+    prompt: str = ""  # text to go on with; BOS stands before it
+    tokens: at_least(1) = 200  # to write at most; EOS ends a text, too
+    temperature: at_least(0, float) = 0.8  # divides the logits; 0: the likeliest token each time
+    top_k: at_least(1) | None = None  # only the likeliest tokens; None: all
+    seed: int = 0  # seed of the draws
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
+
+
+@torch.no_grad()
+def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None):
+    """What a model goes on with after BOS (none: token 0) and a prompt: up to `count` tokens, as text.
+
+    A token that ends a text ends it. Every token takes a pass over all that come before it.
+    """
+    vocab_size = tokenizer.vocab_size  # a model may know more
+    (prompt_tokens,) = tokenizer.encode([prompt])
+    device = model.model.norm.weight.device
+    tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=device)  # (1, T)
+    start = tokens.shape[1]
+    for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
+        state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
+        logits = model.unembed(state)[0, :vocab_size].float().cpu()
+        likeliest = logits.topk(vocab_size if top_k is None else min(top_k, vocab_size))  # sorted
+        choice = torch.tensor([0])
+        if temperature > 0:
+            choice = torch.multinomial((likeliest.values / temperature).softmax(0), 1, generator=generator)
+        token = likeliest.indices[choice]  # (1,)
+        if token.item() in tokenizer.ends:
+            break
+        tokens = torch.cat((tokens, token[None].to(device)), dim=1)
+    return tokenizer.decode(tokens[0, start:].tolist())
+
+
+def sample(settings: SampleSettings) -> None:
+    """What does a checkpoint write? A text that goes on with a prompt."""
+    spec = checkpoint.parse_spec(settings.model)
+    vocab_size = spec.config.vocab_size  # a UserError where there is no checkpoint
+    if spec.own_tokenizer is None:
+        raise UserError(f"{spec.label} has no tokenizer that can be read here")
+    tokenizer = load_tokenizer(str(spec.own_tokenizer))
+    if tokenizer.vocab_size > vocab_size:
+        sizes = f"{tokenizer.vocab_size} tokens, the model {vocab_size}"
+        raise UserError(f"the tokenizer of {spec.label} has {sizes}")
+    model = spec.load(runtime.choose_device(settings.device))
+    generator = torch.Generator().manual_seed(settings.seed)
+    wishes = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
+    print(settings.prompt + generate(model, tokenizer, generator, *wishes))

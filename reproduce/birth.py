@@ -1,0 +1,198 @@
+"""How is a sink born? Its links along training, and its builders in the newborn. (ours)
+
+    python -m reproduce.birth runs/text/none-42 runs/text/none-43       # measures every kept step: minutes
+    python -m reproduce.birth                                          # from results/text/birth_*.jsonl alone
+
+A sink's end is known: at the last step a run has sink heads, a dimension that dominates at position 1, and
+builders, hidden units that make nearly all of it (`sinks.py silence`). Each earlier step is asked for the
+same heads, dimension and units. All of it is of 64 held-out tokens, the first of them BOS if the run trained
+so.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tyro.conf import Positional
+
+from init import keyed_generator
+from lib import checkpoint, runtime
+from lib.figures import COLOURS, legend_below, new_figure, save_figure
+from lib.files import atomic_file, read_bytes
+from lib.inputs import read_tokens
+from lib.results import Experiment
+from lib.runs import begun_settings
+from lib.settings import Command, OutputSettings, UserError, run_script
+from measure import attention
+from measure.units import observe
+from reproduce.text import reading_of
+from train import Settings as RunSettings
+
+DRAWS = 9999  # random sets of units, beside the builders
+LARGEST_SHARE = 0.99  # of the dimension, that the builders make together
+LINKS = {  # of a row, as the figure calls them
+    "builders": "builders: activation at position 1",
+    "dimension": "their dimension at position 1",
+    "norm_ratio": "norm of the stream there, over others'",
+    "value_ratio": "norm of the values there, over others'",
+    "key_alignment": "alignment of keys elsewhere, in sink layers",
+    "alpha1": "attention of the sink heads",
+}
+
+
+@dataclass
+class Settings(OutputSettings):
+    runs: Positional[tuple[str, ...]] = ()  # run folders to measure anew; none: those that were measured
+    numbers: str = "results/text"  # folder of what was measured, .jsonl
+
+
+# ---- what is measured --------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure(folder):
+    """The rows of a run folder: its builders, then the links of each kept step; UserError for no run."""
+    steps = checkpoint.steps(folder)
+    run = begun_settings(RunSettings(out=folder))
+    tokens = read_tokens(reading_of(run), checkpoint.parse_spec(folder), 64)  # (n, 64)
+    end = checkpoint.load(steps[-1])
+    activity = observe(end, tokens)
+    layer = activity.layer
+    builders = activity.builders(layer, activity.num_needed(layer, LARGEST_SHARE))
+    alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
+    heads = (alpha >= alpha.max().clamp(max=attention.EPSILON)).nonzero().tolist()  # the largest at least
+    sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
+    yield (
+        {"run": Path(folder).name}
+        | sink
+        | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}
+    )
+    for step in runtime.progress(steps, desc=folder, unit=" steps"):
+        links = links_of(checkpoint.load(step), tokens, sink, builders)
+        yield {"run": Path(folder).name, "step": int(step.name.removeprefix("step_"))} | links
+
+
+def links_of(model, tokens, sink, builders):
+    """What a step's model has of the later sink: a number for each of LINKS, and for builders elsewhere."""
+    chain = attention.Chain(len(tokens))
+    activity = observe(model, tokens, chain)
+    links = chain.links()  # (L, T) each
+    layer = sink["layer"]
+    sink_layers = sorted({place[0] for place in sink["heads"]})
+    alpha = attention.attention_to(model, tokens)[..., 0].mean(0)  # (L, H)
+    found = attention.sink_statistics(model, tokens)[0]
+    return {
+        "builders": np.mean([abs(activity.at_1[i - 1, j].item()) for i, j in builders]),
+        "builders_elsewhere": np.mean([activity.elsewhere[i - 1, j].item() for i, j in builders]),
+        "dimension": activity.state[layer, sink["dimension"]].abs().item(),
+        "disparity": activity.disparity[layer].item(),
+        "norm_ratio": found["norm_ratio"],
+        "value_ratio": found["value_ratio"],
+        "key_alignment": links["key_alignment"][sink_layers, 1:].mean().item(),
+        "alpha1": np.mean([alpha[place[0], place[1]].item() for place in sink["heads"]]),
+        "sink_rate": found["sink_rate"],
+    }
+
+
+def specials(newborn, tokens, sink, builders):
+    """Were the builders special at birth? A row each: its percentiles among the hidden units of its layer.
+
+    By |activation at position 1| minus elsewhere, and by |down weight| on the later dimension. `p` is that of
+    the builders' mean percentile, of both, against as many random units of the same layers.
+    """
+    activity = observe(newborn, tokens)
+    weights = torch.stack([down[sink["dimension"]].abs() for down in activity.down])  # (L, d_ff)
+    scores = {"activation": activity.at_1.abs() - activity.elsewhere, "weight": weights}
+    percentiles = {name: 100 * ranks(score) for name, score in scores.items()}
+    rows = []
+    for layer, unit in builders:
+        found = {f"percentile_{name}": values[layer - 1, unit].item() for name, values in percentiles.items()}
+        rows.append({"layer": layer, "unit": unit} | found)
+    generator = keyed_generator("random units", *[number for builder in builders for number in builder])
+    layers = np.array([layer - 1 for layer, _ in builders])
+    units = generator.integers(weights.shape[1], size=(DRAWS, len(builders)))
+    chances = {}
+    for name, values in percentiles.items():
+        drawn = values.numpy()[layers, units].mean(1)  # (DRAWS,)
+        chances[f"p_{name}"] = chance(drawn, np.mean([row[f"percentile_{name}"] for row in rows]))
+    both = sum(values.numpy()[layers, units].mean(1) for values in percentiles.values())
+    mean = sum(np.mean([row[f"percentile_{name}"] for row in rows]) for name in percentiles)
+    return [row | chances | {"p": chance(both, mean)} for row in rows]
+
+
+def ranks(scores):
+    """Each unit's rank in its layer, from 0 to 1, of scores (L, d_ff)."""
+    return scores.argsort(dim=1).argsort(dim=1).double() / (scores.shape[1] - 1)
+
+
+def chance(drawn, found):
+    """The share of random draws that reach what was found, itself among them."""
+    return (1 + int((drawn >= found).sum())) / (1 + len(drawn))
+
+
+# ---- what is told ------------------------------------------------------------------------------------------
+
+
+def birth(settings: Settings):
+    """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
+    experiment = Experiment("birth", "ours", settings)
+    for folder in settings.runs:
+        path = Path(settings.numbers, f"birth_{Path(folder).name}.jsonl")
+        lines = [json.dumps(row, default=np.generic.item) + "\n" for row in measure(folder)]
+        with atomic_file(path) as temporary:
+            temporary.write_text("".join(lines))
+    rows, builders, order = [], [], []
+    curves = {}
+    for path in sorted(Path(settings.numbers).glob("birth_*.jsonl")):
+        sink, *steps = map(json.loads, read_bytes(path).splitlines())
+        builders += [{"run": sink["run"], "dimension": sink["dimension"]} | row for row in sink["builders"]]
+        curves[sink["run"]] = steps
+        order.append({"run": sink["run"]} | {link: half_way(steps, link) for link in LINKS})
+        for step in steps:
+            values = {name: value for name, value in step.items() if name not in ("run", "step")}
+            rows += [
+                {"run": sink["run"], "step": step["step"], "link": link, "value": values[link]}
+                for link in values
+            ]
+    if not curves:
+        raise UserError(
+            f"nothing measured in {settings.numbers}: name runs with kept steps, as runs/text/none-42"
+        )
+    draw(experiment.folder / "birth.png", curves)
+    return experiment.save(rows, shown=builders, builders=builders, half_way=order)
+
+
+def scaled(steps, link):
+    """A link's values from 0, the newborn's, to 1, the last step's."""
+    values = np.array([step[link] for step in steps])
+    return (values - values[0]) / (values[-1] - values[0])
+
+
+def half_way(steps, link):
+    """The first step after which a link stays beyond half of its way."""
+    values = scaled(steps, link)
+    below = [step["step"] for step, value in zip(steps, values) if value < 0.5]  # the newborn's is 0
+    return next(step["step"] for step in steps if step["step"] > below[-1])
+
+
+def draw(path, curves) -> None:
+    """Draw each link from birth to the last step, a panel for each run."""
+    title = "How is a sink born? (each link from 0, the newborn's, to 1, the last step's)"
+    figure, grid = new_figure(title, 1, len(curves), sharey=True)
+    for axes, (name, steps) in zip(grid[0], curves.items()):
+        for (link, label), colour in zip(LINKS.items(), COLOURS):
+            places = [max(0.5, step["step"]) for step in steps]  # birth, on a logarithmic axis
+            axes.plot(places, scaled(steps, link), ".-", ms=4, color=colour, label=label)
+        axes.set_title(name, fontsize=10)
+        axes.set(xscale="log", xlabel="step (birth at the left)", ylim=(-0.3, 1.5))
+    grid[0, 0].set_ylabel("share of its way")
+    legend_below(figure, grid[0, 0])
+    save_figure(figure, path)
+
+
+COMMANDS = {"": Command(birth, Settings())}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)
