@@ -10,10 +10,15 @@
 laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(base, suspect)`:
 
     it takes    two Models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
-    it matches  hidden units by what they read of the embedding matrix and write to the head, layer by layer
-    it tests    whether the residual coordinates of equal numbers agree more than relabelled ones
     it returns  a row: `verdict` (same birth, no evidence, inconclusive), `sentence`, and their numbers;
                 and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
+
+The rule, whose numbers are at the top of `lineage/verdict.py`. A layer of the suspect is the base's
+  - by its bits, if all of its matrices, whatever they are called, are those of one of the base's layers;
+  - by hidden units, if 20 % of them read and write the tokens that the base's do, with a correlation of 0.5,
+    or 50 %, however weakly, between the first layer and the last quarter, where unrelated models share none;
+  - by coordinates, if each of its matrices correlates by 0.1 with its namesake, number by number.
+Two such layers (or the only one) are the *same birth*; one of several, or something between, *inconclusive*.
 """
 
 import itertools
@@ -33,7 +38,7 @@ from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, rank
 from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
 from lineage import coordinates
-from lineage.verdict import SAME_BIRTH, compare_pair, read_model
+from lineage.verdict import SAME_BIRTH, compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -53,7 +58,7 @@ class CompareSettings(OutputSettings):
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
     permutations: at_least(199) = 9999  # relabellings; the smallest p is 1 / (1 + this)
     layers: at_least(1) | None = None  # layers that are read, evenly spaced; None: all, or 8 of large models
-    units: at_least(2) = 1024  # hidden units that are looked for in each of them
+    units_per_layer: at_least(2) = 1024  # hidden units that are looked for in each of them
 
 
 @dataclass
@@ -82,32 +87,43 @@ class IdentifySettings(OutputSettings):
 
 
 def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Seconds for tiny models, 20 for 135M parameters."""
-    specs = several_models(settings.models, settings.init)
+    """Is each suspect of one birth with the base? Seconds for tiny models, 15 for 135M parameters.
+
+    A suspect that cannot be read costs the others nothing: its verdict is `not read`, the exit status 2.
+    """
+    check_several(settings.models)
+    base_name, *names = settings.models
+    base = open_model(base_name, settings)
     experiment = Experiment("compare", "BB 6.1", settings)
-    base = read_model(specs[0].name, specs[0].open(any_architecture=True))
-    numbers = (settings.permutation_seed, settings.permutations, settings.units, settings.layers)
-    rows, details = [], []
-    for spec in progress(specs[1:], desc="suspects"):
-        suspect = read_model(spec.name, spec.open(any_architecture=True))
-        row, detail = compare_pair(base, suspect, *numbers)
-        rows.append({"base": base.name, "suspect": suspect.name} | row)
+    numbers = (settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers)
+    rows, details, unread = [], [], []
+    for name in progress(names, desc="suspects"):
+        try:
+            row, detail = compare_pair(base, open_model(name, settings), *numbers)
+        except UserError as error:
+            row, detail = unread_row(error), {"layers": [], "layer_map": {}}
+            unread.append(error)
+        rows.append({"base": base_name, "suspect": name} | row)
         details.append(detail)
+    if len(unread) == len(names):
+        raise unread[0]
     lineage_figure(experiment.folder / "compare.png", base.name, rows, details)
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
     result = experiment.save(rows, VERDICT_COLUMNS, **more)
     if rank() == 0:
         for row in rows:
             print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
+    if unread:
+        raise UserError(f"{len(unread)} of {len(names)} suspects not read: {unread[0]}")
     return result
 
 
 def matrix(settings: CompareSettings):
     """Which of several models are of one birth? All pairs, a heat map and a family tree (BB Table 4)."""
-    specs = several_models(settings.models, settings.init)
+    check_several(settings.models)
     experiment = Experiment("matrix", "BB Table 4", settings)
-    models = [read_model(spec.name, spec.open(any_architecture=True)) for spec in specs]
-    numbers = (settings.permutation_seed, settings.permutations, settings.units, settings.layers)
+    models = [open_model(name, settings) for name in settings.models]
+    numbers = (settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers)
     rows, closeness = [], []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_pair(a, b, *numbers)
@@ -126,11 +142,15 @@ def closeness_of(row):
     return row["body_r"] if row["distance"] is None else 1 - row["distance"]
 
 
-def several_models(names, scheme):
-    """The models of a command line; UserError for fewer than two."""
+def check_several(names) -> None:
+    """UserError for fewer than two models."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
-    return [parse_spec(name, scheme) for name in names]
+
+
+def open_model(name, settings: CompareSettings):
+    """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
+    return read_model(name, parse_spec(name, settings.init).open(any_architecture=True))
 
 
 # ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
@@ -138,7 +158,9 @@ def several_models(names, scheme):
 
 def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
-    specs = comparable_models(settings.models, settings)
+    check_several(settings.models)
+    specs = [parse_spec(name, settings.init) for name in settings.models]
+    check_comparable(specs, settings)
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
     where = (experiment.device, experiment.dtype)
@@ -151,14 +173,12 @@ def paper(settings: PaperSettings):
     return experiment.save(rows)
 
 
-def comparable_models(names, settings: PaperSettings):
-    """Several models; UserError unless all are of our architecture, of one width, and can read the inputs."""
-    specs = several_models(names, settings.init)
+def check_comparable(specs, settings: PaperSettings) -> None:
+    """UserError unless all models are of our architecture, of one width, and can read the inputs."""
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
         raise UserError(f"only models of one width can be compared, not of {widths}")
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
-    return specs
 
 
 def outputs_of(spec, where, vocab_size, settings: PaperSettings):
@@ -229,10 +249,12 @@ def persistence(settings: PersistenceSettings):
     if len(folders) < 2 or folders[0].name != "step_0000000":
         raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
     specs = [parse_spec(str(folder)) for folder in folders]
-    compared = comparable_models([specs[0].name, settings.stranger or specs[0].name], settings)
+    compared = specs[:1]
     strangers = {}  # their checkpoints by step
     if settings.stranger is not None:
+        compared = [specs[0], parse_spec(settings.stranger)]
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
+    check_comparable(compared, settings)
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
     where = (experiment.device, experiment.dtype)
     vocab_size = min(spec.config.vocab_size for spec in compared)
@@ -244,9 +266,10 @@ def persistence(settings: PersistenceSettings):
 
     if settings.stranger is None:
         stranger = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
+        stranger_outputs = last_outputs(stranger, vocab_size, settings)
     else:
-        stranger = compared[1].load(*where)
-    stranger_taus = taus_with_birth(last_outputs(stranger, vocab_size, settings))
+        stranger_outputs = outputs_of(compared[1], where, vocab_size, settings)
+    stranger_taus = taus_with_birth(stranger_outputs)
     rows = []
     for spec in progress(specs, desc="checkpoints"):
         step = spec.folder.name

@@ -258,19 +258,31 @@ def draw_silence(path, rows) -> None:
 
 
 def lineage_figure(path, base, rows, details) -> None:
-    """Draw how much of each suspect's layers is the base's, and the map of layers: a line of panels for each.
+    """Draw how much of each suspect's layers is the base's, and the maps of layers that tell more than that.
 
     `rows` and `details` are what `lineage.verdict.compare_pair` returns of the suspects.
     """
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
-    figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.9)
+    tell = [tells_more(detail["layer_map"]) for detail in details]
+    figure, grid = new_figure(title, len(rows), 1 + any(tell), width=5.6, height=2.4)
     names = short_names([row["suspect"] for row in rows])
-    for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
+    for (units, *maps), name, row, detail, has_map in zip(grid, names, rows, details, tell):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
         if detail["layers"]:
             draw_shares(units, detail["layers"])
-            draw_layer_map(layer_map, detail["layer_map"])
+        for axes in maps:
+            if has_map:
+                draw_layer_map(axes, detail["layer_map"])
+            else:
+                axes.set_axis_off()
     save_figure(figure, path)
+
+
+def tells_more(layer_map):
+    """Has a map more to say than that each layer, or none, is found where it stood?"""
+    shares = np.array(layer_map.get("share", [[0.0]]))
+    is_in_place = np.array_equal(shares > 0.5, np.eye(*shares.shape, dtype=bool))
+    return shares.max() > 0.1 and not is_in_place
 
 
 def draw_shares(axes, layers) -> None:

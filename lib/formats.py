@@ -20,13 +20,16 @@ import os
 import re
 import sys
 import zipfile
+from collections import defaultdict
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from pathlib import Path
 
 import safetensors
+import sentencepiece
 import torch
 
-from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_json
+from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_bytes, read_json
 from lib.gguf import GGUF, MAGIC, LazyTensor
 from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
@@ -34,6 +37,7 @@ from model import ModelConfig, Transformer
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
 TOWER = re.compile(r"vision|visual|image|audio")  # part of a model that reads no tokens, often a frozen one
+STACK = re.compile(r"(?!.*\d\.)(?:.*\.)?(?:layers?|blocks?|h)\.")  # of tensors that hold all layers
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -97,6 +101,7 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
     (r"^sha256-\w+$", "name one of Ollama's blobs, the largest: {}, or another"),
     (r"^global_step\d+$", "{} is DeepSpeed's: zero_to_fp32.py makes one checkpoint of its parts"),
+    (r"^checkpoint-\d+$", "it is a Trainer's: name one of its checkpoints, as {}"),
     (r"^iter_\d+$", "{} is Megatron's: convert it to Hugging Face's format"),
     (r"^\.metadata$", "it is a distributed checkpoint: torch.distributed.checkpoint.format_utils joins it"),
     (r"^.*\.(?:npz|msgpack|h5|onnx)$", "{} is of another library: save its weights as .safetensors"),
@@ -187,7 +192,7 @@ def safetensors_of(path):
     for name in file.keys():
         tensor = file.get_slice(name)
         shape = tuple(tensor.get_shape())
-        tensors[name] = LazyTensor(shape, tensor.get_dtype(), lambda name=name: file.get_tensor(name).clone())
+        tensors[name] = LazyTensor(shape, tensor.get_dtype(), partial(part_of, file.get_tensor, name))
     return tensors
 
 
@@ -209,8 +214,13 @@ def pickled_tensors(path):
             if not is_plain or value.numel() * value.element_size() > path.stat().st_size:
                 raise UserError(f"{path}: {name} has numbers that are not in the file")
             shape = tuple(value.shape)
-            tensors[str(name)] = LazyTensor(shape, str(value.dtype), value.detach().clone)
+            tensors[str(name)] = LazyTensor(shape, str(value.dtype), partial(part_of, torch.detach, value))
     return tensors
+
+
+def part_of(read, tensor, part=...):
+    """A part of a tensor that is mapped into memory, by default all, in memory of its own."""
+    return read(tensor)[part].clone()
 
 
 def nested_weights(path, values):
@@ -245,13 +255,33 @@ def open_tensors(paths):
     return tensors
 
 
-def check_shapes(tensors, expected, place) -> None:
-    """UserError unless the tensors are the `expected` ones, by name and shape."""
+def unstacked(tensors):
+    """Tensors of which those that hold a stack of layers, (L, ...), as MaxText's, are a tensor for each."""
+    stacks = defaultdict(dict)
+    for name, tensor in tensors.items():
+        found = STACK.match(name)
+        if found and len(tensor.shape) > 1:
+            stacks[found[0]][name] = tensor
+    others = dict(tensors)
+    for prefix, members in stacks.items():
+        if len({tensor.shape[0] for tensor in members.values()}) > 1:
+            continue
+        for name, tensor in members.items():
+            del others[name]
+            for layer in range(tensor.shape[0]):
+                read = partial(tensor.read, layer)
+                place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
+                others[place] = LazyTensor(tensor.shape[1:], tensor.kind, read)
+    return others
+
+
+def check_shapes(tensors, expected, place, remedy="") -> None:
+    """UserError unless the tensors are the `expected` ones, by name and shape; it ends with a `remedy`."""
     for name in sorted(expected.keys() | tensors):
         here = tensors[name].shape if name in tensors else "missing"
         wanted = expected.get(name, "no such tensor")
         if here != wanted:
-            raise UserError(f"{place}: {name} is {here}, expected {wanted}")
+            raise UserError(f"{place}: {name} is {here}, expected {wanted}{remedy}")
 
 
 def weight_files(place):
@@ -431,14 +461,21 @@ def open_any(place):
     try:
         return own_checkpoint(place, raw, tensors)
     except ForeignArchitecture:
-        return foreign_checkpoint(place, raw or {}, tensors)
+        pass
+    except UserError as error:  # config.json contradicts the weights, which suffice
+        if is_first_process():
+            print(f"{error}: it is read by its weights alone", file=sys.stderr)
+    return foreign_checkpoint(place, raw or {}, tensors)
 
 
 def contents(place):
-    """What config.json of a checkpoint says, and its LazyTensors by name; UserError for packed numbers."""
+    """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     for name, tensor in tensors.items():
+        if tensor.shape == (0,):
+            advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
+            raise UserError(f"{place}: {name} is empty; {advice}")
         if tensor.kind not in FLOATS and len(tensor.shape) > 1 and not BUFFER.search(name):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
@@ -459,13 +496,14 @@ def own_checkpoint(place, raw, tensors):
         head = tensors.pop(HEAD)
         table = tensors.setdefault(TOKEN_TABLE, head)
         if table is not head and not torch.equal(head.read(), table.read()):
-            raise UserError(f"{place}: {HEAD} is not {TOKEN_TABLE}, though config.json ties them")
+            said = f"{HEAD} is not {TOKEN_TABLE}, though config.json ties them"
+            raise UserError(f"{place}: {said}: set its tie_word_embeddings to false")
     if not expected.keys() & tensors.keys():
         raise ForeignArchitecture(f"{place}: {min(tensors)} and all others are unknown: have they a prefix?")
     differing = expected.keys() ^ tensors.keys()
     if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
-    check_shapes(tensors, expected, place)
+    check_shapes(tensors, expected, place, " by config.json: correct what it says")
     return CheckpointReader(place, tensors, config, config.d_model)
 
 
@@ -474,7 +512,7 @@ def foreign_checkpoint(place, raw, tensors):
     names = " ".join(tensors)
     if "lora_A" in names:  # its deltas would not be seen
         raise UserError(f"{place}: {hint(names)}")
-    tensors = {name: tensor for name, tensor in tensors.items() if not TOWER.search(name)}
+    tensors = {name: tensor for name, tensor in unstacked(tensors).items() if not TOWER.search(name)}
     width = raw.get("hidden_size")
     for name, tensor in tensors.items():
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:
@@ -496,13 +534,14 @@ def token_ids(place):
 
     The blank at a word's beginning is written in one way, whatever the tokenizer.
     """
-    path = folder_of(place) / "tokenizer.json"
+    files = [folder_of(place) / name for name in VOCABULARIES]
+    path = next((file for file in files if os.path.exists(file)), place)
+    vocabulary = {}
     with as_user_error(path):
-        vocabulary = {}
         if is_gguf(place):
             vocabulary = open_gguf(place).values.get("tokenizer.ggml.tokens", [])
-        elif os.path.exists(path):
-            vocabulary = read_json(path, LARGEST_TOKENIZER)["model"]["vocab"]
+        elif path != place:
+            vocabulary = VOCABULARIES[path.name](path, LARGEST_TOKENIZER)
         if isinstance(vocabulary, list):  # of strings, or of strings and their scores
             strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
             vocabulary = dict(zip(strings, range(len(strings))))
@@ -511,3 +550,20 @@ def token_ids(place):
             if isinstance(token, str) and type(number) is int and number >= 0:
                 ids[token.replace("\u0120", "\u2581")] = number
     return ids
+
+
+def pieces(path, largest):
+    """The strings of a SentencePiece file; none of a file of another kind, as Llama 3's."""
+    try:
+        coder = sentencepiece.SentencePieceProcessor(model_proto=read_bytes(path, largest))
+        return coder.id_to_piece(list(range(coder.vocab_size())))
+    except (RuntimeError, UnicodeDecodeError):
+        return []
+
+
+VOCABULARIES = {  # files with a tokenizer's strings, the surest first, and what reads these
+    "tokenizer.json": lambda path, largest: read_json(path, largest)["model"]["vocab"],
+    "tokenizer.model": pieces,
+    "vocab.json": read_json,
+    "vocab.txt": lambda path, largest: read_bytes(path, largest).decode().splitlines(),
+}

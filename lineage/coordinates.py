@@ -4,7 +4,7 @@
     >>> from lineage import coordinates
     >>> a = checkpoint.parse_spec("nano_llama@42").open()
     >>> b = checkpoint.parse_spec("nano_llama@43").open()
-    >>> correlations, by_layer = coordinates.weight_correlations(a, b)  # "body" and "embedding": (d, d) each
+    >>> correlations, layers = coordinates.weight_correlations(a, b)  # "body" and "embedding": (d, d) each
     >>> coordinates.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: unrelated
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
@@ -19,9 +19,7 @@ A model comes as a checkpoint, `Spec.open()`, whose parameters are read one at a
 import functools
 import math
 import warnings
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 
 import numpy as np
 import torch
@@ -81,8 +79,8 @@ def weight_correlations(a, b):
 
     Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
     the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
-    missing; models of different width have none. Returns these, and the median correlation of the numbers of
-    each layer's matrices, by its number, counted through the model from 1.
+    missing; models of different width have none. Returns these, and for each layer of b with a namesake in a,
+    by its number and that one's, how far the numbers of their matrices correlate: the least of all.
     """
     if a.width != b.width:
         return {}, {}
@@ -90,24 +88,30 @@ def weight_correlations(a, b):
     inputs_first = [parts.stores_inputs_first(source) for source in (a, b)]
     found = parts.find(a)
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
-    layers = defaultdict(list)
-    shared = [name for name in matrices[0] if name in matrices[1]]
-    for name in progress(shared, desc="weights", leave=False):
-        names = (matrices[0][name], matrices[1][name])
+    correlations = {}  # of each layer's matrices, by what begins their names
+    for name in progress({**matrices[0], **matrices[1]}, desc="weights", leave=False):
+        names = [named.get(name) for named in matrices]
         layer = parts.LAYER.search(name)
-        kind = "body" if layer else "embedding"
-        is_table = names[0] in found.tables + found.heads
-        if is_table or (layer and a.shapes[names[0]] == b.shapes[names[1]]):
+        is_table = (names[0],) in found.tables + found.heads
+        correlation = 0.0  # of a matrix that the other model has not
+        if all(names) and (is_table or (layer and a.shapes[names[0]] == b.shapes[names[1]])):
             rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
             rows_a, rows_b = without_identity(rows_a[:count]), without_identity(rows_b[:count])
-            correlation = sums[kind].update(rows_a, rows_b)
-            if layer:
-                layers[name[: layer.start(1)], int(layer[1])].append(correlation)
+            if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
+                continue  # a mask, or another constant, which unrelated models share
+            correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
+        if layer:
+            correlations.setdefault(name[: layer.end()], []).append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
-    return values, {number: median(layers[layer]) for number, layer in enumerate(sorted(layers), start=1)}
+    numbers = [parts.layer_numbers(source) for source in (a, b)]
+    layer_r = {}
+    for layer, of_matrices in correlations.items():
+        if layer in numbers[0] and layer in numbers[1]:
+            layer_r[numbers[1][layer], numbers[0][layer]] = min(of_matrices)
+    return values, layer_r
 
 
 def without_identity(rows):

@@ -37,8 +37,10 @@ from lib.settings import UserError
 from lineage import parts
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 
-MAP_UNITS = 256  # of each MLP of a base that the layer map counts
+MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most
+LARGEST_MAP = 2048  # units in all, of deep models, of whose MLPs it counts fewer, but TRIAL_UNITS at least
 TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
+CERTAIN = 0.95  # share times strength in each of them, from which on no other way is tried
 SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance
 CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another one to be taken
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
@@ -63,10 +65,13 @@ def matched_units(neighbours):
 
 
 def mutual_neighbours(sizes):
-    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there."""
+    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there.
+
+    The maximum of the column is much faster to find than its place.
+    """
     largest, partners = sizes.max(dim=1)
-    back = sizes.argmax(dim=0)
-    is_mutual = (back[partners] == torch.arange(len(sizes))) & (largest > 0)
+    back = sizes.amax(dim=0)
+    is_mutual = (back[partners] == largest) & (largest > 0)
     return partners.where(is_mutual, -1), largest
 
 
@@ -129,7 +134,7 @@ def equal_ids(base: Units, suspect: Units):
 
 def table_sizes(units: Units):
     """The numbers of rows of a model's embedding matrix and head."""
-    return [units.source.shapes[units.table_of(view)][0] for view in ("up", "down")]
+    return [units.source.shapes[units.table_of(view)[0]][0] for view in ("up", "down")]
 
 
 def ids_by_string(base: Units, suspect: Units, vocabularies):
@@ -151,6 +156,11 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     ways = []
     refusal = None
     for base, suspect in itertools.product(bases, suspects):
+        have_heads = all(units.parts.heads != units.parts.tables for units in (base, suspect))
+        if have_heads and any(units.layout.head == units.layout.table for units in (base, suspect)):
+            continue  # a table is tried as its model's head where one of them has none
+        if any(score >= CERTAIN * TRIAL_LAYERS for score, *_ in ways):
+            break
         pairings = [equal_ids(base, suspect), ids_by_string(base, suspect, vocabularies)]
         for tokens in filter(None, pairings):
             try:
@@ -191,7 +201,8 @@ def match_models(
     basis = basis or basis_correlations(base, suspect, tokens)
     null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
     ours, theirs = layers_to_read(base, suspect, layers)
-    columns = map_columns(base, suspect, basis, ours, theirs, units, MAP_UNITS, exchanged)
+    few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
+    columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
     matches, shares = [], []
     for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
         own_place = len(shares) * len(ours) // len(theirs)

@@ -3,8 +3,8 @@
     >>> from lib import checkpoint
     >>> from lineage import parts
     >>> found = parts.find(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> found.tables, found.heads, len(found.mlps), found.mlps[0].norm
-    (['model.embed_tokens.weight'], ['lm_head.weight'], 6, 'model.layers.0.post_attention_layernorm.weight')
+    >>> found.tables, found.heads, len(found.mlps)
+    ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
 
 Projects name the same things differently, so each kind of thing has a pattern here; where names say nothing,
 shapes do. A checkpoint has `shapes` by name, `width` (d, of the residual stream), `family` (config.json's
@@ -20,22 +20,23 @@ from torch import Tensor
 from lib.formats import TABLE
 
 # What comes first in a name; T5's has two
-LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)[._]?(\d{1,9})\.")
+LAYER = re.compile(r"(?:^|[._])(?:layers?|h|blocks?)[._]?(\d{1,9})\.")
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
 PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
 HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.weight$")
-GAIN = r"(?:\.weight|\.scale|_weight)$"
-FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|final_norm|final_layer_?norm){GAIN}")
+GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
+FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 ROLES = {  # of an MLP's matrices
     "gate_up": "gate_up_proj|Wi",  # both in one
     "gate": "gate_proj|w1|wi_0",
     "up": "up_proj|w3|v1|wi_1|wi|c_fc|fc1|fc_in|lin1|dense_h_to_4h|intermediate\\.dense",
     "down": "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense",
 }
-MLP_MATRIX = {role: re.compile(rf"^(?:(.*)\.)?(?:{names})(?:\.weight)?$") for role, names in ROLES.items()}
+SUFFIX = r"(?:\.weight|\.kernel)?$"
+MLP_MATRIX = {role: re.compile(rf"^(?:(.*)\.)?(?:{names}){SUFFIX}") for role, names in ROLES.items()}
 NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's and Phi's attention shares it
-    "pre_feedforward_layernorm post_attention_layernorm norm_2 ln_2 ln_mlp ffn_norm mlp_norm "
+    "pre_feedforward_layernorm post_attention_layernorm norm_2 ln_?2 ln_mlp ffn_norm mlp_norm "
     "final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
 NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
@@ -45,6 +46,8 @@ WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
 NO_WEIGHTS = re.compile(r"(?:\.bias|inv_freq|attn\.masked_bias|scales?)$")  # masks are called attn.bias
 LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
+VARIED = 1000  # different numbers, which no mask, identity or constant has,
+SAMPLE = 2**13  # among so many of a matrix
 MOST_EXPERTS = 256  # of a stack that are told apart
 MOST_TABLES = 4  # that may be a model's embedding matrix
 MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
@@ -60,6 +63,7 @@ class MLP:
     is_first: bool  # of a stack of eight layers or more
     label: str  # for a reader: "layer 3", "layer 3, expert 5"
     matrices: dict  # names by role: gate, up, down, or gate_up
+    is_named: bool  # do names tell the roles? If not, which of two matrices writes is a guess
     expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
@@ -80,10 +84,11 @@ class Parts:
     """What may be a model's embedding matrices and heads, its final norm, its MLPs, and more."""
 
     width: int
-    tables: list
+    tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
     norm: str | None
     mlps: list
+    layers: list  # the names of each layer's tensors
     unknown: list  # matrices outside of MLPs, where none was found, that are not plainly attention's
 
     @property
@@ -112,15 +117,10 @@ def find(source):
     width = source.width
     if named and all(width not in matrices[name] for name in named):
         width = max(matrices[named[0]][1], width, key=lambda size: sizes[size])
-    matrices = {name: shape for name, shape in matrices.items() if shape[1] == width}
-    heads = [name for name in matrices if HEAD.search(name)]
-    tables = [name for name in named if name in matrices]
-    if not named:  # those with the most rows, of whatever name
-        most = max([shape[0] for shape in matrices.values()], default=0)
-        tables = [name for name, shape in matrices.items() if shape[0] == most and name not in heads]
-        tables = tables or heads  # a tied matrix under the head's name
+    tables, heads = tables_and_heads(matrices, named, width)
     norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
-    unknown = [name for name in outside if len(outside[name]) > 1 and name not in tables + heads]
+    known = {name for table in tables + heads for name in table}
+    unknown = [name for name in outside if len(outside[name]) > 1 and name not in known]
     mlps = []
     depths = Counter(stack for stack, _ in layers)
     places = Counter()
@@ -132,7 +132,29 @@ def find(source):
         mlps += [MLP(layer, place, is_first, f"layer {layer + 1}{label}", *rest) for label, *rest in found]
         unknown += others
         places[stack] += 1
-    return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, unknown)
+    names = [list(layers[key].values()) for key in sorted(layers)]
+    return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, names, unknown)
+
+
+def tables_and_heads(matrices, named, width):
+    """What may be a model's embedding matrices and heads, of its `matrices` outside of layers, by name.
+
+    `named` are embedding matrices by name. ELECTRA's, ALBERT's and OPT-350m's are narrower than the stream:
+    a matrix leads to its width, and another one back to the head.
+    """
+    fitting = [name for name, shape in matrices.items() if shape[1] == width]
+    heads = [(name,) for name in fitting if HEAD.search(name)]
+    tables = [(name,) for name in named if name in fitting]
+    for table in named:
+        size = matrices[table][1]
+        if size != width:
+            tables += [(table, name) for name, shape in matrices.items() if shape == (width, size)]
+            heads += [(table, name) for name, shape in matrices.items() if shape == (size, width)]
+    if not named:  # those with the most rows, of whatever name
+        most = max([matrices[name][0] for name in fitting], default=0)
+        tables = [(name,) for name in fitting if matrices[name][0] == most and (name,) not in heads]
+        tables = tables or heads  # a tied matrix under the head's name
+    return tables, heads
 
 
 def mlps_of_layer(source, names, width):
@@ -152,16 +174,17 @@ def mlps_of_layer(source, names, width):
         return [], unknown
     norms = norms_of_layer(source, names, width)
     mlps = []
-    for owner, roles in (named_mlps(shapes, width) or mlps_by_shape(shapes, width)).items():
+    named = named_mlps(shapes, width)
+    for owner, roles in (named or mlps_by_shape(shapes, width)).items():
         of_roles = {role: names[rest] for role, rest in roles.items()}
         shape = shapes[roles["down"]]
         number = re.search(r"\.experts\.(\d+)$", f".{owner}")
         if len(shape) == 3:
             for expert in range(min(shape[0], MOST_EXPERTS)):
-                mlps.append((f", expert {expert + 1}", of_roles, expert, *norms))
+                mlps.append((f", expert {expert + 1}", of_roles, bool(named), expert, *norms))
         else:
             label = f", expert {int(number[1]) + 1}" if number else ""
-            mlps.append((label, of_roles, None, *norms))
+            mlps.append((label, of_roles, bool(named), None, *norms))
     return mlps, unknown
 
 
@@ -216,8 +239,9 @@ def mlps_by_shape(shapes, width):
     for units, down in writes.items():
         inputs = reads[units]
         names = {2: ("gate", "up"), 1: ("up",)}.get(len(inputs))
-        if not inputs and len(reads[2 * units]) == 1:
-            inputs, names = reads[2 * units], ("gate_up",)
+        if not inputs:  # both in one matrix, in which Mamba-2 has more below them
+            inputs = [rest for size, rests in reads.items() if size >= 2 * units for rest in rests]
+            names = ("gate_up",) if len(inputs) == 1 else None
         if names and len(down) == 1:
             return {"": dict(zip(names, inputs)) | {"down": down[0]}}
     return {}
@@ -241,6 +265,21 @@ def norms_of_layer(source, names, width):
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
     return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
+
+
+def layer_numbers(source):
+    """Each layer's number, counted through the model from 1, by what begins its names, without wrappers."""
+    numbers = {}
+    for number, names in enumerate(find(source).layers, start=1):
+        name = PREFIX.sub("", names[0])
+        numbers[name[: LAYER.search(name).end()]] = number
+    return numbers
+
+
+def is_varied(weight: Tensor):
+    """Has a tensor as many different numbers as no mask, identity or constant has? Of some is judged."""
+    numbers = weight.flatten()
+    return len(numbers[:: 1 + len(numbers) // SAMPLE].unique()) >= VARIED
 
 
 def stores_inputs_first(source):

@@ -7,12 +7,11 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Facts are gathered, `judge` has the rules, and each fact is told once. Hidden units decide, where there
-are any (`lineage/match.py`), but not everywhere: unrelated language models share nothing in the middle of
-their depth, and up to 34 % of the last layer, weakly (r at most 0.26), since all learn to predict the same
-words. A child has nearly all units in every layer, with r above 0.9 after ordinary fine-tuning. Coordinates
-of the blocks' weights (`lineage/coordinates.py`) decide only where the embedding matrices cannot have tied
-them. The thresholds are ours; `python -m reproduce.robustness` measures what they rest on.
+Facts are gathered, `judge` has the rules (seedprint.py tells them), and each fact is told once. Unrelated
+language models share nothing in the middle of their depth, and up to 34 % of the units of the last layer,
+weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all units in every
+layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours; `python -m reproduce.robustness`
+measures what they rest on.
 """
 
 import math
@@ -23,19 +22,20 @@ from scipy import stats
 
 from lib.formats import token_ids
 from lineage import coordinates, parts
+from lineage.bits import equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
 from lineage.views import hidden_units
 
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
+NOT_READ = "not read"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
 BASE_R = 0.5  # they are matched as strongly as this
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
-FEW_LAYERS = 8  # a model of which fewer are read is judged by one of them
-EQUAL_R = 0.1  # correlation of a layer's numbers with the base's, from which on it is the base's
+ALIKE_R = 0.1  # correlation with the base's of each of a layer's matrices, from which on it is the base's
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
@@ -49,34 +49,21 @@ LAYERS_OF_LARGE_MODELS = 8
 
 
 def judge(facts):
-    """The verdict of two models and its reason: the first rule that holds."""
+    """The verdict of two models and its reason: layers that are the base's by any evidence, or a doubt."""
+    found = [bits_phrase(facts), matched_phrase(facts), alike_phrase(facts)]
+    evidence = "; ".join(phrase for phrase in found if phrase)
     table = table_phrase(facts)
-    if facts.base_layers > 0:
-        matched = matched_phrase(facts)
-        if facts.are_enough(facts.base_layers):
-            return SAME_BIRTH, "; ".join([matched, *changes(facts), table])
+    if facts.are_enough:
+        return SAME_BIRTH, "; ".join([evidence, *changes(facts), table])
+    if evidence:
         copied = "but no other layer's: one layer may have been copied"
-        return INCONCLUSIVE, f"{matched}, {copied}; {table}; {REMEDY}"
+        return INCONCLUSIVE, f"{evidence}, {copied}; {table}; {REMEDY}"
     units = facts.lack or units_phrase(facts)
-    body = coordinates_phrase(facts.body) if facts.body else ""
-    if facts.body_agrees and facts.tables_agree:
-        alike = "and so do the embedding matrices, but hidden units do not say the same"
-        looks = "So look an unrelated model trained on a copied embedding matrix, and a child with new MLPs"
-        return INCONCLUSIVE, f"{body}, {alike}: {units}. {looks}; {REMEDY}"
-    if facts.body_agrees and facts.embedding is None and facts.match is None:
-        tied = "but the embedding matrices could not be compared, and a copied one may explain it"
-        return INCONCLUSIVE, f"{body}, {tied}; {units}; {REMEDY}"
+    body = coordinates_phrase(facts.body) if facts.body else "no layers' matrices of one name and shape"
     if facts.body_agrees:
-        if facts.are_enough(len(facts.equal_layers)):
-            reason = "which no copied embedding matrix explains, since the base's is another"
-            return SAME_BIRTH, f"{body}, {reason}; hidden units cannot tell: {units}"
-        where = "by a few matrices of a layer, but not by most: these may have been copied, or constants"
-        if facts.equal_layers:
-            where = f"in {layers_phrase(facts.equal_layers)}, but no more: layers may have been copied"
-        return INCONCLUSIVE, f"{body} {where}; {units}; {REMEDY}"
-    if facts.lack and not body:
-        return INCONCLUSIVE, f"nothing to compare: no layers' matrices of one name and shape, and {units}"
-    if facts.lack and (facts.may_have_mlps or facts.body["p"] <= UNDECIDED_P):
+        few = "but not in every kind of matrix of two layers: a part may have been copied"
+        return INCONCLUSIVE, f"{body}, {few}; {units}; {table}; {REMEDY}"
+    if facts.lack and (facts.may_have_mlps or facts.body is None or facts.body["p"] <= UNDECIDED_P):
         return INCONCLUSIVE, f"{body}, but a changed basis would hide a child, and {units}"
     if facts.lack:
         return NO_EVIDENCE, f"{body}; a child whose basis was changed would not be seen: {units}"
@@ -94,6 +81,7 @@ class Model:
     source: object
     units: list  # its hidden units, by each LayoutHypothesis
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
+    layers: dict  # of digests, by which equal ones are found
 
 
 @dataclass
@@ -103,7 +91,9 @@ class Facts:
     match: ModelMatch | None  # of hidden units
     body: dict | None = None  # the test of the blocks' coordinates
     embedding: dict | None = None  # and of the embedding matrices'
-    layer_r: dict = field(default_factory=dict)  # correlation of each layer's numbers with its namesake's
+    layer_r: dict = field(default_factory=dict)  # least correlation of the matrices of two layers, by numbers
+    equal: dict = field(default_factory=dict)  # layers that are the base's, bit for bit, and its
+    depth: int = 2  # layers of the suspect
     lack: str = ""  # why hidden units cannot tell; "" if they can
     may_have_mlps: bool = True  # that were not found
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
@@ -117,35 +107,25 @@ class Facts:
     def base_matches(self):
         """Those whose layer is the base's; once there are two, late ones need no strength."""
         found = [match for match in self.matches if is_of_base(match, len(self.matches))]
-        if distinct_layers(found) > 1:
+        if distinct(places(found)) > 1:
             found = [match for match in self.matches if match in found or match.share >= MIDDLE_SHARE]
         return found
 
     @property
-    def base_layers(self):
-        """How many layers are the base's."""
-        return distinct_layers(self.base_matches)
+    def alike(self):
+        """The layers that have the base's numbers, in their own coordinates, and its."""
+        return dict(pair for pair, r in self.layer_r.items() if self.body_agrees and r >= ALIKE_R)
 
     @property
-    def equal_layers(self):
-        """The numbers of the layers that have the base's numbers, in their own coordinates."""
-        return [layer for layer, r in self.layer_r.items() if r >= EQUAL_R]
-
-    def are_enough(self, layers):
-        """Does a number of layers that are the base's make a child? Of many layers one may be copied."""
-        depth = self.match.depth if self.match else len(self.layer_r)
-        return layers > 1 or (layers == 1 and depth < FEW_LAYERS)
+    def are_enough(self):
+        """Are the layers that are the base's two, or the only one? Of several one may have been copied."""
+        found = {*self.equal.items(), *self.alike.items(), *places(self.base_matches)}
+        return distinct(found) >= min(2, self.depth)
 
     @property
     def body_agrees(self):
         """Do the coordinates of the blocks' weights agree?"""
         return self.body is not None and self.body["same"]
-
-    @property
-    def tables_agree(self):
-        """Do the embedding matrices, by their coordinates, or in any basis?"""
-        by_coordinates = self.embedding is not None and self.embedding["same"]
-        return by_coordinates or (self.match is not None and self.match.table_likeness > CHANGED_TABLE)
 
     @property
     def is_between(self):
@@ -170,7 +150,7 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    return Model(name, source, hidden_units(source), vocabulary)
+    return Model(name, source, hidden_units(source), vocabulary, layers_of(source))
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
@@ -189,9 +169,11 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         limit = layers or usual_layers(base.units[0], suspect.units[0])
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
-    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, *lacks)
+    equal = equal_layers(base.layers, suspect.layers)
+    depth = len(parts.find(suspect.source).layers)
+    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
     layers_read = {each.mlp.layer for each in facts.matches}
-    if facts.base_layers == 1 and match.depth > len(layers_read):  # is it the only one?
+    if distinct(places(facts.base_matches)) == 1 and match.depth > len(layers_read):  # is it the only one?
         match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
         facts.match = match
     return row_of(facts), {"layers": layer_rows(facts), "layer_map": match.layer_map if match else {}}
@@ -217,7 +199,7 @@ def detectability(base: Model, suspect: Model, match):
         may_have_mlps = may_have_mlps and bool(found.mlps or found.unknown or named)
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
-        elif parts.HEAD.search(found.tables[0]):  # which is the embedding matrix only if the two are tied
+        elif parts.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
             lacks.append(f"no embedding matrix but a head found in {model.name}")
     if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
         tokens = f"they share {match.num_tokens:,} tokens"
@@ -245,11 +227,14 @@ def is_of_base(match, searches):
     return is_strong or (match.share >= MIDDLE_SHARE and middle_layers(match) == 2)
 
 
-def distinct_layers(matches):
-    """How many layers some matches are: experts of one layer, and copies of one, count once."""
-    layers = {match.mlp.layer for match in matches}
-    base_layers = {match.base_mlp.layer for match in matches}
-    return min(len(layers), len(base_layers))
+def places(matches):
+    """The numbers of the suspect's layer and the base's, from 1, of some matches."""
+    return [(match.mlp.layer + 1, match.base_mlp.layer + 1) for match in matches]
+
+
+def distinct(pairs):
+    """How many layers some pairs of layers are: experts of one layer, and copies of one, count once."""
+    return min(len({layer for layer, _ in pairs}), len({base_layer for _, base_layer in pairs}))
 
 
 def middle_layers(match):
@@ -293,6 +278,11 @@ def row_of(facts: Facts):
     }
 
 
+def unread_row(error):
+    """The row of a suspect that cannot be read: why not, and nothing else."""
+    return dict.fromkeys(row_of(Facts(None, lack="nothing"))) | {"verdict": NOT_READ, "sentence": str(error)}
+
+
 def layer_rows(facts: Facts):
     """A row for each MLP of the suspect that was looked for."""
     of_base = facts.base_matches
@@ -313,14 +303,30 @@ def mean_distance(matches):
 # ---- sentences ---------------------------------------------------------------------------------------------
 
 
+def bits_phrase(facts: Facts):
+    """Which layers are the base's, bit for bit."""
+    if not facts.equal:
+        return ""
+    layers, base_layers = layers_phrase(list(facts.equal)), layers_phrase(list(facts.equal.values()))
+    verb = "is" if len(facts.equal) == 1 else "are"
+    return f"{layers} {verb} bit for bit the base's {base_layers}"
+
+
 def matched_phrase(facts: Facts):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
     found, searched = facts.base_matches, facts.matches
+    if not found:
+        return ""
     least = facts.reported_match
-    is_least = all(match.share == least.share for match in found)
     layers = "every layer" if len(found) == len(searched) else f"{len(found)} of {len(searched)} layers"
-    count = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
-    sentence = count if is_least else f"at least {count}"
+    if any(match.units != least.units for match in found):
+        here = f"{least.found:,} of {least.units:,} of layer {least.mlp.layer + 1}"
+        share = "all" if least.share == 1 else f"at least {least.share:.0%} of the"
+        sentence = f"{share} hidden units of {layers} were matched ({here})"
+    else:
+        sentence = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
+        if any(match.share != least.share for match in found):
+            sentence = f"at least {sentence}"
     if least.r < BASE_R:
         sentence += f", weakly (r = {least.r:.2f})"
     origins = {match.mlp.layer: match.base_mlp.layer for match in found}
@@ -328,6 +334,14 @@ def matched_phrase(facts: Facts):
     if are_in_place and len(origins) > 1:
         return sentence
     return f"{sentence}, in {layers_phrase([layer + 1 for layer in origins.values()])} of the base"
+
+
+def alike_phrase(facts: Facts):
+    """Which layers have the base's numbers, in their own coordinates; told where nothing else shows them."""
+    alike = facts.alike
+    if alike.keys() <= facts.equal.keys() | {layer for layer, _ in places(facts.base_matches)}:
+        return ""
+    return f"{coordinates_phrase(facts.body)} in every kind of matrix of {layers_phrase(list(alike))}"
 
 
 def layers_phrase(numbers):
@@ -362,12 +376,12 @@ def units_phrase(facts: Facts):
 def changes(facts: Facts):
     """What was done to a suspect whose units were matched."""
     found, match = facts.base_matches, facts.match
+    if not found:
+        return
     if match.widths[0] != match.widths[1]:
         yield "its width is {1:,}, not {0:,}".format(*match.widths)
     if facts.embedding and not facts.embedding["same"] and not facts.body_agrees:
         yield "its residual basis was changed"
-    elif facts.body_agrees and len(found) < len(facts.matches):
-        yield coordinates_phrase(facts.body)
     if sum(match.in_place for match in found) < 0.5 * sum(match.found for match in found):
         yield "its hidden units stand in another order"
     far = mean_distance(found)
@@ -387,8 +401,14 @@ def coordinates_phrase(body):
 
 def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
-    if facts.match and facts.match.table_likeness > SAME_TABLE:
+    likeness = facts.match.table_likeness if facts.match else 0.0
+    if likeness > SAME_TABLE:
         return "the base's embedding matrix"
-    # units cannot be matched through a matrix that is not the base's
-    is_changed = facts.tables_agree or facts.base_layers > 0
-    return "the base's embedding matrix, changed" if is_changed else "a different embedding matrix"
+    has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
+    if (
+        has_same_coordinates or likeness > CHANGED_TABLE or facts.base_matches
+    ):  # seen through the base's alone
+        return "the base's embedding matrix, changed"
+    if facts.are_enough or (facts.match is None and facts.embedding is None):
+        return "embedding matrices that do not agree, or number tokens otherwise"
+    return "a different embedding matrix"

@@ -40,11 +40,12 @@ LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 class LayoutHypothesis:
     """What a checkpoint's names leave open: where there is a choice, all are tried."""
 
-    table: str  # the embedding matrix
-    head: str
+    table: tuple  # the embedding matrix: its name, or the names of two whose product it is
+    head: tuple
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     centred: bool  # norms without biases take the mean out, as LayerNorms do
+    backward: bool  # of two matrices of an MLP without names the other one writes
 
 
 def hidden_units(source):
@@ -69,7 +70,11 @@ def layout_hypotheses(source):
     centred = [source.family in LAYERNORMS_WITHOUT_BIAS]
     if not source.family:  # a file of weights alone
         centred = [False, True]
-    choices = itertools.product(found.tables, found.heads, interleaved, from_one, centred)
+    backward = [False]
+    if any(len(mlp.views) == 2 and not mlp.is_named for mlp in found.mlps):
+        backward = [False, True]
+    heads = [*dict.fromkeys(found.heads + found.tables)]
+    choices = itertools.product(found.tables, heads, interleaved, from_one, centred, backward)
     return [LayoutHypothesis(*choice) for choice in choices]
 
 
@@ -77,8 +82,8 @@ class Tables:
     """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
 
     def __init__(self, source):
-        self.read = functools.cache(lambda name: clipped(source.read(name)))
-        self.root = functools.cache(lambda name: root_of(self.read(name)))
+        self.read = functools.cache(lambda names: clipped(product(*map(source.read, names))))
+        self.root = functools.cache(lambda names: root_of(self.read(names)))
 
 
 class Units:
@@ -115,15 +120,15 @@ class Units:
         """
         mlp = self.parts.mlps[number]
         rows = {view: self.rows(number, view) for view in mlp.views}
-        living = torch.stack([weights.any(dim=1) for weights in rows.values()]).all(dim=0)
+        largest = {view: weights.abs().amax(dim=1) for view, weights in rows.items()}  # (m,) each
+        living = torch.stack(list(largest.values())).gt(0).all(dim=0)
         views = {}
         for view, weights in rows.items():
-            largest = weights.abs().amax(dim=1).clamp(min=1e-30)
-            columns = self.tables.root(self.table_of(view)) @ (weights.T / largest)
-            if not columns.isfinite().all():
+            columns = self.tables.root(self.table_of(view)) @ (weights.T / largest[view].clamp(min=1e-30))
+            lengths = columns.norm(dim=0)
+            if not lengths.isfinite().all():
                 raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
-            columns = columns / columns.norm(dim=0).clamp(min=1e-30) * living
-            views[view] = decorrelated(columns)
+            views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
         return views
 
     def compute_sample(self, number, limit):
@@ -135,12 +140,16 @@ class Units:
     def rows(self, number, view):
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.parts.mlps[number]
-        name = mlp.matrices.get(view, mlp.matrices.get("gate_up"))
+        role = view
+        if self.layout.backward and len(mlp.views) == 2 and not mlp.is_named:
+            role = {"up": "down", "down": "up"}[view]
+        name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
         weight = self.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
         rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
         if view not in mlp.matrices:
+            rows = rows[: 2 * parts.units_of(self.source.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
             rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
@@ -180,6 +189,15 @@ def decorrelated(columns: Tensor) -> Tensor:
     root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
     white = root @ columns
     return white / white.norm(dim=0).clamp(min=1e-30)
+
+
+def product(table: Tensor, projection: Tensor | None = None) -> Tensor:
+    """A table (V, e) as it is, or through a projection (d, e) or (e, d) that leads to the stream: (V, d)."""
+    if projection is None:
+        return table
+    if projection.shape[0] != table.shape[1]:
+        projection = projection.T
+    return table.float() @ projection.float()
 
 
 def clipped(table: Tensor) -> Tensor:

@@ -28,6 +28,14 @@ from lineage.views import Units
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs
 
+READS = {  # what the figure says of each of these, and of each test
+    "own embedding": "states: tokens, an embedding matrix each",
+    "shared embedding": "states: tokens, one embedding matrix",
+    "gaussian": "states: Gaussian vectors",
+    "weights": "weights",
+}
+TESTS = {"units": "hidden units", "weights": "coordinates of the blocks"}
+TESTS |= {"embedding matrices": "coordinates of embedding matrices"}
 LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
@@ -123,18 +131,23 @@ def draw_rates(rows, path) -> None:
     """How often newborns are called related: a line per test and what it reads, a colour per birth."""
     figure, grid = new_figure("How often does a test call unrelated newborns related?", width=7, height=5.6)
     axes = grid[0, 0]
-    lines = list(dict.fromkeys(f"{row['inputs']}: {row['test']}" for row in rows))
+    lines = list(dict.fromkeys((row["inputs"], row["test"]) for row in rows))
+    first = dict(reversed(lines))  # of what is read: it is named there
+    labels = []
+    for inputs, test in lines:
+        label = TESTS.get(test, f"the paper's {test}")
+        labels.append(f"{READS[inputs]}\n{label}" if first[inputs] == test else label)
     births = list(dict.fromkeys(f"{row['model']}, scheme {row['scheme']}" for row in rows))
     for row in rows:
         number = births.index(f"{row['model']}, scheme {row['scheme']}")
-        height = lines.index(f"{row['inputs']}: {row['test']}") + 0.18 * number
+        height = lines.index((row["inputs"], row["test"])) + 0.18 * number
         axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=COLOURS[number])
         axes.plot(100 * row["rate"], height, "o", color=COLOURS[number])
     for birth, colour in zip(births, COLOURS):
         axes.plot([], [], "o-", color=colour, label=f"{birth}, 99 % interval")
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
     axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called related")
-    axes.set_yticks(range(len(lines)), lines)
+    axes.set_yticks(range(len(lines)), labels)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     legend_below(figure, axes)

@@ -204,6 +204,27 @@ def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
         formats.open_any(folder)
 
 
+def test_weights_that_were_never_gathered(folder):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(0)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    for open_folder in (formats.open_any, formats.open_checkpoint):
+        with pytest.raises(UserError, match="up_proj.weight is empty; it was saved under ZeRO-3 without"):
+            open_folder(folder)
+
+
+def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder):
+    config = read_json(folder / "config.json")
+    for key, value, said in (
+        ("tie_word_embeddings", True, "set its tie_word_embeddings to false"),
+        ("vocab_size", 99, r"head.weight is \(97, 32\), expected \(99, 32\) by config.json: correct"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        assert formats.open_any(folder).config is None
+        with pytest.raises(UserError, match=said):
+            checkpoint.load(folder)
+
+
 def test_mlps_that_nobody_found_are_missing(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors = {name: tensor for name, tensor in tensors.items() if "mlp" not in name}
@@ -239,6 +260,7 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "A.GGUF b.gguf": "name one .gguf file, as A.GGUF",
     "sha256-4d7a sha256-5e": "the largest: sha256-4d7a, or another",
     "config.json global_step500": "zero_to_fp32.py makes one",
+    "checkpoint-500 checkpoint-900": "name one of its checkpoints, as checkpoint-500",
     "ckpt.pt": "ckpt.pt has weights alone",
     "consolidated.00.pth params.json": "consolidated.00.pth has weights alone",
     "consolidated.safetensors": "consolidated.safetensors has weights alone",

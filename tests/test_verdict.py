@@ -10,8 +10,9 @@ import safetensors.torch
 import scipy.stats
 import torch
 
-from lib import checkpoint
+from lib import checkpoint, gguf_tokenizers
 from lib.checkpoint import Newborn
+from lib.formats import token_ids
 from lib.settings import UserError
 from lineage import disguise
 from lineage.match import Match, ModelMatch
@@ -37,7 +38,7 @@ OUTCOMES = {
 
 
 def mlp(layer: int, depth: int) -> MLP:
-    return MLP(layer, layer / depth, layer == 0, f"layer {layer + 1}", {}, None, None, None)
+    return MLP(layer, layer / depth, layer == 0, f"layer {layer + 1}", {}, True, None, None, None)
 
 
 def model_match(counts: dict, depth=24, r=0.2, likeness=0.06, base_layers=None, units=1000) -> ModelMatch:
@@ -60,7 +61,8 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
     "two late ones, strongly": (model_match({23: 300, 24: 300}, r=0.6), SAME_BIRTH, "of 2 of 24 layers"),
     "one in the middle": (model_match({9: 600}), INCONCLUSIVE, "in layer 9 of the base, but no other"),
     "one layer twice": (model_match({9: 900, 10: 900}, base_layers={10: 9}), INCONCLUSIVE, "but no other"),
-    "one of few": (model_match({2: 600}, depth=6), SAME_BIRTH, "1 of 6 layers"),
+    "one of few": (model_match({2: 600}, depth=6), INCONCLUSIVE, "1 of 6 layers"),
+    "the only one": (model_match({1: 600}, depth=1, r=0.9), SAME_BIRTH, "of every layer"),
     "some in the middle": (model_match({9: 120}), INCONCLUSIVE, "12% of layer 9"),
     "late ones": (
         model_match(LATE),
@@ -83,39 +85,58 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
 def test_units_decide_by_share_strength_and_place(case):
     match, verdict, said = MATCHES[case]
     for embedding in (None, *OUTCOMES.values()):
-        row = row_of(Facts(match, OUTCOMES["nothing"], embedding))
+        row = row_of(Facts(match, OUTCOMES["nothing"], embedding, depth=match.depth))
         assert row["verdict"] == verdict and said in row["sentence"], row["sentence"]
     told = next(each for each in match.matches if each.mlp.layer + 1 == row["layer"])
     assert (row["units_found"], row["units"], row["r"]) == (told.found, told.units, told.r)
 
 
+def layer_r(**alike: float) -> dict:
+    """The least correlation of the matrices of each of 24 layers, in place: 0.01, but for some, as `_15`."""
+    return {(layer, layer): alike.get(f"_{layer}", 0.01) for layer in range(1, 25)}
+
+
 def test_every_combination_of_coordinates():
-    """They decide where the embedding matrices cannot have tied them, or no units could be looked for."""
-    layers = dict.fromkeys(range(1, 25), 0.7)
-    for body, embedding, has_units in itertools.product([None, *OUTCOMES], [None, *OUTCOMES], (True, False)):
+    """They decide by every kind of matrix of two layers, whatever tables and units say; z alone does not."""
+    choices = ([None, *OUTCOMES], [None, *OUTCOMES], (True, False), ({}, {"_4": 0.1, "_9": 0.7}))
+    for body, embedding, has_units, alike in itertools.product(*choices):
         facts = Facts(
             match=model_match({}) if has_units else None,
             body=OUTCOMES.get(body),
             embedding=OUTCOMES.get(embedding),
-            layer_r=layers,
+            layer_r=layer_r(**alike),
             lack="" if has_units else "no MLPs found in B",
             may_have_mlps=False,
         )
         expected = NO_EVIDENCE
         if body == "same":
-            is_unknown = embedding is None and not has_units
-            expected = INCONCLUSIVE if embedding == "same" or is_unknown else SAME_BIRTH
+            expected = SAME_BIRTH if alike else INCONCLUSIVE
         elif not has_units and body in (None, "between"):
             expected = INCONCLUSIVE
-        assert row_of(facts)["verdict"] == expected, (body, embedding, has_units)
+        row = row_of(facts)
+        assert row["verdict"] == expected, (body, embedding, has_units, alike)
     facts.body, facts.may_have_mlps = OUTCOMES["nothing"], True  # a basis may have been changed
     assert row_of(facts)["verdict"] == INCONCLUSIVE
-    one_copied = Facts(model_match({}), OUTCOMES["same"], OUTCOMES["nothing"], {14: 0.01, 15: 0.99, 16: 0.0})
-    one_copied.layer_r |= dict.fromkeys(range(17, 25), 0.0)
-    row = row_of(one_copied)
-    assert (
-        row["verdict"] == INCONCLUSIVE and "agree (correlation 0.7, z = 250) in layer 15" in row["sentence"]
-    )
+
+
+def test_layers_count_once_whatever_shows_them():
+    """A layer by its bits and one by its coordinates are two; of one layer both are one."""
+    for equal, verdict in (({3: 4}, SAME_BIRTH), ({15: 15}, INCONCLUSIVE), ({3: 15}, INCONCLUSIVE)):
+        row = row_of(Facts(model_match({}), OUTCOMES["same"], None, layer_r(_15=0.9), equal, 24))
+        assert row["verdict"] == verdict, equal
+    assert row_of(Facts(model_match({}), equal={3: 4, 5: 4}, depth=24))["verdict"] == INCONCLUSIVE
+    row = row_of(Facts(model_match({}), equal={4: 1, 5: 2, 6: 3}, depth=24))
+    assert row["verdict"] == SAME_BIRTH
+    assert row["sentence"].startswith("layers 4-6 are bit for bit the base's layers 1-3; ")
+
+
+def test_units_of_layers_of_several_widths():
+    match = model_match(ALL, r=0.95)
+    match.matches[2] = replace(match.matches[2], found=512, units=512)
+    assert "all hidden units of every layer were matched (" in row_of(Facts(match))["sentence"]
+    match.matches[3] = replace(match.matches[3], found=499)
+    said = "at least 50% of the hidden units of every layer were matched (499 of 1,000 of layer 4)"
+    assert said in row_of(Facts(match))["sentence"]
 
 
 def test_one_layer_of_the_few_that_were_read_is_no_child():
@@ -156,13 +177,11 @@ def changed(weights: dict, change) -> dict:
     return others
 
 
-def folder_with(place, weights: dict, raw=RAW, vocabulary=None):
+def folder_with(place, weights: dict, raw=RAW):
     place.mkdir()
     (place / "config.json").write_text(json.dumps(raw))
     weights = {name: weight.contiguous().clone() for name, weight in weights.items()}
     safetensors.torch.save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
-    if vocabulary:
-        (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     return checkpoint.parse_spec(str(place)).open(any_architecture=True)
 
 
@@ -341,14 +360,162 @@ def test_layers_of_which_nothing_is_known(tmp_path):
     assert answer == INCONCLUSIVE and "a changed basis would hide a child" in sentence
 
 
-def test_a_permuted_vocabulary(tmp_path):
+# ---- what people bring -------------------------------------------------------------------------------------
+
+PLAIN = replace(CONFIG, mlp="gelu", norm="layernorm")
+TIED = replace(PLAIN, tie_embeddings=True)
+
+
+def as_transformer_lens(weights: dict) -> dict:
+    """GPT-2's matrices as TransformerLens stores them, (inputs, outputs)."""
+    names = {"model.embed_tokens.weight": "embed.W_E", "model.layers.": "blocks.", "post_attention": "ln2"}
+    names |= {
+        "up_proj.weight": "W_in",
+        "down_proj.weight": "W_out",
+        "self_attn.": "attn.",
+        "ln2_layer": "ln2",
+    }
+    others = changed(weights, names | {"ln2norm.weight": "ln2.w", "model.norm.weight": "ln_final.w"})
+    return {name: weight.T if ".W_" in name and "mlp" in name else weight for name, weight in others.items()}
+
+
+def without_a_head(weights: dict) -> dict:
+    return {name: weight for name, weight in weights.items() if "head" not in name}
+
+
+def with_a_new_head(weights: dict) -> dict:
+    return weights | {"lm_head.weight": random_rows(300)}
+
+
+def stacked(weights: dict) -> dict:
+    """All layers in one tensor, (L, ...), as MaxText keeps them."""
+    others = {name: weight for name, weight in weights.items() if "layers" not in name}
+    for name in weights:
+        if ".layers.0." in name:
+            layers = [weights[name.replace(".0.", f".{layer}.")] for layer in range(3)]
+            others[name.replace("layers.0", "layers")] = torch.stack(layers)
+    return others
+
+
+def pruned_each(weights: dict) -> dict:
+    """Layers of 96, 88 and 80 units."""
+    others = dict(weights)
+    for layer in range(3):
+        for view in ("gate", "up", "down"):
+            name = f"model.layers.{layer}.mlp.{view}_proj.weight"
+            units = torch.arange(96 - 8 * layer)
+            others[name] = weights[name].index_select(int(view == "down"), units)
+    return others
+
+
+def with_more_tokens(weights: dict) -> dict:
+    return weights | {name: torch.cat([weights[name], random_rows(20)]) for name in TABLES}
+
+
+LLAMA = checkpoint.config_json(CONFIG)
+BROUGHT = {  # the architecture, what was done to the base, and to the suspect, and its config.json
+    "TransformerLens": (TIED, {}, as_transformer_lens, RAW),
+    "no head": (PLAIN, {}, without_a_head, RAW),
+    "the base has none": (PLAIN, without_a_head, {}, RAW),
+    "a new head": (TIED, {}, with_a_new_head, RAW),
+    "stacks of layers": (CONFIG, {}, stacked, RAW),
+    "a head though tied": (CONFIG, {}, {}, LLAMA | {"tie_word_embeddings": True}),
+    "a stale vocabulary": (CONFIG, {}, with_more_tokens, LLAMA),
+    "layers of several widths": (CONFIG, {}, pruned_each, LLAMA),
+}
+
+
+@pytest.mark.parametrize("case", BROUGHT)
+def test_what_people_bring(case, tmp_path, capsys):
+    """Copies, noised and rotated children are found, a stranger is not, whatever config.json says."""
+    config, of_base, of_suspect, raw = BROUGHT[case]
+    birth = disguise.noised(Newborn(config, 1), 0)
+    base = folder_with(tmp_path / "base", changed(weights_of(birth), of_base))
+    relatives = {"copy": birth, "noised": disguise.noised(birth, 0.5)}
+    relatives |= {"rotated": disguise.disguised(birth, ("rotate",)), "stranger": Newborn(config, 2)}
+    for name, source in relatives.items():
+        weights = changed(weights_of(source), of_suspect)
+        answer, sentence = judged(base, folder_with(tmp_path / name, weights, raw))
+        assert answer == (NO_EVIDENCE if name == "stranger" else SAME_BIRTH), (name, sentence)
+        assert ("hidden units of every layer" in sentence) == (name != "stranger"), sentence
+    warned = capsys.readouterr().err
+    assert ("it is read by its weights alone" in warned) == (raw is not RAW)
+
+
+def test_no_row_of_a_table_agrees(tmp_path):
+    """Units cannot be matched; bits and coordinates can, though the tables agree, or nothing does."""
+    attention = {"mlp.": "self_attn."}  # no MLPs are found then
+    base = folder_with(tmp_path / "base", changed(weights_of(BASE), attention))
+    copied = weights_of(STRANGER) | {n: w for n, w in weights_of(BASE).items() if "attn" in n or n in TABLES}
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    suspects = {
+        "copy": (
+            weights_of(BASE),
+            SAME_BIRTH,
+            "layers 1-3 are bit for bit the base's layers 1-3; the base's",
+        ),
+        "noised": (weights_of(disguise.noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
+        "tokens moved": (
+            {n: w[order] if n in TABLES else w for n, w in weights_of(disguise.noised(BASE, 1)).items()},
+            SAME_BIRTH,
+            "; embedding matrices that do not agree",
+        ),
+        "copied attention": (copied, INCONCLUSIVE, "not in every kind of matrix of two layers"),
+        "a copied table": (weights_of(Newborn(CONFIG, 2, 1)), INCONCLUSIVE, "a changed basis would hide"),
+    }
+    for name, (weights, verdict, said) in suspects.items():
+        suspect = folder_with(tmp_path / name, changed(weights, attention))
+        answer, sentence = judged(base, suspect)
+        assert answer == verdict and said in sentence, (name, sentence)
+    assert judged(BASE, folder_with(tmp_path / "a", copied))[0] == INCONCLUSIVE
+
+
+def test_layers_at_other_places(tmp_path):
+    """A merge by layers, of other names, beside a stranger's embedding matrix: bits alone can tell."""
+    for layers, verdict in (({0: 1, 1: 2}, SAME_BIRTH), ({0: 1}, INCONCLUSIVE), ({}, NO_EVIDENCE)):
+        weights = weights_of(STRANGER)
+        for base_layer, layer in layers.items():
+            for name in weights:
+                if f"layers.{layer}." in name:
+                    weights[name] = BASE.read(name.replace(f".{layer}.", f".{base_layer}."))
+        renamed = changed(weights, {"layers.": "block_", "gate_proj": "p", "up_proj": "r", "down_proj": "q"})
+        answer, sentence = judged(BASE, folder_with(tmp_path / str(len(layers)), renamed))
+        assert answer == verdict, sentence
+        if verdict == SAME_BIRTH:
+            assert sentence.startswith("layers 2-3 are bit for bit the base's layers 1-2"), sentence
+
+
+def as_tokenizer_json(place, ids: dict) -> None:
+    (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
+
+
+def as_tokenizer_model(place, ids: dict) -> None:
+    header = {"tokens": sorted(ids, key=ids.get), "scores": [0.0] * 300, "token_type": [1] * 300}
+    values = {f"tokenizer.ggml.{key}": value for key, value in header.items()}
+    (place / "tokenizer.model").write_bytes(gguf_tokenizers.sentencepiece_model(values))
+
+
+def as_vocab_json(place, ids: dict) -> None:
+    (place / "vocab.json").write_text(json.dumps(ids))
+
+
+def as_vocab_txt(place, ids: dict) -> None:
+    (place / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)))
+
+
+WRITERS = (as_tokenizer_json, as_tokenizer_model, as_vocab_json, as_vocab_txt)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_permuted_vocabulary(write, tmp_path):
     """Without a tokenizer it cannot be told from a stranger; with one it can, unless that lies."""
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
     weights = weights_of(CHILD)
     permuted = weights | {name: weights[name][order] for name in TABLES}
-    usual = {f"token {number}": number for number in range(300)}
-    theirs = {f"token {string}": number for number, string in enumerate(order.tolist())}
-    base = folder_with(tmp_path / "base", weights_of(BASE), vocabulary=usual)
+    usual = {f"token_{number}": number for number in range(300)}
+    theirs = {f"token_{string}": number for number, string in enumerate(order.tolist())}
+    base = folder_with(tmp_path / "base", weights_of(BASE))
+    write(tmp_path / "base", usual)
     cases = {
         "plain": (permuted, None, NO_EVIDENCE, "if their token numbers mean the same"),
         "true": (permuted, theirs, SAME_BIRTH, "every layer"),
@@ -356,8 +523,14 @@ def test_a_permuted_vocabulary(tmp_path):
         "lying of equal tokens": (weights, theirs, SAME_BIRTH, "every layer"),
     }
     for name, (tensors, vocabulary, expected, said) in cases.items():
-        answer, sentence = judged(base, folder_with(tmp_path / name, tensors, vocabulary=vocabulary))
+        suspect = folder_with(tmp_path / name, tensors)
+        if vocabulary:
+            write(tmp_path / name, vocabulary)
+        answer, sentence = judged(base, suspect)
         assert answer == expected and said in sentence, (name, sentence)
+    (tmp_path / "base" / "tokenizer.json").unlink(missing_ok=True)
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"IQ== 0")  # Llama 3's own: it tells nothing here
+    assert write in (as_vocab_json, as_vocab_txt) or token_ids(tmp_path / "base") == {}
 
 
 @pytest.mark.parametrize("family", ["paligemma", "llama"])
@@ -421,24 +594,24 @@ def test_coordinates_where_there_are_no_units(tmp_path):
     answer, sentence = judged(Newborn(config, 1), Newborn(config, 2))
     assert answer == NO_EVIDENCE and "basis was changed would not" in sentence
     without_units = folder_with(tmp_path / "a", dead(weights_of(BASE)))
-    assert judged(without_units, without_units)[0] == INCONCLUSIVE  # so looks a stranger with a copied table
+    assert judged(without_units, without_units)[0] == SAME_BIRTH  # by all that it has
 
 
 def test_constants_and_frozen_towers_are_no_kinship(tmp_path):
     mask = {f"model.layers.{layer}.attn.causal": torch.ones(64, 64).tril() for layer in range(3)}
     tower = {f"vision_tower.layers.{layer}.fc1.weight": random_rows(96) for layer in range(9)}
     tower["projector.weight"] = random_rows(96)
-    for case, shared, verdict in (("a", mask, INCONCLUSIVE), ("b", tower, NO_EVIDENCE)):
-        sources = [
-            folder_with(tmp_path / f"{case}{i}", weights_of(s) | shared)
-            for i, s in enumerate((BASE, STRANGER))
-        ]
+    others = {f"model.layers.{layer}.zeros": torch.zeros(64, 64) for layer in range(3)}
+    others |= {f"model.layers.{layer}.mix": torch.eye(64) + 3 for layer in range(3)}
+    for case, shared in (("a", mask), ("b", tower), ("c", others | mask)):
+        sources = []
+        for number, source in enumerate((BASE, STRANGER)):
+            sources.append(folder_with(tmp_path / f"{case}{number}", weights_of(source) | shared))
         answer, sentence = judged(*sources)
-        assert (
-            answer == verdict
-            and "by a few matrices of a layer" in sentence
-            or sentence.endswith("a different embedding matrix")
-        ), sentence
+        assert answer == NO_EVIDENCE and sentence.endswith("a different embedding matrix"), sentence
+        assert judged(sources[0], sources[0])[1].startswith(
+            "layers 1-3 are bit for bit the base's layers 1-3; 96"
+        )
 
 
 def test_tokens_that_are_all_alike_are_refused(tmp_path):

@@ -1,0 +1,123 @@
+"""Is every architecture judged rightly? Children and strangers by `transformers`' own classes, all tiny.
+
+    PYTHONPATH=. python tests/architectures_sweep.py                          # all, ten minutes
+    PYTHONPATH=. python tests/architectures_sweep.py GPT2LMHeadModel          # some
+
+A copy, its bfloat16 cast, a child of 30 steps more, and a merge of 60 % of the base with 40 % of that child
+are to be the `same birth`; a newborn, and a model of another seed that learnt the same text, `no evidence`.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from test_architectures import ARCHITECTURES, GATED, PLAIN, SIZES, T5_SIZES
+
+from lib import formats
+from lineage.verdict import NO_EVIDENCE, SAME_BIRTH, compare_pair, read_model
+
+NARROW = PLAIN | {"embedding_size": 64}
+MAMBA2 = SIZES | {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+NEO = SIZES | {"num_layers": 3, "num_heads": 4, "attention_types": [[["global"], 3]]}
+BART = T5_SIZES | {"encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 0}
+JAMBA = GATED | {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+LFM2 = GATED | {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
+MORE = {  # class: its configuration's, and the arguments
+    "ElectraForMaskedLM": ("ElectraConfig", NARROW),
+    "AlbertForMaskedLM": ("AlbertConfig", NARROW),
+    "Mamba2ForCausalLM": ("Mamba2Config", MAMBA2),
+    "GPTJForCausalLM": ("GPTJConfig", SIZES | {"rotary_dim": 16}),
+    "GPTBigCodeForCausalLM": ("GPTBigCodeConfig", SIZES),
+    "GPTNeoForCausalLM": ("GPTNeoConfig", NEO),
+    "StableLmForCausalLM": ("StableLmConfig", GATED),
+    "PhiForCausalLM": ("PhiConfig", PLAIN),
+    "GraniteForCausalLM": ("GraniteConfig", GATED),
+    "MptForCausalLM": ("MptConfig", {"d_model": 128, "n_layers": 3, "n_heads": 4, "vocab_size": 1000}),
+    "CodeGenForCausalLM": ("CodeGenConfig", SIZES | {"rotary_dim": 16}),
+    "NemotronForCausalLM": ("NemotronConfig", GATED),
+    "OlmoForCausalLM": ("OlmoConfig", GATED),
+    "OlmoeForCausalLM": ("OlmoeConfig", GATED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "PersimmonForCausalLM": ("PersimmonConfig", PLAIN),
+    "Glm4ForCausalLM": ("Glm4Config", GATED),
+    "SmolLM3ForCausalLM": ("SmolLM3Config", GATED),
+    "ModernBertForMaskedLM": ("ModernBertConfig", PLAIN),
+    "DebertaV2ForMaskedLM": ("DebertaV2Config", PLAIN),
+    "BartForConditionalGeneration": ("BartConfig", BART),
+    "RwkvForCausalLM": ("RwkvConfig", SIZES | {"attention_hidden_size": 128, "context_length": 64}),
+    "FalconMambaForCausalLM": ("FalconMambaConfig", SIZES),
+    "Lfm2ForCausalLM": ("Lfm2Config", LFM2),
+    "JambaForCausalLM": ("JambaConfig", JAMBA),
+}
+ALL = {name: choice[:2] for name, choice in ARCHITECTURES.items()} | MORE
+
+
+def born(name: str, seed: int) -> transformers.PreTrainedModel:
+    """A newborn of one of transformers' classes."""
+    config, arguments = ALL[name]
+    torch.manual_seed(seed)
+    return getattr(transformers, name)(getattr(transformers, config)(**arguments)).train()
+
+
+def trained(model, steps: int, start=0):
+    """The model after so many steps, each on eight new sequences of 32 tokens of one biased text."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = (1000 * torch.rand(8, 32, generator=generator) ** 2).long()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def family(name: str):
+    """(kind, model) of a trained base, its children, and two strangers."""
+    base = trained(born(name, 1), 30)
+    weights = {key: value.clone() for key, value in base.state_dict().items()}
+    yield "base", base
+    yield "copy", base
+    yield "bfloat16", base.bfloat16()
+    base.float().load_state_dict(weights)
+    child = trained(base, 30, 30)
+    yield "trained", child
+    with torch.no_grad():
+        for key, value in child.state_dict().items():
+            if value.is_floating_point():
+                value.mul_(0.4).add_(weights[key], alpha=0.6)
+    yield "merged", child
+    yield "newborn", born(name, 2)
+    yield "stranger", trained(born(name, 2), 30)
+
+
+def verdicts(name: str) -> dict[str, tuple[str, str]]:
+    """By kind of relative the verdict that is right, and the one that was given, with its sentence."""
+    answers = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, model in family(name):
+            model.save_pretrained(Path(folder) / kind)
+            read = read_model(kind, formats.open_any(Path(folder) / kind))
+            if kind == "base":
+                base = read
+                continue
+            row, _ = compare_pair(base, read, permutations=999)
+            right = NO_EVIDENCE if kind in ("newborn", "stranger") else SAME_BIRTH
+            answers[kind] = (right, row["verdict"], row["sentence"])
+    return answers
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for architecture in sys.argv[1:] or ALL:
+        try:
+            answers = verdicts(architecture)
+        except Exception as error:  # of transformers' configurations, which change
+            print(f"{architecture}: {type(error).__name__}: {error}", flush=True)
+            continue
+        wrong = {kind: answer for kind, answer in answers.items() if answer[0] != answer[1]}
+        print(f"{architecture}: {len(answers) - len(wrong)} of {len(answers)}", flush=True)
+        for kind, (_, given, sentence) in wrong.items():
+            print(f"    {kind}: {given}: {sentence}", flush=True)
