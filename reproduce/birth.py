@@ -48,9 +48,6 @@ class Settings(OutputSettings):
     numbers: str = "results/text"  # folder of what was measured, .jsonl
 
 
-# ---- what is measured --------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def measure(folder):
     """The rows of a run folder: its builders, then the links of each kept step; UserError for no run."""
@@ -64,14 +61,11 @@ def measure(folder):
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
     heads = (alpha >= alpha.max().clamp(max=attention.EPSILON)).nonzero().tolist()  # the largest at least
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
-    yield (
-        {"run": Path(folder).name}
-        | sink
-        | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}
-    )
+    named = {"run": Path(folder).name}
+    yield named | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}
     for step in runtime.progress(steps, desc=folder, unit=" steps"):
         links = links_of(checkpoint.load(step), tokens, sink, builders)
-        yield {"run": Path(folder).name, "step": int(step.name.removeprefix("step_"))} | links
+        yield named | {"step": int(step.name.removeprefix("step_"))} | links
 
 
 def links_of(model, tokens, sink, builders):
@@ -103,36 +97,24 @@ def specials(newborn, tokens, sink, builders):
     the builders' mean percentile, of both, against as many random units of the same layers.
     """
     activity = observe(newborn, tokens)
-    weights = torch.stack([down[sink["dimension"]].abs() for down in activity.down])  # (L, d_ff)
-    scores = {"activation": activity.at_1.abs() - activity.elsewhere, "weight": weights}
-    percentiles = {name: 100 * ranks(score) for name, score in scores.items()}
+    activation = percentiles(activity.at_1.abs() - activity.elsewhere)  # (L, d_ff)
+    weight = percentiles(torch.stack([down[sink["dimension"]].abs() for down in activity.down]))
+    layers, units = np.array(builders).T - [[1], [0]]
+    both = activation + weight
+    generator = keyed_generator("random units", *[number for builder in builders for number in builder])
+    drawn = both[layers, generator.integers(both.shape[1], size=(DRAWS, len(builders)))].mean(1)  # (DRAWS,)
+    p = (1 + int((drawn >= both[layers, units].mean()).sum())) / (1 + DRAWS)
     rows = []
     for layer, unit in builders:
-        found = {f"percentile_{name}": values[layer - 1, unit].item() for name, values in percentiles.items()}
-        rows.append({"layer": layer, "unit": unit} | found)
-    generator = keyed_generator("random units", *[number for builder in builders for number in builder])
-    layers = np.array([layer - 1 for layer, _ in builders])
-    units = generator.integers(weights.shape[1], size=(DRAWS, len(builders)))
-    chances = {}
-    for name, values in percentiles.items():
-        drawn = values.numpy()[layers, units].mean(1)  # (DRAWS,)
-        chances[f"p_{name}"] = chance(drawn, np.mean([row[f"percentile_{name}"] for row in rows]))
-    both = sum(values.numpy()[layers, units].mean(1) for values in percentiles.values())
-    mean = sum(np.mean([row[f"percentile_{name}"] for row in rows]) for name in percentiles)
-    return [row | chances | {"p": chance(both, mean)} for row in rows]
+        row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}
+        rows.append(row | {"percentile_weight": weight[layer - 1, unit], "p": p})
+    return rows
 
 
-def ranks(scores):
-    """Each unit's rank in its layer, from 0 to 1, of scores (L, d_ff)."""
-    return scores.argsort(dim=1).argsort(dim=1).double() / (scores.shape[1] - 1)
-
-
-def chance(drawn, found):
-    """The share of random draws that reach what was found, itself among them."""
-    return (1 + int((drawn >= found).sum())) / (1 + len(drawn))
-
-
-# ---- what is told ------------------------------------------------------------------------------------------
+def percentiles(scores):
+    """Each unit's percentile in its layer, of scores (L, d_ff)."""
+    ranks = scores.argsort(dim=1).argsort(dim=1).double()
+    return 100 * (ranks / (scores.shape[1] - 1)).numpy()
 
 
 def birth(settings: Settings):
@@ -143,23 +125,19 @@ def birth(settings: Settings):
         lines = [json.dumps(row, default=np.generic.item) + "\n" for row in measure(folder)]
         with atomic_file(path) as temporary:
             temporary.write_text("".join(lines))
-    rows, builders, order = [], [], []
-    curves = {}
+    rows, builders, order, curves = [], [], [], {}
     for path in sorted(Path(settings.numbers).glob("birth_*.jsonl")):
         sink, *steps = map(json.loads, read_bytes(path).splitlines())
-        builders += [{"run": sink["run"], "dimension": sink["dimension"]} | row for row in sink["builders"]]
+        key = {"run": sink["run"]}
+        builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
         curves[sink["run"]] = steps
-        order.append({"run": sink["run"]} | {link: half_way(steps, link) for link in LINKS})
+        order.append(key | {link: half_way(steps, link) for link in LINKS})
         for step in steps:
-            values = {name: value for name, value in step.items() if name not in ("run", "step")}
-            rows += [
-                {"run": sink["run"], "step": step["step"], "link": link, "value": values[link]}
-                for link in values
-            ]
+            for link, value in step.items():
+                if link not in ("run", "step"):
+                    rows.append(key | {"step": step["step"], "link": link, "value": value})
     if not curves:
-        raise UserError(
-            f"nothing measured in {settings.numbers}: name runs with kept steps, as runs/text/none-42"
-        )
+        raise UserError(f"nothing measured in {settings.numbers}: name runs, as runs/text/none-42")
     draw(experiment.folder / "birth.png", curves)
     return experiment.save(rows, shown=builders, builders=builders, half_way=order)
 

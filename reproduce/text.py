@@ -29,15 +29,11 @@ class Settings(OutputSettings):
     numbers: str = "results/text"  # folder of what each run came to, .jsonl
 
 
-def read_run(path):
-    """What a run came to: one row of its making and its end, and a row for each evaluation."""
-    begun, *evaluations, end = map(json.loads, read_bytes(path).splitlines())
-    return begun | end, evaluations
-
-
 def read_runs(folder):
-    """All that a folder has, in order of their names."""
-    return [read_run(path) for path in sorted(Path(folder).glob("text_*.jsonl"))]
+    """What each run of a folder came to: a row of its making and its end, and a row for each evaluation."""
+    for path in sorted(Path(folder).glob("text_*.jsonl")):
+        begun, *evaluations, end = map(json.loads, read_bytes(path).splitlines())
+        yield begun | end, evaluations
 
 
 def reading_of(run):
@@ -68,9 +64,6 @@ def text(settings: Settings):
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
     columns += ("max_alpha1", "disparity", "effective_rank")
     return experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
-
-
-# ---- the figure --------------------------------------------------------------------------------------------
 
 
 def draw(path, rows, ends) -> None:

@@ -64,9 +64,6 @@ class TrainSettings:
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of runs, like runs/lineage/tiny_llama-1000
 
 
-# ---- runs --------------------------------------------------------------------------------------------------
-
-
 def training(name, config="", **changes) -> train.Settings:
     """The run runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
     run = train.Settings()
@@ -147,9 +144,6 @@ def train_all(runs) -> None:
     torch.set_num_threads(threads)
 
 
-# ---- who is related? (BB Tables 4, 5, 8-12) ----------------------------------------------------------------
-
-
 def lineage(settings: RunSettings):
     """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?
 
@@ -193,35 +187,45 @@ def table_pairs(style, runs):
     return pairs
 
 
-# ---- four calibrations (BB 6.2, SO) ------------------------------------------------------------------------
-
-
 def calibrations(settings: RunSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; SO)"""
     runtime.start(settings)
     runs = calibration_runs()
     train_all(list(runs.values()))
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    rows = [
-        end_of(run, *key) for key, run in runtime.progress(runs.items(), desc="calibrations", unit=" runs")
-    ]
+    rows = []
+    for key, run in runtime.progress(runs.items(), desc="calibrations", unit=" runs"):
+        rows.append(end_of(run, *key)[0])
     rows += [{name: run[name] for name in rows[0]} for run, _ in read_runs(TEXT) if run["config"] == CONFIG]
     draw_calibrations(experiment.folder / "calibrations.png", rows)
     return experiment.save(rows)
 
 
+@torch.inference_mode()
 def end_of(run: train.Settings, config, kind, seed):
-    """What a run came to: losses and sinks."""
+    """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
+
+    And of each layer the share of heads that sink, disparity and effective rank. All but losses are of 64
+    held-out tokens of the text that it learned.
+    """
     log = list(read_log(Path(run.out)))
-    row = {"config": config, "calibration": kind, "seed": seed, "threads": log[0]["threads"]} | losses(log)
-    spec = checkpoint.parse_spec(run.out)
-    return row | measure_sinks(run, spec, spec.load())
-
-
-def losses(log):
-    """A run's last held-out loss, and the mean of all its evaluations after birth, nats/token."""
-    later = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    return {"val_loss": later[-1], "mean_loss": np.mean(later)}
+    losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
+    row = {"config": config, "calibration": kind, "seed": seed, "threads": log[0]["threads"]}
+    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
+    row["uniform_alpha1"] = attention.uniform_alpha(64)
+    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
+    model = spec.load()
+    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
+    row |= found
+    layers = sinks.dissect(reading, spec, model)["layers"]
+    for name in ("disparity", "effective_rank", "output_tau"):
+        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
+    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
+    kept = []
+    for layer, rate in zip(layers, rates):
+        part = {name: layer[name] for name in ("layer", "disparity", "effective_rank")}
+        kept.append(part | {"sink_rate": rate})
+    return row, kept
 
 
 def perplexity(settings: PerplexitySettings):
@@ -246,9 +250,6 @@ def text_loss(text, spec, model):
     reading = TextSettings(text=text, num_sequences=256, device=device.type)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
-
-
-# ---- sinks on text (BB Figure 12, Table 7; SO) -------------------------------------------------------------
 
 
 def text(settings: RunSettings) -> None:
@@ -280,31 +281,8 @@ def record(run: train.Settings, *key):
     tokens = TokenData(default_folder(run.source, run.tokenizer), run.bos_first)
     windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
     loss = train.evaluate(model, *windows, run.micro_batch_size, torch.device("cpu"), torch.float32)
-    yield end_of(run, *key) | {"text_loss": loss, "layers": layers_of(run, model)}
-
-
-def layers_of(run: train.Settings, model):
-    """Of each layer, at 64 held-out tokens: the share of heads that sink, disparity and effective rank."""
-    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
-    _, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # (n, L, H)
-    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2))
-    rows = []
-    for row, rate in zip(sinks.dissect(reading, spec, model)["layers"], rates.tolist()):
-        kept = {name: row[name] for name in ("layer", "disparity", "effective_rank")}
-        rows.append(kept | {"sink_rate": rate})
-    return rows
-
-
-@torch.inference_mode()
-def measure_sinks(run: train.Settings, spec, model):
-    """Sinks at 64 held-out tokens of the text that a run learned, and SO's links in the mean of layers."""
-    reading = reading_of(run)
-    row = {"uniform_alpha1": attention.uniform_alpha(64)}
-    row |= attention.sink_statistics(model, read_tokens(reading, spec, 64))[0]
-    layers = sinks.dissect(reading, spec, model)["layers"]
-    for name in ("disparity", "effective_rank", "output_tau"):
-        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
-    return row
+    row, layers = end_of(run, *key)
+    yield row | {"text_loss": loss, "layers": layers}
 
 
 COMMANDS = {
