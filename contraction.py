@@ -185,9 +185,6 @@ def mlp_stacks(standard, scheme):
         yield stack, model.model.layers, predicted  # blocks without attention, with norm and residual
 
 
-# ---- attention amplifies it (BB 4.3) -----------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def amplify(settings: Settings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)
@@ -212,9 +209,6 @@ def amplify(settings: Settings):
     question = "Does averaging over positions amplify what a ReLU MLP began?"
     theories = {"theory": "Propositions 2 and 4"}
     return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
-
-
-# ---- from weights to favourite tokens (Finding 2.2, and ours) ----------------------------------------------
 
 
 @torch.inference_mode()
@@ -246,9 +240,6 @@ def predict_direction(model, T, counts):
     row["predicted_token"] = int(model.unembed(predicted.to(model.head_weight)).argmax())
     row["direction_cosine"] = float(predicted @ direction)
     return row, predicted, direction
-
-
-# ---- the cure (ours) ---------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -396,9 +387,6 @@ def width(settings: WidthSettings):
     question = "How does one block's contraction depend on its width?"
     plot(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
     return experiment.save(rows)
-
-
-# ---- the command line --------------------------------------------------------------------------------------
 
 
 def run_all(settings: RunSettings) -> None:

@@ -36,10 +36,7 @@ STD = 0.02
 
 
 def keyed_generator(*key) -> np.random.Generator:
-    """A random stream that is a function of `key` alone: Philox under the key's 128-bit hash.
-
-    (torch's CPU generator keeps 32 bits of its seed: hashed seeds would collide in a search of 100,000.)
-    """
+    """A random stream that is a function of `key` alone: Philox under the key's 128-bit hash."""
     text = "/".join(map(str, key))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -31,7 +31,7 @@ from lib.figures import BLUE, VERMILION, new_figure, save_figure, short_names
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.settings import Command, RunSettings, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
@@ -66,11 +66,7 @@ def probe(settings: Settings):
         model = spec.load(experiment.device, experiment.dtype)
         for T in lengths:
             counts = count_predictions(model, T, num_sequences, settings.input_seed)
-            row = {"model": spec.name, "seed": spec.seed, "sequence_length": T}
-            try:
-                row |= preference(model, counts)
-            except UserError as error:
-                raise UserError(f"{spec.label}: {error}") from None
+            row = {"model": spec.name, "seed": spec.seed, "sequence_length": T} | preference(model, counts)
             if spec.tokenizer_file:
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))

@@ -1,6 +1,6 @@
 """Where does a model's attention sink, why, and what moves or ends it? (BB 6.2; SO)
 
-    python sinks.py                              # `rate`: of smollm2, a real language model, if it is there
+    python sinks.py                              # `rate`: of smollm2, a real language model
     python sinks.py anatomy --model smollm2      # SO's chain by layer, and the hidden units that build it
     python sinks.py intervene --model smollm2    # can position 10 be made a sink?
     python sinks.py silence --model smollm2 M.gguf                # which hidden units build it? two models
@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from init import keyed_generator
 from lib import figures
-from lib.checkpoint import check_lengths, chosen_models, default_model, shortest_context
+from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens, text_of
 from lib.results import Experiment, interval
@@ -44,7 +44,7 @@ LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
 @dataclass
 class Settings(TextSettings):
-    model: tuple[str, ...] = ()  # presets, PRESET@SEED, checkpoints, .gguf files; (): smollm2, if it is there
+    model: tuple[str, ...] = ("smollm2",)  # presets, PRESET@SEED, checkpoints, .gguf files
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # number format of the blocks
@@ -68,12 +68,9 @@ class SilenceSettings(Settings):
     hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
 
 
-# ---- the models --------------------------------------------------------------------------------------------
-
-
 def measure_models(name, paper, settings: Settings, measure):
     """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
-    specs = chosen_models(settings.model or (default_model(),), settings.seed)
+    specs = chosen_models(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
     if len(set(texts)) > 1:
@@ -95,9 +92,6 @@ def measure_models(name, paper, settings: Settings, measure):
 def names_of(units):
     """(layer, unit) each, as LAYER/UNIT."""
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
-
-
-# ---- where? (BB Figure 12) ---------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -122,9 +116,6 @@ def sink_rates(settings: RateSettings, spec, model):
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
-
-
-# ---- on a position, or on a token? (ours) ------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -168,9 +159,6 @@ def by_first_token(settings: Settings, spec, model):
             }
             rows.append(row)
     return {"rows": rows}
-
-
-# ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
 
 
 def anatomy(settings: Settings):
@@ -225,9 +213,6 @@ def summarise(layer, block, chain, activity, links):
         row["dimension"] = activity.dimension(layer)
         row["builders"] = names_of(activity.builders(layer, 4))
     return row
-
-
-# ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -289,9 +274,6 @@ def alpha_row(alpha, is_active):
     for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
         row[name] = some.mean().item() if len(some) else None
     return row
-
-
-# ---- ended (ours) ------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

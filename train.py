@@ -66,9 +66,7 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    keep: Literal["powers", "all", "last"] = (
-        "powers"  # which steps: 1, 2, 4, ..; these and all saved; none of them
-    )
+    keep: Literal["powers", "all", "last"] = "powers"  # which steps: 1, 2, 4, ..; all saved, too; none
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
     resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
     out: str = "runs/default"  # run folder
@@ -127,11 +125,10 @@ class Training:
         settings = self.settings
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
-        if self.is_master and self.is_new:
-            runs.begin(self.run, settings, self.birth_row())
-            self.save()
-        elif self.is_master:
-            runs.take_up(self.run, settings, self.step)
+        if self.is_master:
+            runs.begin(self.run, settings, self.step, self.birth_row())
+            if self.is_new:
+                self.save()
         stopped = False
         with runtime.listening_for_signals() as signals:
             self.evaluate_if_due()  # the newborn, or a step that was killed in its evaluation
@@ -297,9 +294,6 @@ def make_optimizer(model, settings: Settings):
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     undecayed = {"params": vectors, "weight_decay": 0.0}
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
-
-
-# ---- data, model and settings ------------------------------------------------------------------------------
 
 
 def load_model(settings: Settings, tokens):

@@ -107,9 +107,6 @@ def trained_child(seed):
     return model.eval()
 
 
-# ---- the exercises -----------------------------------------------------------------------------------------
-
-
 def fair_activation(activation):
     """1. Which activation has no favourite? Unrelated inputs must leave one layer, and all, with cosine 0."""
     z = torch.linspace(-3, 3, 61)

@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import re
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,6 @@ from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
-
-# ---- names -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,16 +144,6 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     return specs
 
 
-def default_model():
-    """The model that is measured where none is named: smollm2, or a newborn where it is not installed."""
-    try:
-        smollm2()
-    except UserError as error:
-        print(f"measuring a newborn; {error}", file=sys.stderr)
-        return "tiny_llama"
-    return "smollm2"
-
-
 def load(name, device="cpu", dtype=torch.float32):
     """The model that a text or a folder names, in eval mode, its blocks in `dtype`."""
     return parse_spec(str(name)).load(device, dtype)
@@ -180,9 +167,6 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
             raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context or window")
 
 
-# ---- newborns ----------------------------------------------------------------------------------------------
-
-
 class Newborn(CheckpointReader):
     """A newborn's parameters, each drawn when it is read."""
 
@@ -192,9 +176,6 @@ class Newborn(CheckpointReader):
             draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
             tensors[name] = LazyTensor(shape, "F32", draw)
         super().__init__(None, tensors, config, config.d_model)
-
-
-# ---- folders of our own ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

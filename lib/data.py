@@ -62,9 +62,6 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
-# ---- text --------------------------------------------------------------------------------------------------
-
-
 class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
@@ -183,9 +180,6 @@ def json_lines(file, lines):
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
         yield Piece(text.removeprefix("\ufeff"))  # a byte order mark
-
-
-# ---- text that is made -------------------------------------------------------------------------------------
 
 
 def docstrings(code):
@@ -369,20 +363,17 @@ class TokenData:
         self.vocab_size = self.meta.vocab_size
         self.tokenizer_file = self.folder / self.meta.tokenizer_file
         check_regular(self.tokenizer_file)
-        self.tokens = {split: self.open_split(split) for split in ("train", "val")}
+        self.tokens = {}  # of each split, memory-mapped
+        for split in ("train", "val"):
+            path = self.folder / f"{split}.bin"
+            check_regular(path)
+            size, count = path.stat().st_size, self.meta.tokens.get(split, 0)
+            if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
+                raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
+            self.tokens[split] = np.memmap(path, self.meta.dtype, "r")
         self.first_token = self.load_tokenizer().bos if bos_first else None  # of every window; None: its own
         if bos_first and self.first_token is None:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")
-
-    def open_split(self, split):
-        """A split's tokens, memory-mapped; UserError unless there are as many as meta.json says."""
-        path = self.folder / f"{split}.bin"
-        check_regular(path)
-        size = path.stat().st_size
-        count = self.meta.tokens.get(split, 0)
-        if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
-            raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
-        return np.memmap(path, self.meta.dtype, "r")
 
     def load_tokenizer(self):
         """The tokenizer that made the data set; UserError if it has another number of tokens."""

@@ -100,9 +100,6 @@ def short_names(names):
     return shown if len(set(shown)) == len(set(names)) else names
 
 
-# ---- curves ------------------------------------------------------------------------------------------------
-
-
 def curves(
     points, path, title, *, x, y, series, panel="", theories=None, band="", log="", style="o-", **options
 ) -> None:
@@ -256,10 +253,7 @@ def draw_silence(path, rows) -> None:
 
 
 def lineage_figure(path, base, rows, details) -> None:
-    """Draw how much of each suspect's layers is the base's, and the maps of layers that tell more than that.
-
-    `rows` and `details` are what `lineage.verdict.compare_pair` returns of the suspects.
-    """
+    """Draw how much of each suspect's layers is the base's, and the maps of layers that tell more."""
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
     tell = [tells_more(detail["layer_map"]) for detail in details]
     figure, grid = new_figure(title, len(rows), 1 + any(tell), width=5.6, height=2.4)

@@ -122,9 +122,6 @@ class ForeignArchitecture(UserError):
         super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
 
 
-# ---- what to say of strangers' files -----------------------------------------------------------------------
-
-
 def hint(evidence):
     """What HINTS say of a text of several lines; "" if nothing."""
     for pattern, advice in HINTS:
@@ -165,9 +162,6 @@ def found_in(folder, names):
             advice = hint("\n".join(there))
         raise UserError(f"{folder / names[0]} is missing. {advice}".strip(" ."))
     return found
-
-
-# ---- files of tensors --------------------------------------------------------------------------------------
 
 
 def is_gguf(place):
@@ -349,18 +343,11 @@ def gguf_rope(file, family, head_dim):
     if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
         return "rope_freqs"
     prefix = f"{family}.rope."
-    said = {}
-    for key, value in file.values.items():
-        if key.startswith(prefix) and str(value) not in NEUTRAL:
-            said[key.removeprefix(prefix)] = value
-    said.pop("freq_base", None)
-    if said.get("dimension_count") == head_dim:
-        del said["dimension_count"]
-    if "scaling.type" in said:
-        return str(said["scaling.type"])
-    if said.keys() & {"scaling.factor", "scale_linear"}:  # llama.cpp takes these as linear
-        return "linear"
-    return ", ".join(f"{prefix}{key}" for key in said) or "none"
+    said = {key: value for key, value in file.values.items() if key.startswith(prefix)}
+    said.pop(f"{prefix}freq_base", None)
+    if said.get(f"{prefix}dimension_count") == head_dim:
+        del said[f"{prefix}dimension_count"]
+    return ", ".join(f"{key} {value}" for key, value in said.items() if str(value) not in NEUTRAL) or "none"
 
 
 def config_from_hf(raw, place):
@@ -391,18 +378,10 @@ def config_from_hf(raw, place):
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
-    try:
-        config = checked_config(values, place)
-    except UserError as error:  # which says our names
-        message = str(error)
-        for ours, theirs in KEYS.items():
-            message = re.sub(rf"\b{ours}(?=`$| cannot be)", theirs, message)
-        raise UserError(message) from None
+    config = checked_config(values, place)
     window = raw.get("sliding_window")
-    is_sliding = raw.get("use_sliding_window", family == "mistral")
-    if is_sliding and window is not None and (raw.get("max_window_layers") or 0) < config.num_layers:
-        if not isinstance(window, int):
-            raise UserError(f"{place}: sliding_window cannot be {window!r}")
+    is_sliding = raw.get("use_sliding_window", family == "mistral") and isinstance(window, int)
+    if is_sliding and (raw.get("max_window_layers") or 0) < config.num_layers:
         config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
     return config
 
@@ -526,14 +505,8 @@ def foreign_checkpoint(place, raw, tensors):
     return CheckpointReader(place, tensors, None, width, family, names_mlps)
 
 
-# ---- tokens ------------------------------------------------------------------------------------------------
-
-
 def token_ids(place):
-    """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none.
-
-    The blank at a word's beginning is written in one way, whatever the tokenizer.
-    """
+    """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none."""
     files = [folder_of(place) / name for name in VOCABULARIES]
     path = next((file for file in files if os.path.exists(file)), place)
     vocabulary = {}
@@ -548,7 +521,7 @@ def token_ids(place):
         ids = {}
         for token, number in vocabulary.items():
             if isinstance(token, str) and type(number) is int and number >= 0:
-                ids[token.replace("\u0120", "\u2581")] = number
+                ids[token.replace("\u0120", "\u2581")] = number  # a blank is written in one way
     return ids
 
 

@@ -26,10 +26,7 @@ def is_known(values):
 
 
 def byte_level_tokenizer(values):
-    """What tokenizer.json says of a byte-level BPE (`gpt2`), as bytes, and BOS and EOS, as text, or None.
-
-    `values` are the header's. Errors of many kinds for a damaged one.
-    """
+    """What tokenizer.json says of a byte-level BPE (`gpt2`), as bytes, and BOS and EOS, as text, or None."""
     tokens = values["tokenizer.ggml.tokens"]
     types = values["tokenizer.ggml.token_type"]
     rule = values["tokenizer.ggml.pre"]
@@ -49,10 +46,7 @@ def byte_level_tokenizer(values):
 
 
 def sentencepiece_model(values):
-    """The bytes of a SentencePiece .model file (`llama`: pieces with scores), by its message formats.
-
-    `values` are the header's. Errors of many kinds for a damaged one.
-    """
+    """The bytes of a SentencePiece .model file (`llama`: pieces with scores), by its message formats."""
     header = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
     tokens = header["tokens"]
     types = np.array(header["token_type"])

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 
 from init import STD, keyed_generator
-from lib.data import TokenData, pieces
-from lib.files import check_text, check_utf8, read_bytes
+from lib.data import TokenData, pieces, read
+from lib.files import check_regular
 from lib.formats import is_gguf
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
 SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
-
-# ---- random inputs -----------------------------------------------------------------------------------------
 
 
 def random_streams(kind, input_seed, indices):
@@ -50,9 +48,6 @@ def random_vectors(input_seed, indices, T, d):
     streams = random_streams("vectors", input_seed, indices)
     vectors = [stream.standard_normal((T, d), np.float32) for stream in streams]
     return torch.from_numpy(np.stack(vectors)).mul_(STD)
-
-
-# ---- text --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -124,10 +119,8 @@ def first_token(word, tokenizer, spec):
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
     if os.path.isfile(text):
-        content = read_bytes(Path(text), LARGEST_TEXT)
-        check_text(text, content[:4096])
-        check_utf8(text, [content])
-        content = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        check_regular(Path(text), LARGEST_TEXT)
+        content = "".join(piece.text for piece in read(Path(text)))
     else:
         content = ""
         for piece in pieces((text,)):

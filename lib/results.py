@@ -68,9 +68,7 @@ class Experiment:
             try:
                 write_json(result, self.folder / f"{self.name}.json")
             except ValueError:
-                row = next((row for row in rows if re.search(r"\b(nan|inf)\b", repr(row))), {})
-                who = row.get("checkpoint", "the model")
-                raise UserError(f"{who}: its result is not finite: look for huge weights") from None
+                raise UserError(f"{self.name}: a result is not finite: look for huge weights") from None
             print_rows(rows if shown is None else shown, columns)
         return result
 
@@ -138,10 +136,7 @@ def code_of(path):
 
 
 def write_json(result, path) -> None:
-    """Write a result, a line for each row: made for reading and for git diff. ValueError for NaN.
-
-    numpy's numbers are written as Python's.
-    """
+    """Write a result, a line for each row: made for reading and for git diff. ValueError for NaN."""
     dump = functools.partial(json.dumps, allow_nan=False, default=np.generic.item)
     parts = []
     for key, value in result.items():

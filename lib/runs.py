@@ -56,10 +56,6 @@ def open_data(settings, device):
         data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
     runtime.wait_for_all(device)
     tokens = data.TokenData(folder, settings.bos_first)
-    made_of = (tokens.meta.source, tokens.meta.tokenizer)
-    if settings.data is None and made_of != (settings.source, settings.tokenizer):
-        was = f"{' '.join(tokens.meta.source)} and {tokens.meta.tokenizer}"
-        raise UserError(f"{folder} was made of {was}: name it by --data, or remove it")
     tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
     return tokens
 
@@ -99,23 +95,13 @@ def load_newest(run):
     raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
 
 
-def begin(run, settings, row) -> None:
-    """Write settings.json, and the first row of metrics.jsonl."""
-    write_settings(run, settings)
-    write_log(run, [row])
-
-
-def take_up(run, settings, step) -> None:
-    """Make a run whole, as it was after a step: of later ones the log has rows, and a kill leaves folders."""
-    write_settings(run, settings)
-    write_log(run, [row for row in read_log(run) if row["step"] <= step])
-    prune(run, settings.keep, step)
-
-
-def write_settings(run, settings) -> None:
-    """Write settings.json."""
+def begin(run, settings, step, birth_row) -> None:
+    """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
+    rows = [row for row in read_log(run) if row["step"] <= step] if step > 0 else [birth_row]
+    write_log(run, rows)
+    prune(run, settings.keep, step)
 
 
 def read_log(run):

@@ -24,8 +24,6 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
 PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that ranks wait for one another
 LEAST_GAIN = 1.5  # in speed of products, from which on bfloat16 is worth its casts
 
-# ---- device ------------------------------------------------------------------------------------------------
-
 
 def start(settings: RunSettings):
     """Begin an experiment: join torchrun's processes, choose device and dtype, make the folder `out`.
@@ -84,9 +82,6 @@ def default_batch_size(device, sequence_length):
     return max(1, BATCH_TOKENS[device.type] // sequence_length)
 
 
-# ---- processes ---------------------------------------------------------------------------------------------
-
-
 def rank():
     """The number of this process in its group; 0 alone."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -131,9 +126,6 @@ def listening_for_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# ---- speed -------------------------------------------------------------------------------------------------
 
 
 def training_flops(model, T):

@@ -70,9 +70,6 @@ def check_choice(name, choices, what) -> None:
         raise UserError(f"unknown {what} {name!r}: {hint}")
 
 
-# ---- from words to settings --------------------------------------------------------------------------------
-
-
 def read_command(commands, words, document):
     """The function that a command line asks for, and its settings; the document is the script's."""
     subcommands = [name for name in commands if name]
@@ -157,9 +154,6 @@ def from_values(kind, values, place):
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{place}: {error}") from None
-
-
-# ---- what a script does ------------------------------------------------------------------------------------
 
 
 def is_first_process():

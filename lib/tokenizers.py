@@ -9,7 +9,6 @@ A tokenizer is bpe:N (N tokens, trained here on a text), a SentencePiece .model 
 as <|endoftext|> may be, is spelt like any other word.
 """
 
-import contextlib
 import functools
 import io
 import json
@@ -26,7 +25,7 @@ from tokenizers import decoders, models, normalizers
 
 from lib import gguf_tokenizers
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json, smollm2
-from lib.formats import is_gguf, open_gguf
+from lib.formats import as_user_error, is_gguf, open_gguf
 from lib.settings import UserError
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
@@ -68,9 +67,7 @@ class Tokenizer:
         (folder / "tokenizer.json").write_bytes(content)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config["split_special_tokens"] = True  # as here: what a text spells is no special token
-        if (
-            model_type == "qwen2"
-        ):  # else transformers 5 cuts text by Qwen's rules, whatever tokenizer.json says
+        if model_type == "qwen2":  # else transformers 5 cuts by Qwen's rules, whatever tokenizer.json says
             config["auto_map"] = {"AutoTokenizer": [None, None]}
         if self.bos is not None:
             config["bos_token"] = self.text(self.bos)
@@ -97,7 +94,7 @@ def load_tokenizer(name, texts=()):
         return gguf_tokenizer(path)
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
-        return json_tokenizer(name, content, **special_tokens_beside(path))
+        return json_tokenizer(path, content, **special_tokens_beside(path))
     return sentencepiece_tokenizer(name, content)
 
 
@@ -125,16 +122,13 @@ def tiktoken_tokenizer(name):
     return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
 
 
-# ---- tokenizer.json and .gguf ------------------------------------------------------------------------------
-
-
-def json_tokenizer(name, content, bos=None, eos=None):
+def json_tokenizer(path, content, bos=None, eos=None):
     """The tokenizer of a tokenizer.json's bytes.
 
     `bos` and `eos` are text; None: what the tokenizer puts before a text, and the special token of a usual
     name, if any.
     """
-    with as_user_error(name):
+    with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
         coder.no_padding()
@@ -150,30 +144,14 @@ def json_tokenizer(name, content, bos=None, eos=None):
         eos = next((token for token in ENDS if token in special), None)
 
     def encode(texts):
-        with as_user_error(name):
+        with as_user_error(path):
             return [encoding.ids for encoding in coder.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def decode(tokens):
-        with as_user_error(name):
-            return coder.decode(tokens, skip_special_tokens=False)
 
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
-    return Tokenizer(
-        vocab_size, bos, eos, encode, decode, "tokenizer.json", content, for_transformers=lambda: content
-    )
-
-
-@contextlib.contextmanager
-def as_user_error(name):
-    """UserError for whatever the tokenizers library raises: panics of its Rust are no Exception."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{name} has no tokenizer that can be used: {reason}; give another one") from None
+    decode = functools.partial(coder.decode, skip_special_tokens=False)
+    kept = ("tokenizer.json", content)
+    return Tokenizer(vocab_size, bos, eos, encode, decode, *kept, for_transformers=lambda: content)
 
 
 def special_tokens_beside(path):
@@ -198,9 +176,6 @@ def gguf_tokenizer(path):
         if values["tokenizer.ggml.model"] == "llama":
             return sentencepiece_tokenizer(path, gguf_tokenizers.sentencepiece_model(values))
         return json_tokenizer(path, *gguf_tokenizers.byte_level_tokenizer(values))
-
-
-# ---- SentencePiece -----------------------------------------------------------------------------------------
 
 
 def sentencepiece_tokenizer(name, model):

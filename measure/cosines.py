@@ -22,8 +22,6 @@ from init import keyed_generator
 from lib.runtime import sum_over_ranks
 from lib.settings import UserError
 
-# ---- cosines of all pairs ----------------------------------------------------------------------------------
-
 
 class CosineStatistics:
     """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
@@ -79,9 +77,6 @@ def floored_cosine(states: Tensor, epsilon):
     unit = F.normalize(states.double(), dim=1, eps=epsilon)
     cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
     return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}
-
-
-# ---- odds --------------------------------------------------------------------------------------------------
 
 
 def binomial_log10_p(count, n, num_choices):

@@ -26,8 +26,6 @@ from model import Transformer
 CHUNK = 128  # positions whose logits exist at a time: 78 MB of Qwen's 151,936 tokens
 LEAST_DISPARITY = 50  # a dimension dominates from where disparity doubles and passes this (ours)
 
-# ---- builders and removers of a dimension ------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def hidden_units(model: Transformer, on_units):
@@ -152,9 +150,6 @@ def ranked(scores: Tensor, count):
     """The (layer, unit) of the largest of scores (L, d_ff), largest first."""
     order = scores.flatten().argsort(descending=True)[:count].tolist()
     return [(place // scores.shape[1] + 1, place % scores.shape[1]) for place in order]
-
-
-# ---- the model without them --------------------------------------------------------------------------------
 
 
 def replace_units(units, means=None):

@@ -40,27 +40,16 @@ def layer_weight(model, layer, kind):
 
 
 def intrinsic(a, b):
-    """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four.
-
-    Of models of two depths, the deeper one's are interpolated. None where a standard deviation is the same in
-    all layers, as with a single one: then it has no correlation.
-    """
-    depth = min(a.config.num_layers, b.config.num_layers)
+    """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four."""
     correlations = []
     for kind in ("q", "k", "v", "o"):
-        x = std_profile(a, kind, depth)
-        y = std_profile(b, kind, depth)
-        if np.ptp(x) == 0 or np.ptp(y) == 0:
-            return None
-        correlations.append(np.corrcoef(x, y)[0, 1])
+        profiles = []
+        for model in (a, b):
+            layers = range(model.config.num_layers)
+            weights = [layer_weight(model, layer, f"self_attn.{kind}") for layer in layers]
+            profiles.append([weight.std().item() for weight in weights])
+        correlations.append(np.corrcoef(*profiles)[0, 1])
     return np.mean(correlations)
-
-
-def std_profile(model, kind, depth):
-    """Standard deviation of a kind of matrix by layer, interpolated to `depth` layers."""
-    layers = range(model.config.num_layers)
-    stds = [layer_weight(model, layer, f"self_attn.{kind}").std().item() for layer in layers]
-    return np.interp(np.linspace(0, 1, depth), np.linspace(0, 1, len(stds)), stds)
 
 
 def reef(a, b, tokens):

@@ -61,9 +61,6 @@ def verdict(cases):
     return "open" if None in cases else "holds"
 
 
-# ---- rows --------------------------------------------------------------------------------------------------
-
-
 def select(result, part="rows", **where):
     """The rows of a result whose columns have some values, one or a list each; NotRun if there are none.
 
@@ -297,9 +294,6 @@ def raises(rows, kind, other):
     a, b = by_kind[kind], by_kind[other]
     texts = [f"{row['intervention']} {bounded(row['alpha_k'], row['low'], row['high'])}" for row in (a, b)]
     return ", ".join(texts), [above(a["low"] - b["high"], a["high"] - b["low"])]
-
-
-# ---- what the papers say -----------------------------------------------------------------------------------
 
 
 def of_table(table, says, number=""):

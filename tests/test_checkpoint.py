@@ -107,9 +107,8 @@ def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"max_position_embeddings": None}, "no max_position_embeddings"),
         ({"num_key_value_heads": 2}, "k_proj"),
-        ({"num_key_value_heads": "2"}, r"Expected `int.*\$\.num_key_value_heads`"),
-        ({"sliding_window": "4", "use_sliding_window": True}, "sliding_window cannot be '4'"),
-        ({"num_hidden_layers": -3}, "num_hidden_layers cannot be -3"),
+        ({"num_key_value_heads": "2"}, r"Expected `int.*\$\.num_kv_heads`"),
+        ({"num_hidden_layers": -3}, "num_layers cannot be -3"),
         ({"hidden_size": 2**39, "vocab_size": 2**39}, "memory"),
     ],
 )
