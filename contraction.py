@@ -127,7 +127,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
 
 
-# ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
+# ---- the story (BB 4.1 to 4.3, Finding 2.2, and ours) ------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -150,9 +150,6 @@ def sublayers_apart(settings, model, T):
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
         yield kind, part, count_layers(part, T, settings.num_sequences, settings.input_seed)
-
-
-# ---- the MLP's asymmetric activation begins it (BB 4.2) ----------------------------------------------------
 
 
 @torch.inference_mode()

@@ -164,9 +164,6 @@ def preference(model, counts: Counts):
     }
 
 
-# ---- the figure --------------------------------------------------------------------------------------------
-
-
 def plot_probe(rows, totals, path) -> None:
     """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"

@@ -77,9 +77,6 @@ MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sink
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
-# ---- the loop ----------------------------------------------------------------------------------------------
-
-
 def train(settings: Settings):
     """What becomes of a newborn? A line every --log-every steps tells the time left."""
     if checkpoint.steps(settings.out) and not settings.resume:

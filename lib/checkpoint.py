@@ -1,14 +1,10 @@
 """Which model does a name mean, and how do weights enter and leave?
 
-    >>> from lib import checkpoint
-    >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
-    >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
-    >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
-    >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
-
-A step of a run is a folder with model.safetensors, config.json and the tokenizer; to resume from it, it has
-optimizer.safetensors and state.json, with the SHA-256 of all others. config.json of a LLaMA or Qwen is
-Hugging Face's, so `transformers` opens the folder; of all else it is our ModelConfig as it stands.
+>>> from lib import checkpoint
+>>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
+>>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
+>>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
+>>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 """
 
 import functools

@@ -103,9 +103,6 @@ def package_files():
     return [files[name] for name in names]
 
 
-# ---- files of text -----------------------------------------------------------------------------------------
-
-
 def ending(file):
     """The ending of a file's name, before .gz."""
     return Path(file.name.removesuffix(".gz")).suffix.lower()

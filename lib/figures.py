@@ -13,7 +13,6 @@ import warnings
 import numpy as np
 from matplotlib import cycler, rcParams
 from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
 from matplotlib.ticker import AutoLocator, LogLocator, MaxNLocator
 
 from lib.files import atomic_file
@@ -28,17 +27,12 @@ STYLE = {
     "axes.spines.right": False,
     "axes.prop_cycle": cycler(color=COLOURS),
 }
-# Where installed, these show what DejaVu Sans lacks: Chinese, Japanese and Korean.
-FALLBACK_FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans")
-FALLBACK_FONTS += ("Apple SD Gothic Neo", "Arial Unicode MS", "Microsoft YaHei", "Malgun Gothic", "Unifont")
 DASHES = ("--", ":")  # of the first theory, and the second
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
     """A figure with its title, and a (rows, columns) grid of axes of `width` times `height` inches."""
-    installed = {font.name for font in fontManager.ttflist}
-    fallbacks = [name for name in FALLBACK_FONTS if name in installed]
-    rcParams.update(STYLE | {"font.family": ["DejaVu Sans", *fallbacks]})
+    rcParams.update(STYLE)
     figure = Figure(figsize=(width * columns + 0.8, height * rows + 0.6), layout="constrained")
     figure.suptitle(textwrap.fill(title, round(11 * width * columns)), fontsize=12)
     return figure, figure.subplots(rows, columns, squeeze=False, **sharing)

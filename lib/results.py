@@ -2,11 +2,6 @@
 
 An experiment notes where and when it begins, returns rows, and saves them as <out>/<name>.json: `experiment`,
 `paper` (its source), `settings`, `environment`, `rows` (flat objects), and whatever else its figure reads.
-
-    experiment = Experiment("probe", "BB Table 1", settings)
-    rows = ...                                        # on experiment.device, in experiment.dtype
-    plot_probe(rows, experiment.folder / "probe.png")
-    return experiment.save(rows, columns=("model", "seed"))
 """
 
 import ast

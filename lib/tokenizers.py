@@ -135,8 +135,6 @@ def json_tokenizer(path, content, bos=None, eos=None):
         coder.encode_special_tokens = True  # as any other text
         encoding = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
-        if vocab_size > len(content):
-            raise ValueError(f"it numbers tokens up to {vocab_size:,}")
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
     if bos is None and encoding.special_tokens_mask[:1] == [1]:
         bos = encoding.tokens[0]

@@ -19,7 +19,7 @@ from tyro.conf import Positional
 
 from init import keyed_generator
 from lib import checkpoint, runtime
-from lib.figures import COLOURS, legend_below, new_figure, save_figure
+from lib.figures import curves
 from lib.files import atomic_file, read_bytes
 from lib.inputs import read_tokens
 from lib.results import Experiment
@@ -35,9 +35,9 @@ LARGEST_SHARE = 0.99  # of the dimension, that the builders make together
 LINKS = {  # of a row, as the figure calls them
     "builders": "builders: activation at position 1",
     "dimension": "their dimension at position 1",
-    "norm_ratio": "norm of the stream there, over others'",
-    "value_ratio": "norm of the values there, over others'",
-    "key_alignment": "alignment of keys elsewhere, in sink layers",
+    "norm_ratio": "norm of the stream there, to others'",
+    "value_ratio": "norm of the values there, to others'",
+    "key_alignment": "alignment of other keys, sink layers",
     "alpha1": "attention of the sink heads",
 }
 
@@ -125,20 +125,26 @@ def birth(settings: Settings):
         lines = [json.dumps(row, default=np.generic.item) + "\n" for row in measure(folder)]
         with atomic_file(path) as temporary:
             temporary.write_text("".join(lines))
-    rows, builders, order, curves = [], [], [], {}
+    rows, points, builders, order = [], [], [], []
     for path in sorted(Path(settings.numbers).glob("birth_*.jsonl")):
         sink, *steps = map(json.loads, read_bytes(path).splitlines())
         key = {"run": sink["run"]}
         builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
-        curves[sink["run"]] = steps
         order.append(key | {link: half_way(steps, link) for link in LINKS})
         for step in steps:
             for link, value in step.items():
                 if link not in ("run", "step"):
                     rows.append(key | {"step": step["step"], "link": link, "value": value})
-    if not curves:
+        for link, label in LINKS.items():
+            for step, share in zip(steps, scaled(steps, link)):
+                place = max(0.5, step["step"])  # birth, on a logarithmic axis
+                points.append(key | {"link": label, "step": place, "share of its way": share})
+    if not rows:
         raise UserError(f"nothing measured in {settings.numbers}: name runs, as runs/text/none-42")
-    draw(experiment.folder / "birth.png", curves)
+    question = "How is a sink born? (each link from 0, the newborn's, to 1, the last step's)"
+    keys = {"x": "step", "y": "share of its way", "series": "link", "panel": "run", "style": ".-"}
+    options = {"xlabel": "step (birth at the left)", "ylim": (-0.3, 1.5)}
+    curves(points, experiment.folder / "birth.png", question, **keys, log="x", **options)
     return experiment.save(rows, shown=builders, builders=builders, half_way=order)
 
 
@@ -153,21 +159,6 @@ def half_way(steps, link):
     values = scaled(steps, link)
     below = [step["step"] for step, value in zip(steps, values) if value < 0.5]  # the newborn's is 0
     return next(step["step"] for step in steps if step["step"] > below[-1])
-
-
-def draw(path, curves) -> None:
-    """Draw each link from birth to the last step, a panel for each run."""
-    title = "How is a sink born? (each link from 0, the newborn's, to 1, the last step's)"
-    figure, grid = new_figure(title, 1, len(curves), sharey=True)
-    for axes, (name, steps) in zip(grid[0], curves.items()):
-        for (link, label), colour in zip(LINKS.items(), COLOURS):
-            places = [max(0.5, step["step"]) for step in steps]  # birth, on a logarithmic axis
-            axes.plot(places, scaled(steps, link), ".-", ms=4, color=colour, label=label)
-        axes.set_title(name, fontsize=10)
-        axes.set(xscale="log", xlabel="step (birth at the left)", ylim=(-0.3, 1.5))
-    grid[0, 0].set_ylabel("share of its way")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
 
 
 COMMANDS = {"": Command(birth, Settings())}

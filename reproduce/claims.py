@@ -108,9 +108,6 @@ def bounded(value, low, high):
     return f"{value:.4g} ({low:.4g} to {high:.4g})"
 
 
-# ---- judges ------------------------------------------------------------------------------------------------
-
-
 def above(low, high, bound=0.0):
     """Is what lies between low and high above `bound`? None where the interval has both answers."""
     if low > bound:

@@ -62,13 +62,6 @@ def test_names_of_any_script_are_drawn_without_a_warning(drawn, caplog):
     assert not caplog.records
 
 
-def test_an_installed_font_stands_in_for_what_is_missing(drawn, monkeypatch):
-    """DejaVu Serif is one that matplotlib brings along; another one is not installed, and not asked for."""
-    monkeypatch.setattr(figures, "FALLBACK_FONTS", ("No Such Font", "DejaVu Serif"))
-    (axes,) = drawn(POINTS).axes
-    assert axes.title.get_fontfamily() == ["DejaVu Sans", "DejaVu Serif"]
-
-
 @pytest.mark.parametrize("low, high", [(0.31, 0.48), (1, 90), (1e-7, 3)])
 def test_logarithmic_ticks_are_plain_numbers(low, high, drawn):
     points = [{"model": "a", "layer": 1, "c": c} for c in (low, high)]
