@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from init import birth_value, newborn
 from lib import formats, gguf_tokenizers
-from lib.files import LARGEST_TOKENIZER, atomic_folder, check_regular, read_json, sha256, smollm2
+from lib.files import atomic_folder, check_regular, read_json, sha256, smollm2
 from lib.formats import CheckpointReader, open_any, open_checkpoint, parameter_shapes
 from lib.gguf import LazyTensor
 from lib.settings import UserError, check_choice, from_values
@@ -58,26 +58,17 @@ class Spec:
 
     @functools.cached_property
     def tokenizer_file(self):
-        """The file of the model's own tokenizer, if it can be read here; UserError if it is damaged."""
+        """The file of the model's own tokenizer, or that names it; None if none can be read here."""
         if self.is_newborn:
             return None
         if formats.is_gguf(self.folder):
             values = formats.open_gguf(self.folder).values
             return self.folder if gguf_tokenizers.is_known(values) else None
-        for name in ("tokenizer.model", "tokenizer.json"):
+        for name in ("tokenizer.model", "tokenizer.json", "tokenizer.txt"):
             path = formats.folder_of(self.folder) / name
             if os.path.isfile(path):
-                check_regular(path, LARGEST_TOKENIZER)
                 return path
         return None
-
-    @property
-    def own_tokenizer(self):
-        """The same, or the tokenizer.txt that names one without a file; None if there is none."""
-        named = None if self.is_newborn else formats.folder_of(self.folder) / "tokenizer.txt"
-        if self.tokenizer_file is None and named is not None and named.is_file():
-            return named
-        return self.tokenizer_file
 
     def open(self, any_architecture=False):
         """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""

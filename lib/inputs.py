@@ -140,7 +140,7 @@ def random_windows(text, count, T, seed):
 
 def check_tokenizer(spec, data) -> None:
     """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
-    path = spec.own_tokenizer
+    path = spec.tokenizer_file
     if path is None:
         return
     own = load_tokenizer(str(path)).content if is_gguf(path) else path.read_bytes()

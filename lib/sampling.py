@@ -54,9 +54,9 @@ def sample(settings: SampleSettings) -> None:
     """What does a checkpoint write? A text that goes on with a prompt."""
     spec = checkpoint.parse_spec(settings.model)
     vocab_size = spec.config.vocab_size  # a UserError where there is no checkpoint
-    if spec.own_tokenizer is None:
+    if spec.tokenizer_file is None:
         raise UserError(f"{spec.label} has no tokenizer that can be read here")
-    tokenizer = load_tokenizer(str(spec.own_tokenizer))
+    tokenizer = load_tokenizer(str(spec.tokenizer_file))
     if tokenizer.vocab_size > vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model {vocab_size}"
         raise UserError(f"the tokenizer of {spec.label} has {sizes}")
