@@ -229,9 +229,7 @@ def draw_interventions(path, points, k, factor) -> None:
             where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
             drawn.append(point | {"values changed in": where})
     question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
-    question += (
-        f"sequence; in all layers x {factor:g} breaks the model, and attention rises without the builder)"
-    )
+    question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(drawn, path, question, **keys, style="o", log="x", **labels)
