@@ -18,10 +18,7 @@ ROW_BATCH = 4096  # rows of a matrix whose numbers are converted at once
 
 
 def layers_of(source, rows=None):
-    """The SHA-256 of each matrix that counts, of each layer by its number; of layers whose MLPs count.
-
-    `rows` of each matrix are digested (None: all): where few differ, the others need not be.
-    """
+    """By a layer's number, if its MLPs count, the SHA-256 of each matrix that counts, of so many rows."""
     found = parts.find(source)
     of_mlps = {name for mlp in found.mlps for name in mlp.matrices.values()}
     layers = {}

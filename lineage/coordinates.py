@@ -109,11 +109,8 @@ def weight_correlations(a, b):
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     numbers = [parts.layer_numbers(source) for source in (a, b)]
-    layer_r = {}
-    for layer, of_matrices in correlations.items():
-        if layer in numbers[0] and layer in numbers[1]:
-            layer_r[numbers[1][layer], numbers[0][layer]] = min(of_matrices)
-    return values, layer_r
+    shared = [layer for layer in correlations if layer in numbers[0] and layer in numbers[1]]
+    return values, {(numbers[1][layer], numbers[0][layer]): min(correlations[layer]) for layer in shared}
 
 
 def without_identity(rows):

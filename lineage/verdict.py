@@ -173,11 +173,9 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         limit = layers or usual_layers(base.units[0], suspect.units[0])
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
-    equal = {}
-    if base.source.width == suspect.source.width:
-        equal = equal_layers(base.layers(FEW_ROWS), suspect.layers(FEW_ROWS))
-    if equal:
-        equal = equal_layers(base.layers(), suspect.layers())
+    equal = base.source.width == suspect.source.width
+    for rows in (FEW_ROWS, None):
+        equal = equal_layers(base.layers(rows), suspect.layers(rows)) if equal else {}
     depth = len(parts.find(suspect.source).layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
     layers_read = {each.mlp.layer for each in facts.matches}
@@ -316,8 +314,7 @@ def bits_phrase(facts: Facts):
     if not facts.equal:
         return ""
     layers, base_layers = layers_phrase(list(facts.equal)), layers_phrase(list(facts.equal.values()))
-    verb = "is" if len(facts.equal) == 1 else "are"
-    return f"{layers} {verb} bit for bit the base's {base_layers}"
+    return f"{layers} {'is' if len(facts.equal) == 1 else 'are'} bit for bit the base's {base_layers}"
 
 
 def matched_phrase(facts: Facts):
