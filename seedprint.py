@@ -18,7 +18,8 @@ The rule, whose numbers are at the top of `lineage/verdict.py`. A layer of the s
   - by hidden units, if 20 % of them read and write the tokens that the base's do, with a correlation of 0.5,
     or 50 %, however weakly, between the first layer and the last quarter, where unrelated models share none;
   - by coordinates, if each of its matrices correlates by 0.1 with its namesake, number by number.
-Two such layers (or the only one) are the *same birth*; one of several, or something between, *inconclusive*.
+Two such layers, or the only one, are the *same birth*; one of several, or shares in between, *inconclusive*;
+none, where a child would have been seen, *no evidence*.
 """
 
 import itertools

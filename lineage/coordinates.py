@@ -35,6 +35,7 @@ from lineage import parts
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
+MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared
 
 # ---- coordinates of weights --------------------------------------------------------------------------------
 
@@ -98,7 +99,8 @@ def weight_correlations(a, b):
             rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
-            rows_a, rows_b = without_identity(rows_a[:count]), without_identity(rows_b[:count])
+            step = 1 + count // MOST_ROWS
+            rows_a, rows_b = without_identity(rows_a[:count:step]), without_identity(rows_b[:count:step])
             if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
             correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
@@ -107,11 +109,8 @@ def weight_correlations(a, b):
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     numbers = [parts.layer_numbers(source) for source in (a, b)]
-    layer_r = {}
-    for layer, of_matrices in correlations.items():
-        if layer in numbers[0] and layer in numbers[1]:
-            layer_r[numbers[1][layer], numbers[0][layer]] = min(of_matrices)
-    return values, layer_r
+    shared = [layer for layer in correlations if layer in numbers[0] and layer in numbers[1]]
+    return values, {(numbers[1][layer], numbers[0][layer]): min(correlations[layer]) for layer in shared}
 
 
 def without_identity(rows):

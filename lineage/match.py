@@ -65,10 +65,7 @@ def matched_units(neighbours):
 
 
 def mutual_neighbours(sizes):
-    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there.
-
-    The maximum of the column is much faster to find than its place.
-    """
+    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there."""
     largest, partners = sizes.max(dim=1)
     back = sizes.amax(dim=0)
     is_mutual = (back[partners] == largest) & (largest > 0)

@@ -44,7 +44,8 @@ NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 WRITERS = ROLES["down"] + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
-NO_WEIGHTS = re.compile(r"(?:\.bias|inv_freq|attn\.masked_bias|scales?)$")  # masks are called attn.bias
+# Masks are called attn.bias; unrelated models share rotary tables
+NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
 LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 VARIED = 1000  # different numbers, which no mask, identity or constant has,
 SAMPLE = 2**13  # among so many of a matrix

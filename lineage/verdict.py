@@ -14,8 +14,11 @@ layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours; `py
 measures what they rest on.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from scipy import stats
@@ -35,6 +38,7 @@ BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the
 BASE_R = 0.5  # they are matched as strongly as this
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
+FEW_ROWS = 16  # of each matrix, by which layers are compared first
 ALIKE_R = 0.1  # correlation with the base's of each of a layer's matrices, from which on it is the base's
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
@@ -81,7 +85,7 @@ class Model:
     source: object
     units: list  # its hidden units, by each LayoutHypothesis
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
-    layers: dict  # of digests, by which equal ones are found
+    layers: Callable  # rows -> digests of so many of each layer's matrices, by which equal ones are found
 
 
 @dataclass
@@ -150,7 +154,7 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    return Model(name, source, hidden_units(source), vocabulary, layers_of(source))
+    return Model(name, source, hidden_units(source), vocabulary, functools.cache(partial(layers_of, source)))
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
@@ -169,7 +173,9 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         limit = layers or usual_layers(base.units[0], suspect.units[0])
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
-    equal = equal_layers(base.layers, suspect.layers)
+    equal = base.source.width == suspect.source.width
+    for rows in (FEW_ROWS, None):
+        equal = equal_layers(base.layers(rows), suspect.layers(rows)) if equal else {}
     depth = len(parts.find(suspect.source).layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
     layers_read = {each.mlp.layer for each in facts.matches}
@@ -308,8 +314,7 @@ def bits_phrase(facts: Facts):
     if not facts.equal:
         return ""
     layers, base_layers = layers_phrase(list(facts.equal)), layers_phrase(list(facts.equal.values()))
-    verb = "is" if len(facts.equal) == 1 else "are"
-    return f"{layers} {verb} bit for bit the base's {base_layers}"
+    return f"{layers} {'is' if len(facts.equal) == 1 else 'are'} bit for bit the base's {base_layers}"
 
 
 def matched_phrase(facts: Facts):

@@ -12,7 +12,6 @@ be checked without a threshold of ours: an order, a sign, a trend, a law inside 
 significance.
 """
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -267,10 +266,17 @@ def lower(rows, first, second, key):
     differences = [a[seed] - b[seed] for seed in seeds]
     mean, low, high = interval(differences).values()
     text = f"{first} minus {second}: {bounded(mean, low, high)}, {len(seeds)} seeds"
-    if below(low, high) is None and mean != 0:
-        needed = (1.96 * np.std(differences, ddof=1) / mean) ** 2  # where the interval would end at zero
-        text += f"; some {max(len(seeds) + 1, math.ceil(needed)):,} would tell, if their mean stayed"
+    if below(low, high) is None:
+        text += f"; {seeds_needed(differences)} would tell, if mean and deviation stayed"
     return text, [below(low, high)]
+
+
+def seeds_needed(differences):
+    """How many values of this mean and deviation would have an interval without zero, as text."""
+    counts = np.arange(len(differences) + 1, 10_000)
+    half = student.ppf(0.975, counts - 1) * np.std(differences, ddof=1) / np.sqrt(counts)
+    enough = counts[half < abs(np.mean(differences))]
+    return f"{enough[0]:,}" if len(enough) else "more than 10,000"
 
 
 def above_zero(rows, key):

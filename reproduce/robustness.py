@@ -34,10 +34,10 @@ DRAWN = {  # kind: what is drawn of all of a kind, at each depth
     "child": "children: the least",
     "child, trained hard": "children: the least",
     "never met": "never met: each pair",
-    "newborn": "newborns, and one distilled: the largest",
-    "distilled": "newborns, and one distilled: the largest",
+    "newborn": "newborns, a student: the largest",
+    "distilled": "newborns, a student: the largest",
 }
-EXTREMES = {"children: the least": np.min, "newborns, and one distilled: the largest": np.max}
+EXTREMES = {"children: the least": np.min, "newborns, a student: the largest": np.max}
 DEPTHS = np.linspace(0, 1, 31)
 PEAK = 3e-3  # learning rate of the child that is trained hard: ten times what fine-tuning takes
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")

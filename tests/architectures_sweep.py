@@ -52,6 +52,8 @@ MORE = {  # class: its configuration's, and the arguments
     "JambaForCausalLM": ("JambaConfig", JAMBA),
 }
 ALL = {name: choice[:2] for name, choice in ARCHITECTURES.items()} | MORE
+ALL["DeepseekV3ForCausalLM"][1]["head_dim"] = 16  # which its rotation is of
+ALL["T5ForConditionalGeneration"][1]["decoder_start_token_id"] = 0
 
 
 def born(name: str, seed: int) -> transformers.PreTrainedModel:

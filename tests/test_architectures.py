@@ -114,3 +114,12 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)  # float32 sums in another order
     (child,) = compared(tmp_path, "base", "child")
     assert child["units_share"] == 1
+
+
+@pytest.mark.parametrize("name", ["ElectraForMaskedLM", "AlbertForMaskedLM", "Mamba2ForCausalLM"])
+def test_children_and_strangers_of_the_sweep(name):
+    """Tables narrower than the stream, one layer for all, channels in place of units."""
+    from architectures_sweep import verdicts  # which reads this file
+
+    for kind, (right, given, sentence) in verdicts(name).items():
+        assert given == right, (kind, sentence)

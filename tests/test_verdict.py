@@ -603,6 +603,7 @@ def test_constants_and_frozen_towers_are_no_kinship(tmp_path):
     tower["projector.weight"] = random_rows(96)
     others = {f"model.layers.{layer}.zeros": torch.zeros(64, 64) for layer in range(3)}
     others |= {f"model.layers.{layer}.mix": torch.eye(64) + 3 for layer in range(3)}
+    others |= {f"model.layers.{layer}.rotary_emb.cos_cached": random_rows(64).cos() for layer in range(3)}
     for case, shared in (("a", mask), ("b", tower), ("c", others | mask)):
         sources = []
         for number, source in enumerate((BASE, STRANGER)):
