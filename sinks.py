@@ -138,7 +138,8 @@ def by_first_token(settings: Settings, spec, model):
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     there = tokens[:, 1:].unique().cpu()
-    candidates = there[np.linspace(0, len(there) - 1, min(FIRST_TOKENS, len(there))).astype(int)]
+    places = np.linspace(0, len(there) - 1, min(FIRST_TOKENS, len(there)))
+    candidates = there[places.astype(int)]
     alphas = []
     for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
         tokens[:, 0] = candidate

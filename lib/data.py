@@ -110,20 +110,18 @@ def ending(file):
 
 def text_files(name):
     """The files that a name means, each once: itself, all text in a folder, a glob's; UserError if none."""
+    expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, python, docstrings, packages or backcopy"
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
         if os.path.isdir(path):
             inside = [file for file in sorted(path.rglob("*")) if ending(file) in TEXT and file.is_file()]
             files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
-        elif not os.path.isfile(path):
-            names = "a file, a folder, a glob, python, docstrings, packages or backcopy"
-            raise UserError(f"no text in '{name}': expected {names}")
-        elif ending(path) not in TEXT:
-            raise UserError(f"cannot read {path}: expected {', '.join(TEXT)}, or .gz of these")
-        else:
+        elif ending(path) in TEXT:
             files.append(path)
+        else:
+            raise UserError(f"no text in '{path}': expected {expected}")
     if not files:
-        raise UserError(f"no text in '{name}': expected {', '.join(TEXT)}, or .gz of these")
+        raise UserError(f"no text in '{name}': expected {expected}")
     return dict.fromkeys(files)
 
 
@@ -304,7 +302,8 @@ def held_out_spans(starts, num_tokens, share):
             return f"{count:,} of them", chosen
     count = max(1, budget // WINDOW)
     size = budget // count
-    starts = np.arange(count) * num_tokens // count + (num_tokens // count - size) // 2
+    margin = (num_tokens // count - size) // 2
+    starts = np.arange(count) * num_tokens // count + margin
     words = f"{count:,} windows of them" if count > 1 else "a window of them"
     return words, np.stack([starts, starts + size], axis=1)
 

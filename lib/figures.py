@@ -1,8 +1,6 @@
 """How is a result drawn? What was measured in colour, theory dashed in black, the question as title.
 
-    curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
-
-Names are shown as they are: no mathematics, no blanks in place of "_".
+curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
 """
 
 import math
@@ -22,7 +20,7 @@ BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLE = {
-    "text.parse_math": False,
+    "text.parse_math": False,  # names are shown as they are
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.prop_cycle": cycler(color=COLOURS),
@@ -81,13 +79,12 @@ def short_names(names):
     long = [name.split("/") for name in dict.fromkeys(names) if len(name) > longest]
     start = len(os.path.commonprefix(long))  # of parts
     end = len(os.path.commonprefix([parts[::-1] for parts in long]))
-    called = {}
-    for parts in long:
-        own = parts[start : len(parts) - end] or parts[-1:]
-        called["/".join(parts)] = "/".join(own).removesuffix(".gguf")
     shown = []
     for name in names:
-        name = called.get(name, name)
+        if len(name) > longest:
+            parts = name.split("/")
+            own = parts[start : len(parts) - end] or parts[-1:]
+            name = "/".join(own).removesuffix(".gguf")
         if len(name) > longest:
             name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
         shown.append(name)
@@ -136,7 +133,6 @@ def lines_of(points, series, names=None):
 
 
 def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
-    """Draw the points of each name that a series has."""
     for label, line in lines_of(points, series, names):
         places = [point[x] for point in line]
         heights = np.array([point[y] for point in line])
@@ -199,7 +195,8 @@ def draw_chain(path, rows) -> None:
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("position" if key == "std" else "layer")
         for label, points in lines_of(rows, "checkpoint"):
-            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
+            link = np.array([point[key] for point in points])
+            link = link.reshape(points[-1]["layer"], -1)  # (L, T)
             if key == "std":
                 axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
                 continue

@@ -21,7 +21,7 @@ import re
 import sys
 import zipfile
 from collections import defaultdict
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -68,7 +68,6 @@ LARGEST_WIDTH = 2**20  # of a residual stream
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-REQUIRED = {field.name for field in fields(ModelConfig) if field.default is MISSING}
 PART = re.compile(  # of a file's name and its folder's: the model was cut into several
     r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank|\.distcp$"
 )
@@ -347,7 +346,8 @@ def gguf_rope(file, family, head_dim):
     said.pop(f"{prefix}freq_base", None)
     if said.get(f"{prefix}dimension_count") == head_dim:
         del said[f"{prefix}dimension_count"]
-    return ", ".join(f"{key} {value}" for key, value in said.items() if str(value) not in NEUTRAL) or "none"
+    unknown = [f"{key} {value}" for key, value in said.items() if str(value) not in NEUTRAL]
+    return ", ".join(unknown) or "none"
 
 
 def config_from_hf(raw, place):
@@ -371,9 +371,6 @@ def config_from_hf(raw, place):
         value = rope.get(key, raw.get(key, plain))
         if value not in (plain, None):
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
-    for ours, theirs in KEYS.items():
-        if ours in REQUIRED and raw.get(theirs) is None:
-            raise ForeignArchitecture(f"{place}: its configuration has no {theirs}")
     values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
@@ -459,10 +456,7 @@ def contents(place):
 
 
 def own_checkpoint(place, raw, tensors):
-    """The CheckpointReader of our architecture; UserError unless the tensors are config.json's.
-
-    A tied matrix may be stored as the embedding's, as the head's, or as both.
-    """
+    """The CheckpointReader of our architecture; UserError unless the tensors are config.json's."""
     config = config_from_hf(raw, place)
     if config.num_layers > len(tensors):  # building the layers might take all memory
         raise UserError(f"{place}: too few tensors for {config.num_layers} layers")

@@ -173,9 +173,10 @@ def mean_over_seeds(samples, measured, theories=()):
     `seed_std` is the standard deviation of the first measured one. The columns' order is kept.
     """
     groups = defaultdict(list)
+    named = {"seed", *measured, *theories}
     for sample in samples:
-        named = {"seed", *measured, *theories}
-        groups[tuple(item for item in sample.items() if item[0] not in named)].append(sample)
+        key = tuple(item for item in sample.items() if item[0] not in named)
+        groups[key].append(sample)
     rows = []
     for first, *others in groups.values():
         for name in theories:
@@ -192,9 +193,10 @@ def mean_over_seeds(samples, measured, theories=()):
 def interval(values, name="mean", least=-math.inf, largest=math.inf):
     """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t.
 
-    The interval ends where values do: those of a rate are between 0, the `least`, and 1, the `largest`.
+    Of values that lie between the `least` and the `largest`, as those of a rate, the interval does, too.
     """
     values = np.asarray(values, np.float64)
     mean = values.mean()
-    error = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return {name: mean, "low": max(least, mean - error), "high": min(largest, mean + error)}
+    standard_error = values.std(ddof=1) / len(values) ** 0.5
+    half = student.ppf(0.975, len(values) - 1) * standard_error
+    return {name: mean, "low": max(least, mean - half), "high": min(largest, mean + half)}

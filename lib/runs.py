@@ -99,8 +99,10 @@ def begin(run, settings, step, birth_row) -> None:
     """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    rows = [row for row in read_log(run) if row["step"] <= step] if step > 0 else [birth_row]
-    write_log(run, rows)
+    rows = [birth_row]
+    if step > 0:
+        rows = [row for row in read_log(run) if row["step"] <= step]
+    write_log(run / "metrics.jsonl", rows)
     prune(run, settings.keep, step)
 
 
@@ -117,14 +119,14 @@ def read_log(run):
                 yield row
 
 
-def write_log(run, rows) -> None:
-    """Write metrics.jsonl anew."""
-    with atomic_file(run / "metrics.jsonl") as temporary:
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_log(path, rows) -> None:
+    """Write a file of JSON rows, a line each, anew."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with atomic_file(path) as temporary:
+        temporary.write_text(text)
 
 
 def append_row(run, row) -> None:
-    """Add a step's row to metrics.jsonl."""
     path = run / "metrics.jsonl"
     try:
         with path.open("a") as file:
@@ -134,8 +136,8 @@ def append_row(run, row) -> None:
 
 
 def amend_row(run, step, values) -> None:
-    """Add values to a step's row of metrics.jsonl."""
-    write_log(run, [row | values if row["step"] == step else row for row in read_log(run)])
+    rows = [row | values if row["step"] == step else row for row in read_log(run)]
+    write_log(run / "metrics.jsonl", rows)
 
 
 def is_power_of_two(step):

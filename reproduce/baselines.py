@@ -30,7 +30,6 @@ def similarities(a, b, tokens):
 
 
 def cosine(x, y):
-    """Cosine of two tensors of one shape."""
     return ((x * y).sum() / x.norm() / y.norm()).item()
 
 
@@ -73,15 +72,15 @@ def block_kernels(model, tokens):
 
 
 def pcs(a, b):
-    """Cosine of all parameters that two models have alike in name and shape, but for embeddings and head.
+    """Cosine of all parameters of two models of one architecture, but for embeddings and head.
 
     Gains count: since they are born as 1, unrelated models are far from orthogonal.
     """
     others = dict(b.named_parameters())
     sums = torch.zeros(3, dtype=torch.float64)  # of a b, of a a, of b b
     for name, x in a.named_parameters():
-        y = others.get(name)
-        if y is not None and y.shape == x.shape and not name.startswith(TABLES):
+        y = others[name]
+        if not name.startswith(TABLES):
             for i, product in enumerate((x * y, x * x, y * y)):
                 sums[i] += product.double().sum().cpu()
     return (sums[0] / (sums[1] * sums[2]).sqrt()).item()

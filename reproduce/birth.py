@@ -20,10 +20,10 @@ from tyro.conf import Positional
 from init import keyed_generator
 from lib import checkpoint, runtime
 from lib.figures import curves
-from lib.files import atomic_file, read_bytes
+from lib.files import read_bytes
 from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import begun_settings
+from lib.runs import begun_settings, write_log
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
@@ -74,18 +74,20 @@ def links_of(model, tokens, sink, builders):
     activity = observe(model, tokens, chain)
     links = chain.links()  # (L, T) each
     layer = sink["layer"]
+    places = [(i - 1, j) for i, j in builders]
     sink_layers = sorted({place[0] for place in sink["heads"]})
-    alpha = attention.attention_to(model, tokens)[..., 0].mean(0)  # (L, H)
-    found = attention.sink_statistics(model, tokens)[0]
+    found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
+    alpha = alpha.mean(0)
+    sink_alphas = [alpha[*place].item() for place in sink["heads"]]
     return {
-        "builders": np.mean([abs(activity.at_1[i - 1, j].item()) for i, j in builders]),
-        "builders_elsewhere": np.mean([activity.elsewhere[i - 1, j].item() for i, j in builders]),
+        "builders": np.mean([activity.at_1[place].abs().item() for place in places]),
+        "builders_elsewhere": np.mean([activity.elsewhere[place].item() for place in places]),
         "dimension": activity.state[layer, sink["dimension"]].abs().item(),
         "disparity": activity.disparity[layer].item(),
         "norm_ratio": found["norm_ratio"],
         "value_ratio": found["value_ratio"],
         "key_alignment": links["key_alignment"][sink_layers, 1:].mean().item(),
-        "alpha1": np.mean([alpha[place[0], place[1]].item() for place in sink["heads"]]),
+        "alpha1": np.mean(sink_alphas),
         "sink_rate": found["sink_rate"],
     }
 
@@ -99,11 +101,14 @@ def specials(newborn, tokens, sink, builders):
     activity = observe(newborn, tokens)
     activation = percentiles(activity.at_1.abs() - activity.elsewhere)  # (L, d_ff)
     weight = percentiles(torch.stack([down[sink["dimension"]].abs() for down in activity.down]))
-    layers, units = np.array(builders).T - [[1], [0]]
     both = activation + weight
+    layers, units = np.array(builders).T
+    found = both[layers - 1, units].mean()
     generator = keyed_generator("random units", *[number for builder in builders for number in builder])
-    drawn = both[layers, generator.integers(both.shape[1], size=(DRAWS, len(builders)))].mean(1)  # (DRAWS,)
-    p = (1 + int((drawn >= both[layers, units].mean()).sum())) / (1 + DRAWS)
+    others = generator.integers(both.shape[1], size=(DRAWS, len(builders)))
+    drawn = both[layers - 1, others].mean(1)  # (DRAWS,)
+    reached = int((drawn >= found).sum())
+    p = (1 + reached) / (1 + DRAWS)
     rows = []
     for layer, unit in builders:
         row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}
@@ -121,10 +126,7 @@ def birth(settings: Settings):
     """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
     experiment = Experiment("birth", "ours", settings)
     for folder in settings.runs:
-        path = Path(settings.numbers, f"birth_{Path(folder).name}.jsonl")
-        lines = [json.dumps(row, default=np.generic.item) + "\n" for row in measure(folder)]
-        with atomic_file(path) as temporary:
-            temporary.write_text("".join(lines))
+        write_log(Path(settings.numbers, f"birth_{Path(folder).name}.jsonl"), measure(folder))
     rows, points, builders, order = [], [], [], []
     for path in sorted(Path(settings.numbers).glob("birth_*.jsonl")):
         sink, *steps = map(json.loads, read_bytes(path).splitlines())

@@ -86,7 +86,6 @@ def apart(rows, name, judge, *arguments):
 
 
 def column(rows, name):
-    """The values of a column."""
     return np.array([row[name] for row in rows])
 
 

@@ -10,7 +10,6 @@ Each run is made once, in runs/, and reused; one that was stopped is taken up ag
 are of one core, and several `train` share runs among several.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,10 +21,9 @@ import sinks
 import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
-from lib.files import atomic_file
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
-from lib.runs import begun_settings, merged_settings, read_log
+from lib.runs import begun_settings, merged_settings, read_log, write_log
 from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
@@ -196,7 +194,9 @@ def calibrations(settings: RunSettings):
     rows = []
     for key, run in runtime.progress(runs.items(), desc="calibrations", unit=" runs"):
         rows.append(end_of(run, *key)[0])
-    rows += [{name: run[name] for name in rows[0]} for run, _ in read_runs(TEXT) if run["config"] == CONFIG]
+    for run, _ in read_runs(TEXT):
+        if run["config"] == CONFIG:
+            rows.append({name: run[name] for name in rows[0]})
     draw_calibrations(experiment.folder / "calibrations.png", rows)
     return experiment.save(rows)
 
@@ -258,9 +258,7 @@ def text(settings: RunSettings) -> None:
     for key, run in text_runs().items():
         train_all([run])
         path = Path(settings.out, "-".join(map(str, key)) + ".jsonl")
-        rows = record(run, *key)
-        with atomic_file(path) as temporary:
-            temporary.write_text("".join(json.dumps(row, default=np.generic.item) + "\n" for row in rows))
+        write_log(path, record(run, *key))
         print(f"see {path}")
 
 

@@ -105,7 +105,7 @@ def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
         ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         ({"num_hidden_layers": 10**9}, "too few"),
-        ({"max_position_embeddings": None}, "no max_position_embeddings"),
+        ({"max_position_embeddings": None}, "missing required field `context_length`"),
         ({"num_key_value_heads": 2}, "k_proj"),
         ({"num_key_value_heads": "2"}, r"Expected `int.*\$\.num_kv_heads`"),
         ({"num_hidden_layers": -3}, "num_layers cannot be -3"),
