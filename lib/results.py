@@ -197,6 +197,6 @@ def interval(values, name="mean", least=-math.inf, largest=math.inf):
     """
     values = np.asarray(values, np.float64)
     mean = values.mean()
-    standard_error = values.std(ddof=1) / len(values) ** 0.5
-    half = student.ppf(0.975, len(values) - 1) * standard_error
+    spread = values.std(ddof=1)
+    half = student.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
     return {name: mean, "low": max(least, mean - half), "high": min(largest, mean + half)}
