@@ -105,7 +105,6 @@ class Training:
         model, state, moments = load_model(settings, self.tokens)
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
-        self.is_new = state is None  # nothing to resume
         self.step = 0
         if state is not None:
             self.step = state.step
@@ -124,7 +123,7 @@ class Training:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
         if self.is_master:
             runs.begin(self.run, settings, self.step, self.birth_row())
-            if self.is_new:
+            if not checkpoint.steps(self.run):
                 self.save()
         stopped = False
         with runtime.listening_for_signals() as signals:
