@@ -119,8 +119,18 @@ def test_statistics_against_a_plain_recomputation(name):
 
 
 def test_positions_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="8"):
-        attention.attention_to(random_model(KINDS["llama"]), random_tokens(0, range(2), 8, 97), (9,))
+    for wrong in ((9,), (0, 1)):
+        with pytest.raises(ValueError, match="positions in 1 to 8"):
+            attention.attention_to(random_model(KINDS["llama"]), random_tokens(0, range(2), 8, 97), wrong)
+
+
+def test_what_does_not_vary():
+    heads = torch.linspace(0.1, 1, 50, dtype=torch.float64)[:, None].expand(7, 2, 50, 4)
+    spread = attention.RunningStd(7)
+    spread.on_heads(1, heads, None, None, None)
+    # roots of float64's rounding, of either sign
+    assert spread.std(1).tolist() == pytest.approx([0] * 50, abs=1e-7)
+    assert attention.output_tau(torch.eye(8), torch.zeros(2, 4)) is None
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

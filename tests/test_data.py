@@ -12,6 +12,7 @@ import sysconfig
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,8 +70,9 @@ def test_every_document_comes_back(corpus, tmp_path, tokenizer):
     places = [TEXTS.index(text) for text in held_out]
     assert train == [text for text in TEXTS if text not in held_out] and len(held_out) > 30
     assert set(np.diff(places)) <= {400 // len(held_out), 400 // len(held_out) + 1} and places[0] < 11
-    sizes = data.TokenData(folder).meta.tokens
-    assert 0.05 <= sizes["val"] / sum(sizes.values()) <= 0.1
+    meta = data.TokenData(folder).meta
+    assert 0.05 <= meta.tokens["val"] / sum(meta.tokens.values()) <= 0.1
+    assert meta.bytes == len("".join(TEXTS).encode())
 
 
 @pytest.mark.parametrize(("num_bytes", "num_windows"), [(400, 1), (40_000, 3)])  # of held-out text
@@ -97,6 +99,7 @@ def test_short_documents_among_long_ones(tmp_path):
     lines = ["x" * 20_000 if i == 3 else "short" for i in range(20)]
     meta = data.TokenData(prepare(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "set")).meta
     assert meta.held_out == "a window of them" and meta.tokens["val"] == 2011
+    assert data.held_out_spans(np.arange(0, 1000, 100), 1000, 0.1)[1].tolist() == [[500, 600]]  # a tenth
 
 
 def test_documents_of_files(tmp_path):
@@ -111,12 +114,21 @@ def test_documents_of_files(tmp_path):
     assert (tokens["train"] == 256).sum() + (tokens["val"] == 256).sum() == 1
     strange.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
     assert texts(strange) == ["a?b", "😀"]
+    long.write_text("x" * 300_000)  # a single line is cut, too
+    assert "".join(texts(long)) == long.read_text() and max(map(len, texts(long))) <= 2**17
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
+def test_numbers_that_need_more_than_16_bits(tmp_path, size, dtype):
+    ids = [[0, size - 1]]
+    tokenizer = SimpleNamespace(vocab_size=size, bos=None, encode=lambda _: ids, content=b"", file="")
+    assert data.write_tokens(tmp_path, iter([data.Piece("ab")]), tokenizer, 0.5)["dtype"] == dtype
 
 
 def test_a_folder_means_all_text_in_it(tmp_path):
     """Also packed; not what is hidden, nor files of other kinds. A byte order mark is no text."""
     folder = tmp_path / "books"
-    files = {"b.txt": "b", "a/c.md": "\ufeffc", "a/d.py": "d", "e.rst": "e", ".git/f.txt": "f", "g.png": "g"}
+    files = {"b.txt": "b", "a/c.md": "\ufeffc", "a/d.py": "d", "e.RST": "e", ".git/f.txt": "f", "g.png": "g"}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
@@ -207,8 +219,12 @@ def test_windows_and_batches(corpus, tmp_path):
     with_bos, same = data.TokenData(tokens.folder, bos_first=True).windows("train", range(size), T)
     assert torch.equal(same, targets) and torch.equal(with_bos[:, 1:], inputs[:, 1:])
     assert with_bos[:, 0].tolist() == [256] * size
-    with pytest.raises(UserError, match="of one window"):
-        tokens.num_windows("val", 10**6)
+    size = len(tokens.tokens["val"])
+    with pytest.raises(UserError, match=f"not the {size + 1} of one window"):
+        tokens.num_windows("val", size)
+    np.memmap(tokens.folder / "val.bin", "uint16", "r+")[-1] = 257
+    with pytest.raises(UserError, match="holds a token 257"):
+        data.TokenData(tokens.folder).held_out(1, size - 1)
 
 
 @pytest.mark.parametrize(
@@ -245,20 +261,22 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
         (["LATIN"], ["latin.md", "no text in UTF-8", "byte 70,003 is 0xE9"]),
         (["BOMB"], ["bomb.txt.gz", "larger than 67,108,864 bytes inside"]),
         (["CUT"], ["cannot read", "cut.txt.gz"]),
+        (["TORN"], ["cannot read", "torn.txt.gz"]),
         (["GOOD", "--tokenizer", ROOT / "README.md"], ["no SentencePiece model"]),
         (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
-        (["GOOD", "--held-out", "1.5"], ["--held-out"]),
+        (["GOOD", "--held-out", "1.0"], ["--held-out"]),
     ],
 )
 def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
     names = {"BAD": "bad.jsonl", "NOTHING": "nothing", "LATIN": "latin.md"}
-    names |= {"BOMB": "bomb.txt.gz", "CUT": "cut.txt.gz"}
+    names |= {"BOMB": "bomb.txt.gz", "CUT": "cut.txt.gz", "TORN": "torn.txt.gz"}
     files = {word: tmp_path / name for word, name in names.items()} | {"GOOD": corpus}
     files["BAD"].write_text('{"text": "fine"}\n{"text": 3}\n')
     files["NOTHING"].mkdir()
     files["LATIN"].write_bytes(b"line\n" * 14_000 + "café".encode("latin-1"))
     files["BOMB"].write_bytes(gzip.compress(b"line\n" * 2**24))
     files["CUT"].write_bytes(gzip.compress(b"line\n" * 2**10)[:-9])
+    files["TORN"].write_bytes(gzip.compress(b"line\n")[:10] + b"\xff" * 20)
     result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
     assert_refused(result, *expected)
     assert sorted(os.listdir(tmp_path)) == sorted(names.values())

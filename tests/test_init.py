@@ -135,6 +135,8 @@ def test_centered_is_gpt2_but_for_the_means_of_down_rows():
             torch.testing.assert_close(centered[key].double(), expected, rtol=0, atol=1e-9)
         else:
             assert torch.equal(weight, centered[key])
+    with pytest.raises(ValueError, match="one of gpt2, normal, centered, not 'xavier'"):
+        init.newborn(KINDS["llama"], 0, scheme="xavier")
 
 
 def test_a_variant_shares_memory_and_needs_no_weight_of_its_own():

@@ -16,7 +16,7 @@ from scipy.stats import norm
 import init
 from lib.inputs import random_vectors
 from measure import theory
-from model import MLP, PRESETS, ModelConfig
+from model import MLP, PRESETS, Attention, ModelConfig, rope_table
 
 PHI = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 
@@ -148,6 +148,10 @@ def test_attention_concentration_in_its_limits():
     torch.testing.assert_close(theory.attention_concentration(2000, 0.0), 1 / i, rtol=1e-6, atol=0)
     # e^(s^2) / i, to the next order in 1/i
     assert theory.attention_concentration(2000, 0.8)[-1] * 2000 == pytest.approx(math.exp(0.64), rel=5e-3)
+    config = replace(PRESETS["tiny_gpt2"], sublayers="attention", num_layers=1, norm_epsilon=1e-12)
+    before, after = (S.diag() for S, _ in theory.covariances(config, 2))  # which has the first order in s^2
+    ratio = theory.attention_concentration(2, 256 * 4e-4)[1].item()
+    assert (after - before)[1] / (after - before)[0] == pytest.approx(ratio, abs=1e-4)
 
 
 def test_aggregated_std_starts_at_sigma_and_has_a_floor():
@@ -230,6 +234,23 @@ def test_hidden_moments_against_monte_carlo(mlp):
         products = (h - h.mean(0)) * (hidden(mean + b * noise.sqrt()) - h.mean(0))
         error = 5 * products.std(0) / math.sqrt(draws) + 0.05 * rho * slope
         assert ((rho * slope - products.mean(0)).abs() < error).all()
+
+
+@pytest.mark.parametrize("kind, update", [(Attention, theory.attention_update), (MLP, theory.mlp_update)])
+def test_mean_field_updates_against_monte_carlo(kind, update):
+    """What a sublayer adds to the covariance of noise that positions share in part."""
+    config = ModelConfig(8, 5, 1, 4, 48, 96, num_kv_heads=2, mlp="gelu")
+    layer = kind(config).double()
+    for k, (name, weight) in enumerate(layer.named_parameters()):
+        weight.data = normal(*weight.shape, seed=k) * (0 if "q_proj" in name else 0.3)  # uniform attention
+    mean, gains = normal(2, 48, seed=7) * 0.5
+    C = 0.5 * torch.eye(5, dtype=torch.float64) + 0.1
+    x = mean + gains * (torch.linalg.cholesky(C) @ normal(4000, 5, 48, seed=8))
+    with torch.no_grad():
+        _, covariance = update(layer, mean, gains, C)
+        y = layer(x, rope_table(config, x)) if kind is Attention else layer(x)
+    found = torch.stack([torch.cov(y[:, :, j].T) for j in range(48)]).mean(0)
+    torch.testing.assert_close(found, covariance, rtol=0.1, atol=0)  # 48 dimensions: 5 % were measured
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])

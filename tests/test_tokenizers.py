@@ -31,6 +31,7 @@ def test_every_byte_is_kept(name):
     tokenizer = load_tokenizer(name, TEXTS)
     for text, tokens in zip(strange, tokenizer.encode(strange)):
         assert tokenizer.decode(list(tokens)) == text
+    assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(["a"])[0]]) == "a"  # BOS says nothing
 
 
 def test_a_sentencepiece_file_of_another_kind(tmp_path):
@@ -43,6 +44,11 @@ def test_a_sentencepiece_file_of_another_kind(tmp_path):
     assert tokenizer.bos == 1 and tokenizer.decode(tokenizer.encode(["def f"])[0]) == "def f"
     assert [tokenizer.text(token) for token in (1, 2 + ord("A"), 400)] == ["<s>", "<0x41>", ""]
     assert load_tokenizer(str(tmp_path / "bos-1.model")).bos is None
+
+
+def test_numbers_that_no_token_has_count(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 5}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).vocab_size == 6
 
 
 STRANGE = ["  two   blanks ", "\n\n\n\t\t", "-----=====#######", "👩‍👩‍👧 café ﬁ 日本語"]

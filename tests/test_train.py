@@ -9,6 +9,7 @@ import shutil
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import kill_training
 import numpy as np
@@ -16,11 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, assert_refused, run_here, run_script
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
 
 import init
 import train
-from lib import checkpoint, data, runs
+from lib import checkpoint, data, runs, runtime, sampling
 from lib.settings import UserError, read_config_file
 from measure import attention
 from model import PRESETS
@@ -119,10 +120,12 @@ def test_the_loop_against_a_plain_one(tokens, whole):
             group["lr"] = rate
         optimizer.step()
         expected.append({"step": step + 1, "loss": loss.item(), "lr": rate, "grad_norm": norm.item()})
+    flops = runtime.training_flops(model, 16)
     # Micro-batches of 3 and 1 sum in another order: float32 rounding, grown through twelve steps of AdamW.
     for row, numbers in zip(rows_of(whole)[1:], expected, strict=True):
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
         assert row["lr"] == pytest.approx(numbers["lr"], rel=1e-12)
+        assert row["mfu"] * 1e11 == pytest.approx(row["tokens_per_second"] * flops)
     inputs, targets = text.held_out(4, 16)
     with torch.no_grad():
         held_out = F.cross_entropy(model.eval()(inputs).flatten(0, 1), targets.flatten()).item()
@@ -153,15 +156,19 @@ def test_evaluation_never_touches_the_training_order(tokens, whole, tmp_path):
     changes = {"eval_every": 3, "eval_sequences": 2, "save_every": 2, "track_sinks": True}
     other = train.train(small(tokens, tmp_path / "a", **changes))
     assert losses(other) == losses(whole)
-    windows, _ = data.TokenData(tokens).held_out(100, 16)
-    alpha = attention.attention_to(checkpoint.load(other), windows)[..., 0]  # (n, L, H)
-    fallen, with_bos = rows_of(other)[-1]["sinks"]  # of one length each: 16 is below 64
-    assert np.array(fallen["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)  # four digits
-    assert fallen["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
-    windows[:, 0] = 256
-    alpha = attention.attention_to(checkpoint.load(other), windows)[..., 0]
-    assert np.array(with_bos["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)
-    assert (fallen["bos_first"], with_bos["bos_first"], with_bos["sequence_length"]) == (False, True, 16)
+
+
+def test_sinks_of_every_length(tokens, tmp_path):
+    """The first 64 and 32 tokens of a window, as the text falls too where training has BOS first."""
+    changes = {"sequence_length": 64, "bos_first": True, "track_sinks": True, "max_iters": 2}
+    run = train.train(small(tokens, tmp_path / "a", **changes))
+    cases = [(False, 64), (False, 32), (True, 64), (True, 32)]
+    for row, (bos_first, T) in zip(rows_of(run)[-1]["sinks"], cases, strict=True):
+        windows, _ = data.TokenData(tokens, bos_first).held_out(100, 64)
+        alpha = attention.attention_to(checkpoint.load(run), windows[:, :T])[..., 0]  # (n, L, H)
+        assert np.array(row["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)  # four digits
+        assert row["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
+        assert (row["bos_first"], row["sequence_length"]) == (bos_first, T)
 
 
 def test_bfloat16_is_close_to_float32(tokens, whole, tmp_path):
@@ -179,7 +186,20 @@ def test_a_run_folder(whole):
     assert [row["step"] for row in rows_of(whole) if "val_loss" in row] == [0, 6, 12]
 
 
-def test_a_presets_vocabulary_is_the_tokenizers(tmp_path):
+def test_only_birth_and_the_newest_two_are_kept(tokens, tmp_path):
+    run = train.train(small(tokens, tmp_path / "a", max_iters=7, save_every=2, keep="last"))
+    (run / "step_0000009").mkdir()  # as if resumed from step 7: this one is to be made anew
+    runs.prune(run, "last", 7)
+    assert [step.name[-2:] for step in checkpoint.steps(run)] == ["00", "06", "07", "09"]
+
+
+def test_the_time_left(capsys):
+    run = SimpleNamespace(step=5, step_tokens=10, settings=SimpleNamespace(max_iters=12))
+    train.Training.print_progress(run, {"tokens_per_second": 2.0, "loss": 1.0, "mfu": 0.5})
+    assert capsys.readouterr().out == "step 5/12  loss 1.0000  2 tokens/s  MFU 50.0 %  0:00:35 left\n"
+
+
+def test_a_presets_vocabulary_is_the_tokenizers(whole, tmp_path):
     """As many tokens as bpe:400 has; the tokenizer is saved beside the weights."""
     text = tmp_path / "many.jsonl"
     lines = [" ".join(f"{i * j % 9973:x}" for j in range(1, 60)) for i in range(200)]
@@ -190,8 +210,9 @@ def test_a_presets_vocabulary_is_the_tokenizers(tmp_path):
     step = checkpoint.steps(run)[-1]
     assert checkpoint.load(step).model.embed_tokens.weight.shape == (400, 128)
     assert (step / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
-    with pytest.raises(UserError, match="change --tokenizer"):
-        train.train(small(folder, tmp_path / "new", init_from="backcopy@1"))
+    for parent, message in (("backcopy@1", "change --tokenizer"), (whole, "by another tokenizer")):
+        with pytest.raises(UserError, match=message):
+            train.train(small(folder, tmp_path / "new", init_from=str(parent)))
 
 
 def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, capsys):
@@ -215,7 +236,7 @@ def test_configs(config):
 # ---- of a fork: sizes, samples, and what other tools open --------------------------------------------------
 
 
-def test_sizes(tokens, tmp_path):
+def test_sizes(tokens, tmp_path, monkeypatch):
     """Of flags; heads bring their keys and width, and `none` of them changes what is not named."""
     sizes = {"num_layers": 3, "num_heads": 4, "d_model": 40, "d_ff": 24}
     run = train.train(small(tokens, tmp_path / "a", max_iters=1, **sizes))
@@ -224,6 +245,9 @@ def test_sizes(tokens, tmp_path):
     assert (config.kv_heads, config.head_size) == (4, 10)
     train.train(small(tokens, tmp_path / "a", max_iters=2, resume=True, **sizes))
     assert train.model_config(train.Settings(d_ff=9), 4096) == replace(PRESETS["tiny_llama"], d_ff=9)
+    monkeypatch.setitem(PRESETS, "tiny_llama", replace(PRESETS["tiny_llama"], num_kv_heads=2, head_dim=20))
+    four = train.model_config(train.Settings(num_heads=4), 4096)
+    assert (four.kv_heads, four.head_size) == (4, 64)
     settings = tmp_path / "a" / "settings.json"  # of an older run, which knew no sizes
     older = {name: value for name, value in json.loads(settings.read_text()).items() if name not in sizes}
     settings.write_text(json.dumps(older))
@@ -267,6 +291,23 @@ def test_samples(whole):
     assert greedy.stdout == likeliest.stdout
     assert_refused(run_here("train.py", "sample", "tiny_llama@1"), "no tokenizer")
     assert_refused(run_here("train.py", "sample", whole, "--top-k", 0), "$.top_k")
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(5, 1.7), (1000, 0.6)])
+def test_sampling_by_hand(top_k, temperature):
+    """Each token by the last eight alone, which the context holds; number 257 the tokenizer has not."""
+    model = random_model(replace(KINDS["llama"], vocab_size=258, context_length=8))
+    tokenizer = replace(data.load_tokenizer("bytes"), bos=None)  # so that no token ends a text
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    tokens = [0, *b"ab"]
+    for _ in range(30):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[-8:]]))[0, -1, :257]
+        best = logits.argsort(descending=True)[:top_k]
+        choice = torch.multinomial((logits[best] / temperature).exp(), 1, generator=generators[0])
+        tokens.append(best[choice].item())
+    written = sampling.generate(model, tokenizer, generators[1], "ab", 30, temperature, top_k)
+    assert written == tokenizer.decode(tokens[3:])
 
 
 # ---- killed, told to stop, resumed -------------------------------------------------------------------------
