@@ -130,6 +130,9 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 # ---- the story (BB 4.1 to 4.3, Finding 2.2, and ours) ------------------------------------------------------
 
 
+# ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
+
+
 @torch.inference_mode()
 def layers(settings: Settings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
@@ -150,6 +153,9 @@ def sublayers_apart(settings, model, T):
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
         yield kind, part, count_layers(part, T, settings.num_sequences, settings.input_seed)
+
+
+# ---- the MLP's asymmetric activation begins it (BB 4.2) ----------------------------------------------------
 
 
 @torch.inference_mode()
@@ -182,6 +188,9 @@ def mlp_stacks(standard, scheme):
         yield stack, model.model.layers, predicted  # blocks without attention, with norm and residual
 
 
+# ---- attention amplifies it (BB 4.3) -----------------------------------------------------------------------
+
+
 @torch.inference_mode()
 def amplify(settings: Settings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)
@@ -206,6 +215,9 @@ def amplify(settings: Settings):
     question = "Does averaging over positions amplify what a ReLU MLP began?"
     theories = {"theory": "Propositions 2 and 4"}
     return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
+
+
+# ---- from weights to favourite tokens (Finding 2.2, and ours) ----------------------------------------------
 
 
 @torch.inference_mode()
@@ -237,6 +249,9 @@ def predict_direction(model, T, counts):
     row["predicted_token"] = int(model.unembed(predicted.to(model.head_weight)).argmax())
     row["direction_cosine"] = float(predicted @ direction)
     return row, predicted, direction
+
+
+# ---- the cure (ours) ---------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -384,6 +399,9 @@ def width(settings: WidthSettings):
     question = "How does one block's contraction depend on its width?"
     plot(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
     return experiment.save(rows)
+
+
+# ---- the command line --------------------------------------------------------------------------------------
 
 
 def run_all(settings: RunSettings) -> None:

@@ -68,6 +68,9 @@ class SilenceSettings(Settings):
     hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
 
 
+# ---- the models --------------------------------------------------------------------------------------------
+
+
 def measure_models(name, paper, settings: Settings, measure):
     """An experiment, and the lists of rows by name that `measure(settings, spec, model)` returns."""
     specs = chosen_models(settings.model, settings.seed)
@@ -94,6 +97,9 @@ def names_of(units):
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
 
 
+# ---- where? (BB Figure 12) ---------------------------------------------------------------------------------
+
+
 @torch.inference_mode()
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
@@ -116,6 +122,9 @@ def sink_rates(settings: RateSettings, spec, model):
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
+
+
+# ---- on a position, or on a token? (ours) ------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -160,6 +169,9 @@ def by_first_token(settings: Settings, spec, model):
             }
             rows.append(row)
     return {"rows": rows}
+
+
+# ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
 
 
 def anatomy(settings: Settings):
@@ -214,6 +226,9 @@ def summarise(layer, block, chain, activity, links):
         row["dimension"] = activity.dimension(layer)
         row["builders"] = names_of(activity.builders(layer, 4))
     return row
+
+
+# ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -275,6 +290,9 @@ def alpha_row(alpha, is_active):
     for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
         row[name] = some.mean().item() if len(some) else None
     return row
+
+
+# ---- ended (ours) ------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -77,6 +77,9 @@ MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sink
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
+# ---- the loop ----------------------------------------------------------------------------------------------
+
+
 def train(settings: Settings):
     """What becomes of a newborn? A line every --log-every steps tells the time left."""
     if checkpoint.steps(settings.out) and not settings.resume:
@@ -290,6 +293,9 @@ def make_optimizer(model, settings: Settings):
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     undecayed = {"params": vectors, "weight_decay": 0.0}
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
+
+
+# ---- data, model and settings ------------------------------------------------------------------------------
 
 
 def load_model(settings: Settings, tokens):

@@ -62,6 +62,9 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
+# ---- text --------------------------------------------------------------------------------------------------
+
+
 class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
@@ -101,6 +104,9 @@ def package_files():
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
+
+
+# ---- files of text -----------------------------------------------------------------------------------------
 
 
 def ending(file):
@@ -175,6 +181,9 @@ def json_lines(file, lines):
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
         yield Piece(text.removeprefix("\ufeff"))  # a byte order mark
+
+
+# ---- text that is made -------------------------------------------------------------------------------------
 
 
 def docstrings(code):

@@ -121,6 +121,9 @@ class ForeignArchitecture(UserError):
         super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
 
 
+# ---- what to say of strangers' files -----------------------------------------------------------------------
+
+
 def hint(evidence):
     """What HINTS say of a text of several lines; "" if nothing."""
     for pattern, advice in HINTS:
@@ -161,6 +164,9 @@ def found_in(folder, names):
             advice = hint("\n".join(there))
         raise UserError(f"{folder / names[0]} is missing. {advice}".strip(" ."))
     return found
+
+
+# ---- files of tensors --------------------------------------------------------------------------------------
 
 
 def is_gguf(place):
@@ -494,6 +500,9 @@ def foreign_checkpoint(place, raw, tensors):
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
     return CheckpointReader(place, tensors, None, width, family, names_mlps)
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
 
 
 def token_ids(place):

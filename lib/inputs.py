@@ -124,9 +124,10 @@ def encode(text, tokenizer):
     else:
         content = ""
         for piece in pieces((text,)):
-            content += piece.text + "\n\n"
+            content += "\n\n" * (piece.begins and content != "") + piece.text
             if len(content) >= SOURCE_CHARACTERS:
                 break
+        content += "\n\n"
     (tokens,) = load_tokenizer(tokenizer).encode([content])
     return torch.tensor(tokens, dtype=torch.int64)
 

@@ -21,6 +21,9 @@ from model import Transformer, causal_attention
 EPSILON = 0.3  # a head whose alpha_1 in a sequence is above this is a sink head there (Gu et al.)
 
 
+# ---- attention without T x T matrices ----------------------------------------------------------------------
+
+
 def weights_on(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
     """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
@@ -66,6 +69,9 @@ def uniform_alpha(T):
     return (1 / torch.arange(1, T + 1).double()).mean().item()
 
 
+# ---- sinks -------------------------------------------------------------------------------------------------
+
+
 def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
     """A row of what tells a sink at position 1 of sequences (n, T), or predicts it; and alpha_1, (n, L, H).
 
@@ -109,6 +115,9 @@ def batches(tokens: Tensor):
 def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
     """The share of sink heads in each sequence, (n,), of alpha (n, L, H); its mean is the sink rate."""
     return (alpha > epsilon).float().mean(dim=(1, 2))
+
+
+# ---- means over sequences ----------------------------------------------------------------------------------
 
 
 class LayerMean:
@@ -191,6 +200,9 @@ class Chain:
         }
 
 
+# ---- what is changed (SO's interventions) ------------------------------------------------------------------
+
+
 def replace_values(model, k, changed, kind, factor):
     """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in a layer, or "all".
 
@@ -214,6 +226,9 @@ def replace_values(model, k, changed, kind, factor):
         return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
 
     return on_heads
+
+
+# ---- the stream and the values -----------------------------------------------------------------------------
 
 
 def dominance_ratio(states: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ def measure(folder):
     layer = activity.layer
     builders = activity.builders(layer, activity.num_needed(layer, LARGEST_SHARE))
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
-    heads = (alpha >= alpha.max().clamp(max=attention.EPSILON)).nonzero().tolist()  # the largest at least
+    is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # the largest at least
+    heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
     named = {"run": Path(folder).name}
     yield named | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}
@@ -75,10 +76,11 @@ def links_of(model, tokens, sink, builders):
     links = chain.links()  # (L, T) each
     layer = sink["layer"]
     places = [(i - 1, j) for i, j in builders]
-    sink_layers = sorted({place[0] for place in sink["heads"]})
+    sinks = [(i - 1, j) for i, j in sink["heads"]]
+    sink_layers = sorted({i for i, _ in sinks})
     found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
     alpha = alpha.mean(0)
-    sink_alphas = [alpha[*place].item() for place in sink["heads"]]
+    sink_alphas = [alpha[place].item() for place in sinks]
     return {
         "builders": np.mean([activity.at_1[place].abs().item() for place in places]),
         "builders_elsewhere": np.mean([activity.elsewhere[place].item() for place in places]),
@@ -151,16 +153,17 @@ def birth(settings: Settings):
 
 
 def scaled(steps, link):
-    """A link's values from 0, the newborn's, to 1, the last step's."""
+    """A link's values from 0, the newborn's, to 1, the last step's; all 0 if it ended where it began."""
     values = np.array([step[link] for step in steps])
-    return (values - values[0]) / (values[-1] - values[0])
+    way = values[-1] - values[0]
+    return (values - values[0]) / (way or 1)
 
 
 def half_way(steps, link):
-    """The first step after which a link stays beyond half of its way."""
+    """The first step after which a link stays beyond half of its way; None if it ended where it began."""
     values = scaled(steps, link)
     below = [step["step"] for step, value in zip(steps, values) if value < 0.5]  # the newborn's is 0
-    return next(step["step"] for step in steps if step["step"] > below[-1])
+    return next((step["step"] for step in steps if step["step"] > below[-1]), None)
 
 
 COMMANDS = {"": Command(birth, Settings())}

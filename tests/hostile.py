@@ -143,9 +143,9 @@ def index_of(name) -> Callable:
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
     (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
-    (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan"))),
+    (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan")), False),
     (COMPARE, "checkpoint", "a long number", changed("config.json", long_number)),
-    (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3)),
+    (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3), False),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (PROBE, "checkpoint", "a bit of the weights", changed("model.safetensors", flipped), False),
