@@ -124,7 +124,9 @@ def encode(text, tokenizer):
     else:
         content = ""
         for piece in pieces((text,)):
-            content += "\n\n" * (piece.begins and content != "") + piece.text
+            if piece.begins and content:
+                content += "\n\n"
+            content += piece.text
             if len(content) >= SOURCE_CHARACTERS:
                 break
         content += "\n\n"
