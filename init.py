@@ -50,7 +50,7 @@ def draw_weight(seed, name, shape, std, count=None) -> Tensor:
 
 
 def residual_std(config: ModelConfig, scheme):
-    """Standard deviation of the attention output and MLP down projections."""
+    """Standard deviation of the attention output and MLP down projections; a new scheme's is gpt2's."""
     if scheme == "normal":
         return STD
     return STD / math.sqrt(2 * config.num_layers)

@@ -9,7 +9,8 @@
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
 Build under torch.device("meta"), as `init.newborn` does, and let `init.py` fill: what nobody fills is NaN.
-On a CPU lib/kernels.py computes rotation, attention and loss, and tests hold it equal to the lines here.
+On a CPU lib/kernels.py computes rotation and attention, and tests hold it equal to the lines here; the loss
+it computes everywhere, some positions at a time.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """

@@ -15,8 +15,9 @@ What scripts share, from lib/: COMMANDS name each subcommand's function and its 
 of which `run_script` makes the flags. `chosen_models` returns a Spec for each model that the user names, a
 preset once for each seed: what is known of it (`name`, `config`, `is_newborn`) before `load` makes it. An
 Experiment chooses device and dtype where they are "auto", joins torchrun's processes if there are any, and
-makes the folder `out`; `save` writes the JSON and prints the rows, of `columns`, and of those that are
-`shown`. `shard` is this process's part of a number of batches; `sum_over_ranks` adds up what all found.
+makes the folder `out`; `save` writes the JSON, and prints the `columns` of the rows that are `shown`. `shard`
+is this process's contiguous part of a number of batches; `sum_over_ranks` adds up what all found. Here and in
+contraction.py all seeds of a preset have the embedding matrix of seed 0; elsewhere PRESET@SEED has its own.
 """
 
 import math

@@ -16,10 +16,10 @@ laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(bas
 The rule, whose numbers are at the top of `lineage/verdict.py`. A layer of the suspect is the base's
   - by its bits, if all of its matrices, whatever they are called, are those of one of the base's layers;
   - by hidden units, if 20 % of them read and write the tokens that the base's do, with a correlation of 0.5,
-    or 50 %, however weakly, between the first layer and the last quarter, where unrelated models share none;
+    or 50 %, however weakly, between the first layer and the last quarter: unrelated models share 10 % there;
   - by coordinates, if each of its matrices correlates by 0.1 with its namesake, number by number.
-Two such layers, or the only one, are the *same birth*; one of several, or shares in between, *inconclusive*;
-none, where a child would have been seen, *no evidence*.
+Two such layers, or the only one, are the *same birth*; one of several, or 10 to 50 % of units in the middle,
+*inconclusive*; none, where a child would have been seen, *no evidence*.
 """
 
 import itertools
@@ -158,7 +158,12 @@ def open_model(name, settings: CompareSettings):
 
 
 def paper(settings: PaperSettings):
-    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json."""
+    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
+
+    Both models read the same inputs; of the dimensions that are extreme in both, Kendall's tau says whether the
+    inputs are ordered alike. A t-test and a U-test (`paper_t_p`, `paper_u_p`) compare these taus with those of
+    two Gaussian matrices.
+    """
     check_several(settings.models)
     specs = [parse_spec(name, settings.init) for name in settings.models]
     check_comparable(specs, settings)

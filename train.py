@@ -66,7 +66,7 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    keep: Literal["powers", "all", "last"] = "powers"  # which steps: 1, 2, 4, ..; all saved, too; none
+    keep: Literal["powers", "all", "last"] = "powers"  # steps 1, 2, 4, ..; these and all saved; neither
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
     resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
     out: str = "runs/default"  # run folder
