@@ -6,8 +6,8 @@
 
 Five are the story: `layers`, `mlp`, `amplify`, `predict`, `cure`. Inputs are Gaussian vectors of the
 embedding's standard deviation (BB 4.1), but of 1 in `width`, and tokens in `predict` and `cure`. All seeds of
-a preset have one embedding matrix (BB B.2). Most go one way: `Births`; rows for each of these newborns, theory
-beside what was measured; means over seeds, curves and JSON by `finish`.
+a preset have one embedding matrix (BB B.2). Most go one way: `Births`; rows for each of these newborns,
+theory beside what was measured; means over seeds, curves and JSON by `finish`.
 """
 
 import itertools

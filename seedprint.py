@@ -160,9 +160,8 @@ def open_model(name, settings: CompareSettings):
 def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
 
-    Both models read the same inputs; of the dimensions that are extreme in both, Kendall's tau says whether the
-    inputs are ordered alike. A t-test and a U-test (`paper_t_p`, `paper_u_p`) compare these taus with those of
-    two Gaussian matrices.
+    Both models read the same inputs. Of dimensions that are extreme in both, Kendall's tau says whether they
+    order the inputs alike; t-test and U-test (`paper_t_p`, `paper_u_p`) compare taus with Gaussian matrices'.
     """
     check_several(settings.models)
     specs = [parse_spec(name, settings.init) for name in settings.models]

@@ -149,7 +149,7 @@ class RunningStd:
         self.square.add(layer, heads.double().square())
 
     def std(self, layer, axes=(0, 2)):
-        """Standard deviation, pooled over sequences and `axes` of (H, T, Dh): (T,) of those that are given."""
+        """Standard deviation, pooled over sequences and `axes` of (H, T, Dh): (T,) for the default axes."""
         mean = self.mean.means[layer].mean(axes)
         square = self.square.means[layer].mean(axes)
         return (square - mean.square()).clamp(min=0).sqrt()
