@@ -133,6 +133,7 @@ def lines_of(points, series, names=None):
 
 
 def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
+    """Draw the points of each name that a series has."""
     for label, line in lines_of(points, series, names):
         places = [point[x] for point in line]
         heights = np.array([point[y] for point in line])

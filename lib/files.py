@@ -74,6 +74,7 @@ def read_json(path, largest=LARGEST):
 
 
 def sha256(path):
+    """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

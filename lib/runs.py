@@ -127,6 +127,7 @@ def write_log(path, rows) -> None:
 
 
 def append_row(run, row) -> None:
+    """Add a step's row to metrics.jsonl; UserError if it cannot be written."""
     path = run / "metrics.jsonl"
     try:
         with path.open("a") as file:
@@ -136,6 +137,7 @@ def append_row(run, row) -> None:
 
 
 def amend_row(run, step, values) -> None:
+    """Add values to a step's row of metrics.jsonl."""
     rows = [row | values if row["step"] == step else row for row in read_log(run)]
     write_log(run / "metrics.jsonl", rows)
 

@@ -105,6 +105,7 @@ def sum_over_ranks(tensor):
 
 
 def wait_for_all(device) -> None:
+    """Return when every rank has come here."""
     sum_over_ranks(torch.zeros((), device=device))
 
 

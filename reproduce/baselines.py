@@ -30,6 +30,7 @@ def similarities(a, b, tokens):
 
 
 def cosine(x, y):
+    """The cosine of two tensors, all numbers of each in a row."""
     return ((x * y).sum() / x.norm() / y.norm()).item()
 
 

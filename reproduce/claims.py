@@ -86,6 +86,7 @@ def apart(rows, name, judge, *arguments):
 
 
 def column(rows, name):
+    """The values of a column."""
     return np.array([row[name] for row in rows])
 
 
