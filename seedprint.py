@@ -304,9 +304,9 @@ def draw_persistence(rows, path) -> None:
 
 
 COMMANDS = {
-    "compare": Command(compare, CompareSettings()),
+    "compare": Command(compare, CompareSettings(), renamed={"--units": "--units-per-layer"}),
     "paper": Command(paper, PaperSettings()),
-    "matrix": Command(matrix, CompareSettings()),
+    "matrix": Command(matrix, CompareSettings(), renamed={"--units": "--units-per-layer"}),
     "identify": Command(identify, IdentifySettings()),
     "persistence": Command(persistence, PersistenceSettings()),
 }
