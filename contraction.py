@@ -4,10 +4,15 @@
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
-Five are the story: `layers`, `mlp`, `amplify`, `predict`, `cure`. Inputs are Gaussian vectors of the
-embedding's standard deviation (BB 4.1), but of 1 in `width`, and tokens in `predict` and `cure`. All seeds of
-a preset have one embedding matrix (BB B.2). Most go one way: `Births`; rows for each of these newborns,
-theory beside what was measured; means over seeds, curves and JSON by `finish`.
+Five are the story: `layers`, `mlp`, `amplify`, `predict`, `cure`; on a first reading leave out the others.
+Inputs are Gaussian vectors of the embedding's standard deviation, 0.02 (BB 4.1), but of 1 in `width`, and
+tokens in `predict` and `cure`. All seeds of a preset have one embedding matrix (BB B.2).
+
+Most go one way. `Births.each` makes newborns; the loop adds rows for each, theory beside what was measured;
+`finish` draws and saves them. `mean_over_seeds` makes one row of those that differ in `seed` and in what was
+`measured` alone, and raises if their theories differ. `curves` draws one column over another: a colour for
+each value of `series`, axes for each of `panel`, `theories` (columns, and how the legend calls them) dashed,
+and a half width, the column `band`, shaded.
 """
 
 import itertools
@@ -73,10 +78,7 @@ class Births(Experiment):
         self.lengths = given or [T for T in lengths if T <= context] or [context]
         super().__init__(name, paper, settings)
         self.rows = []
-        self.unknown = {spec.name for spec in self.specs if not theory.knows(spec.config, spec.scheme)}
-        if self.unknown and rank() == 0:
-            names = ", ".join(self.unknown)
-            print(f"no theory is drawn: measure/theory.py does not know {names} by --init {settings.init}")
+        self.unknown = []  # rows of newborns that measure/theory.py does not know
 
     def each(self, scheme=None, **changes):
         """The first columns of its rows, the model, and T, for each newborn and length T.
@@ -85,10 +87,13 @@ class Births(Experiment):
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
             config = replace(spec.config, **changes)
-            birth = (spec.seed, spec.embedding_seed, scheme or spec.scheme)
-            model = newborn(config, *birth, self.device, self.dtype)
+            drawn = scheme or spec.scheme
+            model = newborn(config, spec.seed, spec.embedding_seed, drawn, self.device, self.dtype)
+            begun = len(self.rows)
             for T in self.lengths:
                 yield {"model": spec.name, "seed": spec.seed}, model, T
+            if not theory.knows(config, drawn):
+                self.unknown += self.rows[begun:]
 
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
         """The figure and the JSON of the rows: of their means over seeds, if columns were `measured`."""
@@ -99,9 +104,11 @@ class Births(Experiment):
 
     def forget(self, theories) -> None:
         """Set the columns of theories to None in rows of newborns that measure/theory.py does not know."""
-        for row in self.rows:
-            if row["model"] in self.unknown:
-                row.update(dict.fromkeys(theories))
+        for row in self.unknown:
+            row.update(dict.fromkeys(theories))
+        if self.unknown and rank() == 0:
+            names = ", ".join(dict.fromkeys(row["model"] for row in self.unknown))
+            print(f"no theory is drawn of {names}: measure/theory.py knows no such init, norm or calibration")
 
 
 def gaussian_inputs(experiment, T, d):
@@ -125,9 +132,6 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
         rows = [row | {series: f"{row['model']}, {row[series]}"} for row in rows]
     path = experiment.folder / f"{experiment.name}.png"
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
-
-
-# ---- the story (BB 4.1 to 4.3, Finding 2.2, and ours) ------------------------------------------------------
 
 
 # ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------

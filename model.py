@@ -196,7 +196,7 @@ class Attention(nn.Module):
     def calibrate(self, heads: Tensor, T) -> Tensor:
         """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO).
 
-        With L the context length, `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / L).
+        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length).
         """
         kind = self.config.attn_calibration
         if kind == "none":

@@ -11,13 +11,22 @@ length a row says on which token and how often (`top1_*`), how often the most fr
 would come up (`uniform_max_count`), a bound on the count's probability among these (`log10_p`), how alike the
 final states are (`mean_cosine`), and the token of their mean direction (`direction_token`, BB Finding 2.2).
 
-What scripts share, from lib/: COMMANDS name each subcommand's function and its default settings, a dataclass
-of which `run_script` makes the flags. `chosen_models` returns a Spec for each model that the user names, a
-preset once for each seed: what is known of it (`name`, `config`, `is_newborn`) before `load` makes it. An
-Experiment chooses device and dtype where they are "auto", joins torchrun's processes if there are any, and
-makes the folder `out`; `save` writes the JSON, and prints the `columns` of the rows that are `shown`. `shard`
-is this process's contiguous part of a number of batches; `sum_over_ranks` adds up what all found. Here and in
-contraction.py all seeds of a preset have the embedding matrix of seed 0; elsewhere PRESET@SEED has its own.
+What scripts share, from lib/:
+
+    Command         a function, its default settings, what completes them, and flags that were renamed. Of the
+                    settings, a dataclass, `run_script` makes the flags: RunSettings has --out, --device and
+                    --dtype. A flag, or a name in a config file, that is unknown or was renamed ends the
+                    script with status 2, and with the right name.
+    chosen_models   a Spec for each model that the user names, a preset once for each seed: what is known
+                    (`name`; `label`, the name with its seed; `config`; `is_newborn`) before `load` makes the
+                    model, or `open` reads its matrices one by one. Here and in contraction.py all seeds of a
+                    preset have the embedding matrix of seed 0; elsewhere PRESET@SEED has its own.
+    Experiment      chooses device and dtype where they are "auto", joins torchrun's processes if there are
+                    any, and makes the folder `out`; `save(rows, columns, shown, **more)` writes rows and more
+                    into the JSON, and prints these columns of the rows that are shown, by default of all.
+    random_tokens   sequences by number, each the same in any batch; random_vectors: N(0, 0.02^2) in place
+                    of embedded tokens.
+    shard           this rank's contiguous part of a number of batches; sum_over_ranks adds up what all found.
 """
 
 import math
@@ -28,7 +37,7 @@ import torch
 
 from init import SCHEMES
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
-from lib.figures import BLUE, VERMILION, new_figure, save_figure, short_names
+from lib.figures import draw_preferences
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
@@ -62,7 +71,7 @@ def probe(settings: Settings):
     experiment = Experiment("probe", "BB Table 1, Figures 1a and 10", settings)
     num_sequences = settings.num_sequences or NUM_SEQUENCES[experiment.device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[experiment.device.type], context),)
-    rows, totals = [], []
+    rows, tokens, dimensions = [], [], []
     for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
         for T in lengths:
@@ -72,8 +81,9 @@ def probe(settings: Settings):
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))
             rows.append(row)
-            totals.append(counts)
-    plot_probe(rows, totals, experiment.folder / "probe.png")
+            tokens.append((counts.tokens, uniform_counts(num_sequences, model.config.vocab_size, RANKS)))
+            dimensions.append((counts.dimensions, uniform_counts(num_sequences, model.config.d_model, RANKS)))
+    draw_preferences(experiment.folder / "probe.png", rows, tokens, dimensions)
     return experiment.save(rows, SHOWN)
 
 
@@ -163,45 +173,6 @@ def preference(model, counts: Counts):
         **counts.cosines.summary(),
         "dimension_ratio": int(counts.dimensions.max()) / uniform_counts(n, model.config.d_model, RANKS)[0],
     }
-
-
-def plot_probe(rows, totals, path) -> None:
-    """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions."""
-    question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
-    figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
-    names = short_names([row["model"] for row in rows])
-    for name, row, counts, (ranks, tokens, dimensions) in zip(names, rows, totals, grid.T):
-        ranks.set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
-        plot_ranks(ranks, counts.tokens)
-        p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
-        text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
-        ranks.text(0.96, 0.94, text, transform=ranks.transAxes, ha="right", va="top", fontsize=9)
-        plot_shares(tokens, counts.tokens, "token number")
-        plot_shares(dimensions, counts.dimensions, "hidden dimension")
-    for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
-        axes.set_ylim(0, max(2.5, 1.1 * axes.get_ylim()[1]))  # no preference is to look like none
-        axes.set_ylabel(f"{what},\n% of sequences")
-    save_figure(figure, path)
-
-
-def plot_ranks(axes, counts) -> None:
-    """The largest of some counts by rank, in %, and what uniform draws would give."""
-    n = int(counts.sum())
-    num_ranks = min(RANKS, len(counts))
-    ranks = range(1, num_ranks + 1)
-    largest = counts.sort(descending=True).values[:num_ranks]
-    axes.bar(ranks, 100 / n * largest.numpy(), color=BLUE)
-    axes.plot(ranks, 100 / n * uniform_counts(n, len(counts), RANKS)[:num_ranks], "--", color=VERMILION)
-    axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
-
-
-def plot_shares(axes, counts, label) -> None:
-    """All counts, in %, and the largest that uniform draws would give."""
-    n = int(counts.sum())
-    numbers = counts.nonzero()[:, 0].numpy()
-    axes.vlines(numbers, 0, 100 / n * counts.numpy()[numbers], color=BLUE, lw=1)
-    axes.axhline(100 / n * uniform_counts(n, len(counts), RANKS)[0], ls="--", color=VERMILION)
-    axes.set(xlabel=label, xlim=(0, len(counts)))
 
 
 COMMANDS = {"": Command(probe, Settings())}

@@ -13,6 +13,16 @@ laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(bas
     it returns  a row: `verdict` (same birth, no evidence, inconclusive), `sentence`, and their numbers;
                 and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
 
+A hidden unit is known by what it does to tokens. With E_t token t's embedding, U_t its row of the head, and W
+the unit's weights, its three views are the vectors over tokens t
+
+    gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
+
+which stay as they are if the stream is rotated, or units are shuffled. Two units match if each is the other's
+closest in two views. `r` is their correlation over tokens, the median of matched units; `distance` one minus
+that of their weights' numbers, in whatever basis. `body_r` is the correlation of weights of one name, number
+by number, the embedding matrix aside, and `body_z` says how far it is beyond those of relabelled coordinates.
+
 The rule, whose numbers are at the top of `lineage/verdict.py`. A layer of the suspect is the base's
   - by its bits, if all of its matrices, whatever they are called, are those of one of the base's layers;
   - by hidden units, if 20 % of them read and write the tokens that the base's do, with a correlation of 0.5,
@@ -33,7 +43,7 @@ from scipy.spatial.distance import squareform
 
 from init import SCHEMES, newborn
 from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
-from lib.figures import curves, family_tree, lineage_figure
+from lib.figures import draw_persistence, family_tree, lineage_figure
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, rank
@@ -161,7 +171,8 @@ def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
 
     Both models read the same inputs. Of dimensions that are extreme in both, Kendall's tau says whether they
-    order the inputs alike; t-test and U-test (`paper_t_p`, `paper_u_p`) compare taus with Gaussian matrices'.
+    order the inputs alike; t-test and U-test (p-values `paper_t_p` and `paper_u_p`) compare these taus with
+    those of Gaussian matrices.
     """
     check_several(settings.models)
     specs = [parse_spec(name, settings.init) for name in settings.models]
@@ -217,8 +228,9 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
 def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
-    `answer` is the seed, if its log10 p, corrected for the number of candidates, is -6 or less, and null
-    otherwise: then only the closest candidate is printed. It knows births of init.py, in their basis.
+    `answer` is the seed, if its log10 p, corrected for the number of candidates (`family_log10_p`), is -6 or
+    less, and null otherwise: then only the closest candidate is printed. It knows births of init.py, in their
+    basis, by the cosine of a matrix's first numbers with those that each seed draws (`closest_births`).
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
@@ -247,8 +259,9 @@ def identify(settings: IdentifySettings):
 def persistence(settings: PersistenceSettings):
     """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
-    `mean_tau` and `std_tau` are of Kendall's tau over the birth's top dimensions. The stranger is the
-    checkpoint of --stranger at the same step, else its last one. Writes persistence.json and .png.
+    `mean_tau` and `std_tau` are of Kendall's tau of how birth and step order the inputs by a dimension, over
+    the half of dimensions whose mean output is largest at birth. The stranger is the checkpoint of --stranger
+    at the same step, else its last one. Writes persistence.json and .png.
     """
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000":
@@ -287,20 +300,8 @@ def persistence(settings: PersistenceSettings):
         row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
         test = coordinates.paper_test(birth_outputs, outputs)
         rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
-    draw_persistence(rows, experiment.folder / "persistence.png")
+    draw_persistence(experiment.folder / "persistence.png", rows)
     return experiment.save(rows)
-
-
-def draw_persistence(rows, path) -> None:
-    """Kendall's tau with birth by step, beside a stranger's."""
-    taus = []
-    for row in rows[1:]:  # a logarithmic axis has no step 0
-        for model, who in (("its own birth", ""), ("another birth", "stranger_")):
-            tau = {"step": row["step"], "model": model, "zero": 0.0}
-            taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
-    question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
-    keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
-    curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")
 
 
 COMMANDS = {

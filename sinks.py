@@ -7,10 +7,15 @@
     python sinks.py first --model runs/backcopy --text data/backcopy-bytes      # a position, or a token?
 
 alpha_k, of a head, is how much the queries i >= k attend to position k, on average; positions count from 1. A
-head whose alpha_1 in a sequence is above --epsilon is a sink head there. Hidden units of MLPs are named
-LAYER/UNIT, from 1 and from 0. A *builder* makes one dimension large at position 1 (SO: a *super neuron*), a
-*remover* takes it away. A model with a tokenizer reads the standard library's docstrings unless --text names
-another text, one without reads random tokens. What summaries of SO leave undefined is called ours.
+head whose alpha_1 in a sequence is above --epsilon is a sink head there; the sink rate is the share of heads
+that are, in the mean of sequences. Hidden units of MLPs are named LAYER/UNIT, from 1 and from 0. The units
+that make most of one dimension at position 1 are its *builders* (SO: *super neurons*), those that take most
+of it away its *removers*. What summaries of SO leave undefined is called ours.
+
+Each subcommand gives `measure_models` a function of a model that returns lists of rows; `rows` are printed
+and all lists are in the JSON. A model with a tokenizer reads the standard library's docstrings, one without
+reads random tokens: `read_tokens` draws --num-sequences windows of the text, or takes a data set's held-out
+ones, all beginning with --first-token if there is one. `interval` is Student's, over sequences.
 """
 
 import itertools
@@ -217,7 +222,7 @@ def summarise(layer, block, chain, activity, links):
         "value_ratio": chain.value_ratio.means[layer].item(),
         "key_alignment": at_1["key_alignment"],
         "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
-        "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.values.std(layer, axes=1)),
+        "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.heads.std(layer, axes=1)),
         "alpha1": at_1["alpha"],
         "dimension": None,
         "builders": None,
@@ -258,7 +263,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
     for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        on_heads = attention.replace_values(model, settings.position, changed, kind, factor)
+        on_heads = attention.replace_heads(model, settings.position, changed, kind, factor)
         alpha, activation = attended(model, tokens, settings.position, builders[0], on_heads)
         case = {"position": settings.position, "changed": changed, "intervention": kind, "factor": factor}
         rows.append(case | alpha_row(alpha, activation >= ACTIVE * builders[0]["first"]))
@@ -366,7 +371,7 @@ def sets_of_units(settings: SilenceSettings, activity, units):
 def silence_row(kind, units, activity, alpha, loss, state):
     """A row of `silence`, of alpha_1 (n, L, H) and the stream at position 1, (n, d)."""
     row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
-    row |= {"left": activity.left(state), "disparity": attention.dominance_ratio(state).mean().item()}
+    row |= {"left": activity.left(state), "disparity": attention.disparity(state).mean().item()}
     row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
     return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 

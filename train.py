@@ -7,9 +7,15 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-steps that --keep names, and the newest two. Batches are a function of (data seed, step) for any number of
-ranks and micro-batches, so that resuming needs no random state: on a CPU a run that was killed ends with the
-same bits as one that was not. On SIGTERM or SIGINT a run finishes its step, saves, and exits with 0.
+steps that --keep names, and the newest two; `runs.prune` removes the others. A checkpoint is written under
+another name and renamed when it is whole, so that a kill leaves a whole one or none; `runs.load_newest` goes
+back to the newest whose files have the sums that it was written with, and `runs.begin` removes rows and steps
+after it. `merged_settings` are those that the run was begun with, and what may change.
+
+The training windows are shuffled anew for each epoch, by the data seed, and a step takes the next ones
+(`TokenData.batch`), the same for any number of ranks and micro-batches. So resuming needs no random state: on
+a CPU a run that was killed ends with the same bits as one that was not. On SIGTERM or SIGINT a run finishes
+its step, saves, and exits with 0.
 """
 
 import itertools
@@ -26,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
-from lib.results import commit
 from lib.sampling import SampleSettings, generate, sample
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script
 from measure import attention
@@ -125,7 +130,7 @@ class Training:
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
         if self.is_master:
-            runs.begin(self.run, settings, self.step, self.birth_row())
+            runs.begin(self.run, settings, self.step, self.tokens)
             if not checkpoint.steps(self.run):
                 self.save()
         stopped = False
@@ -222,17 +227,6 @@ class Training:
             by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
             rows.append(row | {"alpha1": by_head.tolist()})
         return rows
-
-    def birth_row(self):
-        """What metrics.jsonl says of step 0: with what the run is made."""
-        return {
-            "step": 0,
-            "commit": commit(),
-            "dtype": self.settings.dtype,
-            "threads": torch.get_num_threads(),
-            "processes": runtime.world_size(),
-            "data": self.tokens.meta.fingerprint,
-        }
 
     def save(self) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept."""

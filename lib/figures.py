@@ -159,6 +159,52 @@ def plain(key):
     return key.replace("_", " ")
 
 
+# ---- preference --------------------------------------------------------------------------------------------
+
+
+def draw_preferences(path, rows, tokens, dimensions) -> None:
+    """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions.
+
+    `tokens` and `dimensions` hold, for each row, how often each comes first, and what uniform draws give by
+    rank.
+    """
+    question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
+    figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
+    names = short_names([row["model"] for row in rows])
+    for name, row, of_tokens, of_dimensions, column in zip(names, rows, tokens, dimensions, grid.T):
+        by_rank, by_token, by_dimension = column
+        by_rank.set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
+        draw_ranks(by_rank, *of_tokens)
+        p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
+        text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
+        by_rank.text(0.96, 0.94, text, transform=by_rank.transAxes, ha="right", va="top", fontsize=9)
+        draw_counts(by_token, *of_tokens, "token number")
+        draw_counts(by_dimension, *of_dimensions, "hidden dimension")
+    for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
+        axes.set_ylim(0, max(2.5, 1.1 * axes.get_ylim()[1]))  # no preference is to look like none
+        axes.set_ylabel(f"{what},\n% of sequences")
+    save_figure(figure, path)
+
+
+def draw_ranks(axes, counts, uniform) -> None:
+    """Draw the largest of some counts by rank, in %, and what uniform draws would give."""
+    largest = counts.sort(descending=True).values[: len(uniform)].numpy()
+    ranks = range(1, len(largest) + 1)
+    percent = 100 / int(counts.sum())
+    axes.bar(ranks, percent * largest, color=BLUE)
+    axes.plot(ranks, percent * uniform[: len(largest)], "--", color=VERMILION)
+    axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
+
+
+def draw_counts(axes, counts, uniform, label) -> None:
+    """Draw all counts, in %, and the largest that uniform draws would give."""
+    percent = 100 / int(counts.sum())
+    numbers = counts.nonzero()[:, 0].numpy()
+    axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
+    axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
+    axes.set(xlabel=label, xlim=(0, len(counts)))
+
+
 # ---- sinks -------------------------------------------------------------------------------------------------
 
 LINKS = {  # of SO's chain
@@ -321,3 +367,15 @@ def family_tree(path, names, closeness, label) -> None:
     heat.set_yticks(range(count), labels, fontsize=8)
     figure.colorbar(image, label=label)
     save_figure(figure, path)
+
+
+def draw_persistence(path, rows) -> None:
+    """Draw Kendall's tau with birth by step, beside a stranger's."""
+    taus = []
+    for row in rows[1:]:  # a logarithmic axis has no step 0
+        for model, who in (("its own birth", ""), ("another birth", "stranger_")):
+            tau = {"step": row["step"], "model": model, "zero": 0.0}
+            taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
+    question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
+    keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
+    curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")

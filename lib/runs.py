@@ -15,10 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import filelock
+import torch
 
 from lib import checkpoint, data, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
+from lib.results import commit
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
 LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
@@ -95,11 +97,15 @@ def load_newest(run):
     raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
 
 
-def begin(run, settings, step, birth_row) -> None:
-    """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders."""
+def begin(run, settings, step, tokens) -> None:
+    """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders.
+
+    The log's first row, step 0, says with what the run is made.
+    """
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    rows = [birth_row]
+    birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}
+    rows = [birth | {"processes": runtime.world_size(), "data": tokens.meta.fingerprint}]
     if step > 0:
         rows = [row for row in read_log(run) if row["step"] <= step]
     write_log(run / "metrics.jsonl", rows)

@@ -156,12 +156,19 @@ class RunningStd:
 
 
 class Chain:
-    """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`."""
+    """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`.
+
+    What a head puts out is a mean of values, so that its `std` over sequences is largest at position 1, which
+    averages one. W_O writes most of what varies most (`output_tau`). A few hidden units of an early MLP,
+    super neurons, answer to that alone, and make the stream's `norm` large there, in one dimension
+    (`disparity`). The norm before attention leaves little else of the state: whatever the token, its key is
+    the same (`key_alignment`) and its value small (`value_norm`), and queries find it (`alpha`).
+    """
 
     def __init__(self, num_sequences):
-        self.values = RunningStd(num_sequences)
+        self.heads = RunningStd(num_sequences)
         self.norm = LayerMean(num_sequences)  # of the stream after each layer, (T,)
-        self.dominance_ratio = LayerMean(num_sequences)  # of it, (T,)
+        self.disparity = LayerMean(num_sequences)  # of it, (T,)
         self.norm_ratio = LayerMean(num_sequences)  # of it, as in `sink_statistics`
         self.state = LayerMean(num_sequences)  # of all positions, (d,) float64
         self.product = LayerMean(num_sequences)  # of their outer products, (d, d) float64
@@ -176,13 +183,13 @@ class Chain:
             flat = x.flatten(0, 1).double()  # (B T, d)
             self.norm.add(layer, x.float().norm(dim=2))
             self.norm_ratio.add(layer, ratio_of_first(x))
-            self.dominance_ratio.add(layer, dominance_ratio(x))
+            self.disparity.add(layer, disparity(x))
             self.state.add(layer, x.double().mean(1))
             self.product.add(layer, (flat.T @ flat)[None] / x.shape[1])
 
     def on_heads(self, layer, heads, q, k, v) -> None:
         """Add heads (B, H, T, Dh), and the q, k, v that they came from."""
-        self.values.on_heads(layer, heads, q, k, v)
+        self.heads.on_heads(layer, heads, q, k, v)
         self.value_norm.add(layer, v.float().norm(dim=3).mean(1))
         self.value_ratio.add(layer, ratio_of_first(v).mean(1))
         self.key.add(layer, F.normalize(k.float(), dim=3))
@@ -191,9 +198,9 @@ class Chain:
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key: 1 if all keys are one (ours)."""
         return {
-            "std": torch.stack([self.values.std(layer) for layer in self.alpha.means]),
+            "std": torch.stack([self.heads.std(layer) for layer in self.alpha.means]),
             "norm": self.norm.stack(),
-            "dominance_ratio": self.dominance_ratio.stack(),
+            "dominance_ratio": self.disparity.stack(),
             "value_norm": self.value_norm.stack(),
             "key_alignment": self.key.stack().norm(dim=3).mean(1),
             "alpha": self.alpha.stack(),
@@ -203,8 +210,8 @@ class Chain:
 # ---- what is changed (SO's interventions) ------------------------------------------------------------------
 
 
-def replace_values(model, k, changed, kind, factor):
-    """An `on_heads` that replaces the aggregated values o_k (B, H, 1, Dh) of position k in a layer, or "all".
+def replace_heads(model, k, changed, kind, factor):
+    """An `on_heads` that replaces o_k, what heads put out at position k, in the `changed` layer, or in "all".
 
     `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`, no calibration:
     mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
@@ -214,25 +221,25 @@ def replace_values(model, k, changed, kind, factor):
     def on_heads(layer, heads, q, key, v):
         if changed not in ("all", layer):
             return None
-        values = heads[:, :, k - 1 : k]
+        o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            values = model.model.layers[layer - 1].self_attn.calibrate(own, k)
+            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)
         elif kind == "amplify":
-            mean = values.mean(0, keepdim=True)
-            values = mean + factor * (values - mean)
+            mean = o_k.mean(0, keepdim=True)
+            o_k = mean + factor * (o_k - mean)
         elif kind == "scale":
-            values = factor * values
-        return torch.cat((heads[:, :, : k - 1], values, heads[:, :, k:]), dim=2)
+            o_k = factor * o_k
+        return torch.cat((heads[:, :, : k - 1], o_k, heads[:, :, k:]), dim=2)
 
     return on_heads
 
 
-# ---- the stream and the values -----------------------------------------------------------------------------
+# ---- the stream and the heads ------------------------------------------------------------------------------
 
 
-def dominance_ratio(states: Tensor) -> Tensor:
-    """max |h| / mean |h| over dimensions, of states (..., d): SO's dimension disparity."""
+def disparity(states: Tensor) -> Tensor:
+    """max |h| / mean |h| over dimensions, of states (..., d) (SO; `dominance_ratio` in rows by position)."""
     states = states.float().abs()
     return states.amax(-1) / states.mean(-1)
 

@@ -93,15 +93,17 @@ def one_block_cosine(mlp, s, d, scheme="gpt2"):
 def relu_recursion(layers, scheme="gpt2"):
     """Cosines along a stack of wide ReLU MLP0 blocks (BB Proposition 2), before and after each.
 
-    c_0 = 0        c_{l+1} = (kappa(c_l) - k_0) / (1 - k_0)        k_0 = 0, and 1/pi where centered
+    c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
     kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
+
+    `centered` loses what orthogonal inputs' outputs share, kappa(0) = 1/pi; other schemes lose nothing.
     """
-    k_0 = 1 / math.pi if scheme == "centered" else 0.0
+    lost = 1 / math.pi if scheme == "centered" else 0.0
     c = 0.0
     cosines = [c]
     for _ in range(layers):
         kappa = (math.sqrt(1 - c**2) + c * (math.pi - math.acos(c))) / math.pi
-        c = (kappa - k_0) / (1 - k_0)
+        c = (kappa - lost) / (1 - lost)
         cosines.append(c)
     return cosines
 
@@ -170,10 +172,10 @@ def attention_concentration(T, s) -> Tensor:
 def aggregated_std(config: ModelConfig, T) -> Tensor:
     """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
 
-    With sigma^2 = 0.02^2 d that of a value and s^2 that of a logit, Var o_i is sigma^2 times
-    E sum_j a_j^2 + (1 - 1/i) r_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i: keys
-    and values come from one input, so that attention, however slight, selects values along W_V W_K^T q; RoPE
-    turns that by a different angle for each key, which leaves the share r_i.
+    With s^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
+    E sum_j a_j^2 + (1 - 1/i) kept_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
+    keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q;
+    RoPE turns that by a different angle for each key, which leaves the share kept_i.
     """
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
@@ -191,9 +193,9 @@ def aggregated_std(config: ModelConfig, T) -> Tensor:
 def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
     """S and R, (2, T, T), before and after each block, in the limit of infinite width: all that a newborn is.
 
-    S_ij is the covariance of positions i and j within a sequence, R_ij between two; inputs are N(0, sigma^2).
+    S_ij is the covariance of positions i and j within a sequence, R_ij between two; `stream` holds both.
 
-        start:      S = sigma^2 I               R = 0
+        start:      S = 0.02^2 I                R = 0
         norm:       C = S / sqrt(D_i D_j)       D_i = S_ii + epsilon
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measure.attention import LayerMean, batches, dominance_ratio, mean_attention
+from measure.attention import LayerMean, batches, disparity, mean_attention
 from model import Transformer
 
 CHUNK = 128  # positions whose logits exist at a time: 78 MB of Qwen's 151,936 tokens
@@ -48,8 +48,8 @@ class Activity:
     """The hidden units, and the stream at position 1, in the mean over sequences.
 
     The sink's dimension after a layer is the largest of the mean stream there. A unit contributes its mean
-    activation times its down weight on that dimension, times the dimension's sign: a *builder* contributes
-    more than 0, a *remover* less (ours).
+    activation times its down weight on that dimension, times the dimension's sign. The *builders* are those
+    that contribute most, the *removers* those that take most away (ours).
     """
 
     down: list[Tensor]  # weights of the down projections, (d, d_ff) each
@@ -86,7 +86,7 @@ class Activity:
 
     def num_needed(self, layer, share):
         """How many builders make a share of the dimension after a layer."""
-        added = self.contributions(layer)[:layer].clamp(min=0)  # removers are no builders
+        added = self.contributions(layer)[:layer].clamp(min=0)  # of those that take away, nothing
         sums = added.flatten().sort(descending=True).values.cumsum(0)
         return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
@@ -127,11 +127,11 @@ class Activity:
 @torch.inference_mode()
 def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
     """The Activity of a model that reads tokens (n, T); a Chain of measure/attention.py may watch, too."""
-    state, disparity, at_1, elsewhere = [LayerMean(len(tokens)) for _ in range(4)]
+    state, disparities, at_1, elsewhere = [LayerMean(len(tokens)) for _ in range(4)]
 
     def on_state(layer, x):
         state.add(layer, x[:, 0].float())
-        disparity.add(layer, dominance_ratio(x[:, 0]))
+        disparities.add(layer, disparity(x[:, 0]))
         if chain is not None:
             chain.on_state(layer, x)
 
@@ -143,7 +143,7 @@ def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
         for part in batches(tokens):
             model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
     down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]
-    return Activity(down, state.stack(), disparity.stack(), at_1.stack(), elsewhere.stack())
+    return Activity(down, state.stack(), disparities.stack(), at_1.stack(), elsewhere.stack())
 
 
 def ranked(scores: Tensor, count):
