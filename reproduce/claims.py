@@ -291,6 +291,12 @@ def no_sinks(rows):
     return f"sink rate {span(rates)} in {len(rows)} runs", list(rates == 0)
 
 
+def by_layer(rows):
+    """The share of heads that sink, in the mean of runs, layer by layer; no verdict."""
+    rates = np.mean([[layer["sink_rate"] for layer in row["layers"]] for row in rows], axis=0)
+    return f"{' '.join(f'{rate:.0%}' for rate in rates)} of heads in layers 1 to {len(rates)}", []
+
+
 def raises(rows, kind, other):
     """Is alpha_k higher, by its interval, with one intervention than with another?"""
     by_kind = {row["intervention"]: row for row in rows}
@@ -303,6 +309,15 @@ def of_table(table, says, number=""):
     """A claim about the pairs of one of BB's tables of lineage."""
     item = f"Table {table.partition(',')[0]}"
     return Claim(item, says, number, "lineage", lambda r: right_answers(select(r, table=table)))
+
+
+def of_text(item, says, number, judge, *arguments, **where):
+    """A claim about models trained on text: ours by configs/text_sink.py, as the measured text says."""
+
+    def read(result):
+        return apart(select(result, config="text_sink", **where), "config", judge, *arguments)
+
+    return Claim(item, says, number, "calibrations", read)
 
 
 # fmt: off
@@ -376,7 +391,7 @@ CLAIMS = [  # of each, what the paper says; the result that is read, and by whic
     Claim("Tables 5, 12, The Stack", "also where that corpus is code; there every baseline fails"),
     Claim("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are related", "p < 0.01"),
     Claim("Table 7, attenuation", "WikiText-2's perplexity falls from 21.33 to 21.02", "-0.015 nats",
-        "perplexity", lambda r: lower(select(r), "attenuate", "none", "text_loss")),
+        "perplexity", lambda r: apart(select(r), "config", lower, "attenuate", "none", "text_loss")),
     Claim("Table 8", "baselines miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196",
         "lineage", lambda r: ranges(select(r, table="4b, 8"), *BASELINES, bound=THRESHOLD)),
     of_table("9", "Qwen style: newborns are unrelated", "t 0.094 to 0.451, U 0.074 to 0.529"),
@@ -386,10 +401,10 @@ CLAIMS = [  # of each, what the paper says; the result that is read, and by whic
     Claim("Tables 4, 5, 7-14, their size", "12 layers; 10B tokens of OpenWebText, or 200,000 steps"),
     Claim("Figure 12, baseline", "a pretrained language model has sinks at every length", "",
         "smollm2/rate", lambda r: by_interval(select(r), "sink_rate", above)),
-    Claim("Figure 12, amplification", "it lowers the sink rate (ours: of a toy, Bigram-Backcopy)", "",
-        "calibrations", lambda r: lower(select(r, config="backcopy"), "amplify", "none", "sink_rate")),
-    Claim("Figure 12, attenuation", "it lowers the sink rate (ours: of a toy, Bigram-Backcopy)", "",
-        "calibrations", lambda r: lower(select(r, config="backcopy"), "attenuate", "none", "sink_rate")),
+    of_text("Figure 12, amplification", "it lowers the sink rate", "",
+        lower, "amplify", "none", "sink_rate"),
+    of_text("Figure 12, attenuation", "it lowers the sink rate", "",
+        lower, "attenuate", "none", "sink_rate"),
     Claim("Figure 13", "Gaussian matrices stand for unrelated models: p < 0.01 is rare", "0.01",
         "errors", lambda r: false_alarms(r, "own embedding")),
     Claim("Figure 13, Gaussian inputs", "the same with Section 6.1.1's inputs", "0.01",
@@ -414,18 +429,19 @@ CLAIMS = [  # of each, what the paper says; the result that is read, and by whic
         lambda r: rises(select(r, intervention="amplify", changed=1), "alpha_k", "factor")),
     Claim("SO: control", "deviation counts, not norm: amplifying does more than scaling", "",
         "smollm2/intervene", lambda r: raises(select(r, changed=1, factor=32.0), "amplify", "scale")),
-    Claim("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats",
-        "calibrations", lambda r: lower(select(r, config="laptop"), "headnorm", "none", "val_loss")),
-    Claim("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", "",
-        "calibrations", lambda r: lower(select(r, config="laptop"), "headnorm", "none", "mean_loss")),
-    Claim("SO: head-wise RMSNorm, sinks", "there are none (ours: a toy that sinks without)", "0",
-        "calibrations", lambda r: no_sinks(select(r, config="backcopy", calibration="headnorm"))),
-    Claim("SO: disparity, trained", "head-wise RMSNorm lowers its mean of layers, 82.7 to 33.7", "-49.0",
-        "calibrations", lambda r: lower(select(r, config="laptop"), "headnorm", "none", "disparity")),
-    Claim("SO: effective rank, trained", "head-wise RMSNorm raises it: 343.7 to 446.0", "+102.3",
-        "calibrations", lambda r: lower(select(r, config="laptop"), "none", "headnorm", "effective_rank")),
-    Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32",
-        "calibrations", lambda r: above_zero(select(r, config="laptop", calibration="none"), "output_tau")),
-    Claim("SO: sinks by layer", "from layer 5 on in 152M parameters; none with head-wise RMSNorm"),
+    of_text("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats",
+        lower, "headnorm", "none", "val_loss"),
+    of_text("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", "",
+        lower, "headnorm", "none", "mean_loss"),
+    of_text("SO: head-wise RMSNorm, sinks", "there are none (without it there are: `text.json`)", "0",
+        no_sinks, calibration="headnorm"),
+    of_text("SO: disparity, trained", "head-wise RMSNorm lowers its mean of layers, 82.7 to 33.7", "-49.0",
+        lower, "headnorm", "none", "disparity"),
+    of_text("SO: effective rank, trained", "head-wise RMSNorm raises it: 343.7 to 446.0", "+102.3",
+        lower, "none", "headnorm", "effective_rank"),
+    of_text("SO: output projection", "strong columns go on reading what varies more", "tau 0.32",
+        above_zero, "output_tau", calibration="none"),
+    Claim("SO: sinks by layer", "from layer 5 on in 152M parameters", "",
+        "text", lambda r: apart(select(r, "runs", config="text_eight_layers"), "config", by_layer)),
 ]
 # fmt: on
