@@ -2,7 +2,7 @@
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
-    python -m reproduce.trainings text                               # the same on text, ten hours
+    python -m reproduce.trainings text                               # the same on text, five hours
     python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
     python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
 
@@ -44,8 +44,8 @@ CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by c
 TEXT = "results/text"  # what the runs on text came to
 TEXT_SEEDS = range(42, 47)
 RUNGS = {  # harder than configs/text_sink.py: a seed of each
-    "text_eight_layers": {"num_layers": 8},
-    "text_as_it_falls": {"bos_first": False},
+    "text_eight_layers": {"num_layers": 8, "max_iters": 3072},
+    "text_as_it_falls": {"bos_first": False, "max_iters": 6144},
 }
 CONFIGS = Path(train.__file__).with_name("configs")
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
@@ -253,7 +253,7 @@ def text_loss(text, spec, model):
 
 
 def text(settings: RunSettings) -> None:
-    """What do the calibrations do to sinks on text? Trains all runs; notes what each came to (ten hours)"""
+    """What do the calibrations do to sinks on text? Trains all runs; notes what each came to (five hours)"""
     runtime.start(settings)
     for key, run in text_runs().items():
         train_all([run])
