@@ -245,12 +245,12 @@ def mean_field(model: Transformer, T):
     A state is what all sequences share, a mean (d,), and Gaussian noise, whose covariance over positions,
     K (T, T), is that of each dimension.
 
-        norm:       m = g mean / sqrt(D)      C = K / D        D = mean square of mean, + K_TT + epsilon
+        norm:       m = g mean / sqrt(P)      C = K / P        P = mean square of mean, + K_TT + epsilon
         attention:  mean += W_O W_V m         K += |W_O W_V g|^2 M C M^T
         MLP:        mean += W_down E h        K += |W_down|^2 Cov(h, h')        h = phi(W_up (m + g noise))
 
-    with g the norm's gains. Neglected: early positions' own means, that attention is not quite uniform,
-    biases of q, k and v, and calibrations.
+    with g the norm's gains, and P the last position's for all. Neglected: early positions' own means, that
+    attention is not quite uniform, biases of q, k and v, and calibrations.
     """
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
@@ -271,11 +271,11 @@ def normed(norm: nn.Module, mean: Tensor, K: Tensor):
     g = norm.weight.double()
     has_mean = isinstance(norm, nn.LayerNorm)
     mean = mean - mean.mean() if has_mean else mean
-    D = mean.square().mean() + K[-1, -1] + norm.eps
-    m = g * mean / D.sqrt()
+    P = mean.square().mean() + K[-1, -1] + norm.eps
+    m = g * mean / P.sqrt()
     if has_mean:
         m = m + norm.bias.double()
-    return m, g, K / D
+    return m, g, K / P
 
 
 def attention_update(attention: nn.Module, m: Tensor, g: Tensor, C: Tensor):
