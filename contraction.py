@@ -81,9 +81,10 @@ class Births(Experiment):
         self.unknown = []  # rows of newborns that measure/theory.py does not know
 
     def each(self, scheme=None, **changes):
-        """The first columns of its rows, the model, and T, for each newborn and length T.
+        """For each newborn and length T: the first columns of the rows to be made of it, the model, and T.
 
-        `changes` are made in the newborns' configurations; without a `scheme`, --init is theirs.
+        `changes` are made in the newborns' configurations (vocab_size=1: vectors are read, no tokens). Their
+        `scheme` is --init unless another is named.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
             config = replace(spec.config, **changes)
@@ -96,7 +97,7 @@ class Births(Experiment):
                 self.unknown += self.rows[begun:]
 
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
-        """The figure and the JSON of the rows: of their means over seeds, if columns were `measured`."""
+        """Figure and JSON, of means over seeds if columns are `measured`; prints `columns`, () for all."""
         self.forget(theories)
         rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
         plot(self, rows, question, x, series, theories, **options)

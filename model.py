@@ -8,9 +8,9 @@
     torch.Size([1, 64, 50257])
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
-Build under torch.device("meta"), as `init.newborn` does, and let `init.py` fill: what nobody fills is NaN.
-On a CPU lib/kernels.py computes rotation and attention, and tests hold it equal to the lines here; the loss
-it computes everywhere, some positions at a time.
+Build under torch.device("meta"), as `init.newborn` does, and let `init.py` fill every parameter. On a CPU
+lib/kernels.py computes rotation and attention, and tests hold it equal to the lines here; the loss it
+computes everywhere, some positions at a time.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -180,7 +180,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # a position's output needs its own query alone; Q are computed
+        first = T - 1 if last_only else 0  # a position's output needs its own query alone: Q = 1 or T
         cos, sin = rope  # (T, 1, Dh/2) each
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
@@ -223,7 +223,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
             return self.down_proj(self.activation(self.up_proj(x)))
-        return self.down_proj(self.activation(self.gate_proj(x)).mul_(self.up_proj(x)))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

@@ -19,11 +19,11 @@ What scripts share, from lib/:
                     script with status 2, and with the right name.
     chosen_models   a Spec for each model that the user names, a preset once for each seed: what is known
                     (`name`; `label`, the name with its seed; `config`; `is_newborn`) before `load` makes the
-                    model, or `open` reads its matrices one by one. Here and in contraction.py all seeds of a
-                    preset have the embedding matrix of seed 0; elsewhere PRESET@SEED has its own.
+                    model, or `open` reads its matrices one by one. PRESET@SEED has an embedding matrix of
+                    that seed; a preset's are all of --embedding-seed here, 0 in contraction.py.
     Experiment      chooses device and dtype where they are "auto", joins torchrun's processes if there are
                     any, and makes the folder `out`; `save(rows, columns, shown, **more)` writes rows and more
-                    into the JSON, and prints these columns of the rows that are shown, by default of all.
+                    into the JSON, and prints these columns of the rows that are shown (by default all).
     random_tokens   sequences by number, each the same in any batch; random_vectors: N(0, 0.02^2) in place
                     of embedded tokens.
     shard           this rank's contiguous part of a number of batches; sum_over_ranks adds up what all found.

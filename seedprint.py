@@ -18,18 +18,27 @@ the unit's weights, its three views are the vectors over tokens t
 
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
-which stay as they are if the stream is rotated, or units are shuffled. Two units match if each is the other's
-closest in two views. `r` is their correlation over tokens, the median of matched units; `distance` one minus
-that of their weights' numbers, in whatever basis. `body_r` is the correlation of weights of one name, number
-by number, the embedding matrix aside, and `body_z` says how far it is beyond those of relabelled coordinates.
+which stay as they are if the stream is rotated, or units are shuffled. A unit of the base and one of the
+suspect match if each is the other's most correlated in two views; an MLP without a gate has no more.
 
-The rule, whose numbers are at the top of `lineage/verdict.py`. A layer of the suspect is the base's
-  - by its bits, if all of its matrices, whatever they are called, are those of one of the base's layers;
-  - by hidden units, if 20 % of them read and write the tokens that the base's do, with a correlation of 0.5,
-    or 50 %, however weakly, between the first layer and the last quarter: unrelated models share 10 % there;
-  - by coordinates, if each of its matrices correlates by 0.1 with its namesake, number by number.
-Two such layers, or the only one, are the *same birth*; one of several, or 10 to 50 % of units in the middle,
-*inconclusive*; none, where a child would have been seen, *no evidence*.
+    share, r        how many of a layer's units match, and the median of their correlations
+    units_found     how many match in the least layer that is the base's; if none is, in the largest
+    distance        1 minus the correlation of matched units' weights, by the cosines between units of one
+                    model, which no change of basis touches
+    body_r, body_z  correlation of weights of one name, number by number, the embedding matrix aside; how far
+                    it is beyond those with coordinates relabelled (embedding_z: of the embedding matrix)
+
+A layer of the suspect is the base's (the thresholds stand at the top of lineage/verdict.py) by one of these:
+
+    bits            all of its matrices, whatever they are called, are those of one layer of the base
+    hidden units    a share of 20 % with r = 0.5; or of 50 %, with any r, in the middle of both models, after
+                    the first layer and before the last quarter, where unrelated models share 10 %
+    coordinates     each of its matrices correlates by 0.1 with that of its name, number by number
+
+    same birth      if two layers are the base's, or the only one
+    inconclusive    if one of several is; or a share is above unrelated models' in two middles (10 %), in one
+                    (20 %) or elsewhere (50 %); or a child could not be seen, as without tokens in common
+    no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
 """
 
 import itertools

@@ -12,10 +12,11 @@ that are, in the mean of sequences. Hidden units of MLPs are named LAYER/UNIT, f
 that make most of one dimension at position 1 are its *builders* (SO: *super neurons*), those that take most
 of it away its *removers*. What summaries of SO leave undefined is called ours.
 
-Each subcommand gives `measure_models` a function of a model that returns lists of rows; `rows` are printed
-and all lists are in the JSON. A model with a tokenizer reads the standard library's docstrings, one without
-reads random tokens: `read_tokens` draws --num-sequences windows of the text, or takes a data set's held-out
-ones, all beginning with --first-token if there is one. `interval` is Student's, over sequences.
+Each subcommand gives `measure_models` a function of settings, a Spec and its model, which returns lists of
+rows by name; `rows` are printed, and all lists are in the JSON. A model with a tokenizer reads the standard
+library's docstrings, one without random tokens: `read_tokens` draws --num-sequences windows of the text, or
+takes a data set's held-out ones; --first-token begins each. `interval` is Student's, over sequences. On a
+first reading leave out `first` and `intervene`.
 """
 
 import itertools
@@ -42,7 +43,7 @@ from measure.units import ablate, hidden_units, observe, replace_units
 
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 FIRST_TOKENS = 24  # that `first` tries
-ACTIVE = 0.1  # of a builder's mean activation at position 1: from there on it is active elsewhere (ours)
+ACTIVE = 0.1  # of its mean activation at position 1: from this share on a builder is active elsewhere (ours)
 MOST_BUILDERS = 64  # that `silence` sets to zero by default
 LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
@@ -71,9 +72,6 @@ class InterveneSettings(Settings):
 class SilenceSettings(Settings):
     num_builders: at_least(1) | None = None  # to set to zero; None: 99 % of the dimension, 64 at most
     hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
-
-
-# ---- the models --------------------------------------------------------------------------------------------
 
 
 def measure_models(name, paper, settings: Settings, measure):

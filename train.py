@@ -10,7 +10,7 @@ A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png
 steps that --keep names, and the newest two; `runs.prune` removes the others. A checkpoint is written under
 another name and renamed when it is whole, so that a kill leaves a whole one or none; `runs.load_newest` goes
 back to the newest whose files have the sums that it was written with, and `runs.begin` removes rows and steps
-after it. `merged_settings` are those that the run was begun with, and what may change.
+after it. `merged_settings` are those that the run was begun with and what MAY_CHANGE; others are refused.
 
 The training windows are shuffled anew for each epoch, by the data seed, and a step takes the next ones
 (`TokenData.batch`), the same for any number of ranks and micro-batches. So resuming needs no random state: on
@@ -71,7 +71,7 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    keep: Literal["powers", "all", "last"] = "powers"  # steps 1, 2, 4, ..; these and all saved; neither
+    keep: Literal["powers", "all", "last"] = "powers"  # steps: 1, 2, 4, ..; and all saved; the newest
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
     resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
     out: str = "runs/default"  # run folder
@@ -80,9 +80,6 @@ class Settings(RunSettings):
 # What may change with --resume; a new max_iters changes the learning rate's schedule, too.
 MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
-
-
-# ---- the loop ----------------------------------------------------------------------------------------------
 
 
 def train(settings: Settings):
@@ -156,7 +153,7 @@ class Training:
         runtime.wait_for_all(self.device)
 
     def update(self, signals):
-        """Make a step. Returns its row of metrics.jsonl, and whether any process was told to stop."""
+        """Make the step after `self.step`, the number of those made. Returns its row, and whether to stop."""
         settings = self.settings
         begun = time.perf_counter()
         # learning rate of this step
@@ -215,7 +212,8 @@ class Training:
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
-        windows, _ = data.TokenData(self.tokens.folder).held_out(SINK_WINDOWS, lengths[0])  # (n, T)
+        as_it_falls = data.TokenData(self.tokens.folder)  # without --bos-first
+        windows, _ = as_it_falls.held_out(SINK_WINDOWS, lengths[0])  # (n, T)
         texts = {False: windows}
         if self.tokenizer.bos is not None:
             texts[True] = windows.clone()

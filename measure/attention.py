@@ -224,7 +224,7 @@ def replace_heads(model, k, changed, kind, factor):
         o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)
+            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # as the last of k positions
         elif kind == "amplify":
             mean = o_k.mean(0, keepdim=True)
             o_k = mean + factor * (o_k - mean)

@@ -5,7 +5,7 @@
     -88.6
 
 Probabilities are logs: p itself underflows (the paper prints 0.00). `mean_cosine` is of pairs of different
-states; where it is within a sequence (`contraction.py intra`), BB's, a position is also paired with itself.
+states; only in `contraction.py intra` are states also paired with themselves, as in BB.
 """
 
 import functools
@@ -73,7 +73,10 @@ def pairwise_cosine(states: Tensor):
 
 
 def floored_cosine(states: Tensor, epsilon):
-    """`pairwise_cosine`, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`."""
+    """`pairwise_cosine`, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`.
+
+    States of a deep stack without norms are that short: so BB's Figure 5 may fall (ours).
+    """
     unit = F.normalize(states.double(), dim=1, eps=epsilon)
     cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
     return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}

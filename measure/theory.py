@@ -7,6 +7,7 @@
 Two ideas carry most of it. A random layer is wide, so a pre-activation is Gaussian: cosines go from layer to
 layer by one scalar function, the activation's kernel. And attention at birth is close to uniform: position i
 averages positions 1..i. Each recursion begins with its formulas; the code below has their order and letters.
+On a first reading leave out the last section, with the experiments that contraction.py leaves out.
 """
 
 import functools
@@ -66,7 +67,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2") -> Tensor:
         u = r g + sqrt(1 - r^2) v      v independent of g, and r the cosine of gate and up rows: E r^2 = 1/d
         sum k_n rho^n = (1/d) E phi(g) g phi(g') g' + (1 - 1/d) s^2 rho E phi(g) phi(g')
 
-    so that its k_0 is of order 1/d. It differs in sign from unit to unit, and `centered` leaves it as it is.
+    so that its k_0 is of order 1/d. Units' mean outputs differ in sign, so that `centered` leaves k_0.
     """
 
     def unit(z):
@@ -82,12 +83,6 @@ def mlp_kernel(mlp, s, d, scheme="gpt2") -> Tensor:
     if scheme == "centered":
         k[0] = 0
     return k
-
-
-def one_block_cosine(mlp, s, d, scheme="gpt2"):
-    """Cosine of one MLP0 block's outputs for orthogonal inputs; GELU, s -> 0: s^2 2/pi; SwiGLU: ~ 1/d."""
-    k = mlp_kernel(mlp, s, d, scheme)
-    return float(k[0] / k.sum())
 
 
 def relu_recursion(layers, scheme="gpt2"):
@@ -128,65 +123,6 @@ def scales(S: Tensor, epsilon=0.0) -> Tensor:
     return D.outer(D).sqrt()
 
 
-def averaging_stack(T, layers):
-    """Mean cosine within a sequence, the diagonal included, after 1..layers of Attn0, exact in T for large d.
-
-    S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
-    """
-    S = torch.eye(T, dtype=torch.float64)
-    cosines = []
-    for _ in range(layers):
-        S = average(S)
-        cosines.append((S / scales(S)).mean().item())
-    return cosines
-
-
-def averaging_limit(T, layers):
-    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, rho_L the limit of infinite T."""
-    cosines = []
-    for L in range(1, layers + 1):
-        rho = 0.0
-        for k in range(L):
-            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
-        cosines.append(1 / T + (1 - 1 / T) * rho)
-    return cosines
-
-
-def attention_concentration(T, s) -> Tensor:
-    """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, s^2), (T,); uniform: 1/i.
-
-    With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
-    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du; for large i that is e^(s^2) / i.
-    """
-    z, weight = gaussian_grid(401)
-    w = torch.exp(s * z)
-    step = 0.05  # of ln u
-    u = torch.arange(-30, 30, step, dtype=torch.float64).exp()
-    decay = torch.exp(-torch.outer(u, w))
-    others = (decay @ weight).clamp(max=1)  # E e^(-uw)
-    own = decay @ (weight * w.square())  # E w^2 e^(-uw)
-    i = torch.arange(1, T + 1, dtype=torch.float64)[:, None]
-    return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
-
-
-def aggregated_std(config: ModelConfig, T) -> Tensor:
-    """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
-
-    With s^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
-    E sum_j a_j^2 + (1 - 1/i) kept_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
-    keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q;
-    RoPE turns that by a different angle for each key, which leaves the share kept_i.
-    """
-    d = config.d_model
-    i = torch.arange(1, T + 1, dtype=torch.float64)
-    variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # of values, queries and keys
-    s = 1.0 if config.qk_norm else variance
-    angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
-    kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
-    concentration = attention_concentration(T, s) + (1 - 1 / i) * (s**2 * kept / d)
-    return (variance * concentration).sqrt()
-
-
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
@@ -200,16 +136,17 @@ def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    The last three do to R what they do to S, with the same D. Products are of entries, but for M. Not of
-    infinite width are v, by which attention is drawn to keys that are alike, and a gated k_0. Without
-    `residual` sublayers do not add to their input, but replace it.
+    The last three do to R what they do to S, with the same D. Products are of entries, but for M. Logits of
+    two queries at two keys have the covariance s^2 C C', C that of the queries and C' of the keys, so that
+    their weights vary together by v C C', v = e^(s^2) - 1. A gated k_0 is of finite width. Without `residual`
+    sublayers do not add to their input, but replace it.
     """
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance  # fan-ins times variances
     g_m = config.d_ff * residual_variance
-    logit_std = 1.0 if config.qk_norm else d * STD**2  # of q k^T / sqrt(Dh), for inputs of RMS 1
-    v = math.expm1(logit_std**2)  # relative variance of e^logit
+    s = 1.0 if config.qk_norm else d * STD**2  # of a logit q k^T / sqrt(Dh), for inputs of RMS 1
+    v = math.expm1(s**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
     stream[0].fill_diagonal_(STD**2)
@@ -230,12 +167,6 @@ def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
 def kernel_recursion(config: ModelConfig, T, scheme="gpt2"):
     """Cosine of two sequences' last states, R_TT / S_TT, before (0) and after each block."""
     return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]
-
-
-@functools.cache
-def intra_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
-    """Mean cosine within a sequence, the diagonal included, before (0) and after each block."""
-    return [(S / scales(S)).mean().item() for S, _ in covariances(config, T, scheme, residual)]
 
 
 @torch.inference_mode()
@@ -328,3 +259,77 @@ def hidden_moments(mlp: MLP, m: Tensor, noise: Tensor):
     variance = square @ weight - expected.square()
     slope = (h @ (weight * z)).square() + u_variance * (phi @ weight).square()
     return expected, variance, slope
+
+
+# ---- more than the story needs -----------------------------------------------------------------------------
+
+
+def one_block_cosine(mlp, s, d, scheme="gpt2"):
+    """Cosine of one MLP0 block's outputs for orthogonal inputs; GELU, s -> 0: s^2 2/pi; SwiGLU: ~ 1/d."""
+    k = mlp_kernel(mlp, s, d, scheme)
+    return float(k[0] / k.sum())
+
+
+def averaging_stack(T, layers):
+    """Mean cosine within a sequence, the diagonal included, after 1..layers of Attn0, exact in T for large d.
+
+    S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
+    """
+    S = torch.eye(T, dtype=torch.float64)
+    cosines = []
+    for _ in range(layers):
+        S = average(S)
+        cosines.append((S / scales(S)).mean().item())
+    return cosines
+
+
+def averaging_limit(T, layers):
+    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, rho_L the limit of infinite T."""
+    cosines = []
+    for L in range(1, layers + 1):
+        rho = 0.0
+        for k in range(L):
+            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
+        cosines.append(1 / T + (1 - 1 / T) * rho)
+    return cosines
+
+
+def attention_concentration(T, s) -> Tensor:
+    """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, s^2), (T,); uniform: 1/i.
+
+    With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
+    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du; for large i that is e^(s^2) / i.
+    """
+    z, weight = gaussian_grid(401)
+    w = torch.exp(s * z)
+    step = 0.05  # of ln u
+    u = torch.arange(-30, 30, step, dtype=torch.float64).exp()
+    decay = torch.exp(-torch.outer(u, w))
+    others = (decay @ weight).clamp(max=1)  # E e^(-uw)
+    own = decay @ (weight * w.square())  # E w^2 e^(-uw)
+    i = torch.arange(1, T + 1, dtype=torch.float64)[:, None]
+    return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
+
+
+def aggregated_std(config: ModelConfig, T) -> Tensor:
+    """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
+
+    With s^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
+    E sum_j a_j^2 + (1 - 1/i) kept_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
+    keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q;
+    RoPE turns that by a different angle for each key, which leaves the share kept_i.
+    """
+    d = config.d_model
+    i = torch.arange(1, T + 1, dtype=torch.float64)
+    variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # of values, queries and keys
+    s = 1.0 if config.qk_norm else variance  # q k^T / sqrt(Dh) has the std of q times that of k
+    angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
+    kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
+    concentration = attention_concentration(T, s) + (1 - 1 / i) * (s**2 * kept / d)
+    return (variance * concentration).sqrt()
+
+
+@functools.cache
+def intra_recursion(config: ModelConfig, T, scheme="gpt2", residual=True):
+    """Mean cosine within a sequence, the diagonal included, before (0) and after each block."""
+    return [(S / scales(S)).mean().item() for S, _ in covariances(config, T, scheme, residual)]

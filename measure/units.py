@@ -91,12 +91,12 @@ class Activity:
         return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
     def left(self, states: Tensor):
-        """The share of the sink's dimension in states (n, d) at position 1, after the largest layer."""
+        """The share of the sink's dimension in states (n, d) at position 1, after `self.layer`."""
         dimension = self.dimension(self.layer)
         return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
 
     def removers(self, count):
-        """The (layer, unit) that take most away from the largest layer's dimension, most first."""
+        """The (layer, unit) that take most of `self.layer`'s dimension away, most first."""
         return ranked(-self.contributions(self.layer), count)
 
     def strongest_elsewhere(self, count):

@@ -149,11 +149,14 @@ def test_what_nobody_filled_is_nan():
 
 
 def test_gated_is_what_model_py_calls_so(monkeypatch):
-    monkeypatch.setitem(textbook.ACTIVATIONS, "geglu", F.gelu)
-    monkeypatch.setattr(textbook, "GATED", textbook.GATED | {"geglu"})
-    mlp = textbook.MLP(replace(KINDS["llama"], mlp="geglu"))
+    """ReLU keeps its result for the backward pass, SiLU its input: neither may be overwritten."""
+    monkeypatch.setitem(textbook.ACTIVATIONS, "reglu", F.relu)
+    monkeypatch.setattr(textbook, "GATED", textbook.GATED | {"reglu"})
+    mlp = textbook.MLP(replace(KINDS["llama"], mlp="reglu"))
     x = torch.randn(3, 32)
-    torch.testing.assert_close(mlp(x), mlp.down_proj(F.gelu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    y = mlp(x)
+    torch.testing.assert_close(y, mlp.down_proj(F.relu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    y.sum().backward()
 
 
 def test_replaced_heads_and_ablated_sublayers():
@@ -169,7 +172,7 @@ def test_replaced_heads_and_ablated_sublayers():
 
 
 def test_gradients_are_right(kind):
-    """In-place arithmetic in rotation and gate must not corrupt the backward pass: finite differences."""
+    """In-place arithmetic in the rotation must not corrupt the backward pass: finite differences."""
     model = random_model(KINDS[kind]).double()
     embeddings = torch.randn(1, 3, 32, dtype=torch.float64, requires_grad=True)
 
