@@ -40,7 +40,7 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import atomic_folder, check_regular, check_text, check_utf8, read_json
+from lib.files import atomic_folder, check_regular, read_json
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tokenizers import load_tokenizer
@@ -134,32 +134,12 @@ def text_files(name):
 def read(file):
     """The Pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
     check_regular(file)
-    unpack = open
-    if file.suffix == ".gz":
-        check_unpacked(file)
-        unpack = gzip.open
-    with unpack(file, "rb") as content:
-        check_text(file, content.read(4096))
+    unpack = gzip.open if file.suffix == ".gz" else open
     try:
         with unpack(file, "rt", encoding="utf-8-sig") as lines:
             yield from json_lines(file, lines) if ending(file) == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
-        with unpack(file, "rb") as content:
-            check_utf8(file, content)
-
-
-def check_unpacked(file) -> None:
-    """UserError for a .gz file that is damaged, or much larger than text of its size."""
-    largest = max(2**26, 100 * file.stat().st_size)
-    size = 0
-    try:
-        with gzip.open(file) as content:
-            while block := content.read(2**20):
-                size += len(block)
-                if size > largest:
-                    raise UserError(
-                        f"{file} is larger than {largest:,} bytes inside: unpack it, if you trust it"
-                    )
+        raise UserError(f"{file} is no text in UTF-8: convert it") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error}") from None
 
