@@ -96,20 +96,11 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     ("^version https://git-lfs", "it is a git-LFS pointer, not the file itself: run `git lfs pull`"),
     (r"^adapter_config\.json$|lora_[AB]\b", "{} is a LoRA adapter's: merge it into its base, and save that"),
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
-    (r"^.*-of-\d+\.gguf$|^split\.count", "{} is a part of a model: llama-gguf-split --merge joins them"),
-    (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
-    (r"^sha256-\w+$", "name one of Ollama's blobs, the largest: {}, or another"),
-    (r"^global_step\d+$", "{} is DeepSpeed's: zero_to_fp32.py makes one checkpoint of its parts"),
-    (r"^checkpoint-\d+$", "it is a Trainer's: name one of its checkpoints, as {}"),
-    (r"^iter_\d+$", "{} is Megatron's: convert it to Hugging Face's format"),
-    (r"^\.metadata$", "it is a distributed checkpoint: torch.distributed.checkpoint.format_utils joins it"),
-    (r"^.*\.(?:npz|msgpack|h5|onnx)$", "{} is of another library: save its weights as .safetensors"),
-    ("not in a subdirectory", "it is no file of torch.save: save its weights as .safetensors"),
-    (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
-    (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
+    (
+        r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
+        "`seedprint.py compare` reads a single file, as {}, if named",
+    ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
-    (r"\A\x80[\s\S]{7}[^{]", "it is of torch before 1.6: if you trust it, load it and save it again"),
-    (r"Dequantization for \w+", "{} is unknown to the package gguf: quantise the model anew"),
     (CUT, "it is shorter than it says of itself: download it again"),
 )
 
@@ -156,13 +147,13 @@ def as_user_error(path):
 
 
 def found_in(folder, names):
-    """The paths of those files that a folder has; UserError, with a hint, if it has none of them."""
+    """The paths of those files that a folder has; UserError, with what it has instead, for none of them."""
     found = [folder / name for name in names if os.path.exists(folder / name)]
     if not found:
         with as_user_error(folder):
             there = [name for name in sorted(os.listdir(folder)) if os.path.exists(folder / name)]
-            advice = hint("\n".join(there))
-        raise UserError(f"{folder / names[0]} is missing. {advice}".strip(" ."))
+        instead = hint("\n".join(there)) or f"the folder has {', '.join(there[:5]) or 'nothing'}"
+        raise UserError(f"{folder / names[0]} is missing: {instead}")
     return found
 
 
@@ -246,9 +237,11 @@ def open_tensors(paths):
         check_regular(path)
         with as_user_error(path):
             start = beginning(path)
-            is_pickle = start.startswith(("PK", "\x80")) and start[8:9] != "{"  # a header of that length
+            is_pickle = start.startswith("PK") and start[8:9] != "{"  # a header of that length
             if not is_pickle and start[8:9] not in ("", "{"):
-                advice = hint(start) or "expected a .safetensors or .gguf file, or one of torch.save"
+                advice = (
+                    hint(start) or "expected a .safetensors or .gguf file, or torch.save's of 1.6 or later"
+                )
                 raise UserError(f"cannot read {path}: {advice}")
             tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
     return tensors
@@ -474,11 +467,9 @@ def own_checkpoint(place, raw, tensors):
         if table is not head and not torch.equal(head.read(), table.read()):
             said = f"{HEAD} is not {TOKEN_TABLE}, though config.json ties them"
             raise UserError(f"{place}: {said}: set its tie_word_embeddings to false")
-    if not expected.keys() & tensors.keys():
-        raise ForeignArchitecture(f"{place}: {min(tensors)} and all others are unknown: have they a prefix?")
     differing = expected.keys() ^ tensors.keys()
     if differing:
-        raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
+        raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
     check_shapes(tensors, expected, place, " by config.json: correct what it says")
     return CheckpointReader(place, tensors, config, config.d_model)
 
@@ -495,7 +486,7 @@ def foreign_checkpoint(place, raw, tensors):
             width = tensor.shape[1]
     if type(width) is not int or not 0 < width < LARGEST_WIDTH:
         said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
-        raise UserError(f"{said} beside it. {hint(names)}".strip(" ."))
+        raise UserError(f"{said} beside it")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None

@@ -88,7 +88,7 @@ class GGUF:
             self.values[key] = header.value(header.number("I"))
         infos = [read_info(header) for _ in range(num_tensors)]
         if self.values.get("split.count", 0) > 1:
-            raise ValueError("split.count is above 1")
+            raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")
         alignment = self.values.get("general.alignment", 32)
         start = -(-header.place // alignment) * alignment  # of the numbers
         names = hugging_face_names(self.values)
