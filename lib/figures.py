@@ -4,7 +4,6 @@ curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", seri
 """
 
 import math
-import os
 import textwrap
 import warnings
 
@@ -26,6 +25,7 @@ STYLE = {
     "axes.prop_cycle": cycler(color=COLOURS),
 }
 DASHES = ("--", ":")  # of the first theory, and the second
+LONGEST_NAME = 36  # characters of a model's path in a figure
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
@@ -69,24 +69,14 @@ def plain_ticks(axis) -> None:
 
 
 def short_names(names):
-    """What to call the models of one figure: names as they are, or of long paths the parts that differ.
+    """What to call the models of one figure: of long paths the last part, unless two have the same.
 
-    /models/a/final-checkpoint and /models/b/final-checkpoint are a and b, if they are too long; a .gguf file
-    loses that ending. Of what is still too long the middle is left out, unless two would be called the same.
+    /models/a/of/somebody/with/a/long/name.gguf is name.
     """
-    names = [str(name) for name in names]
-    longest = 36 if len(set(names)) > 1 else 48
-    long = [name.split("/") for name in dict.fromkeys(names) if len(name) > longest]
-    start = len(os.path.commonprefix(long))  # of parts
-    end = len(os.path.commonprefix([parts[::-1] for parts in long]))
     shown = []
-    for name in names:
-        if len(name) > longest:
-            parts = name.split("/")
-            own = parts[start : len(parts) - end] or parts[-1:]
-            name = "/".join(own).removesuffix(".gguf")
-        if len(name) > longest:
-            name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
+    for name in map(str, names):
+        if len(name) > LONGEST_NAME:
+            name = name.split("/")[-1].removesuffix(".gguf")
         shown.append(name)
     return shown if len(set(shown)) == len(set(names)) else names
 
@@ -158,8 +148,6 @@ def plain(key):
     """A column's name, in words."""
     return key.replace("_", " ")
 
-
-# ---- sinks -------------------------------------------------------------------------------------------------
 
 LINKS = {  # of SO's chain
     "std": "std of aggregated values by position, layer 1",
@@ -241,32 +229,19 @@ def draw_silence(path, rows) -> None:
     save_figure(figure, path)
 
 
-# ---- lineage -----------------------------------------------------------------------------------------------
-
-
 def lineage_figure(path, base, rows, details) -> None:
-    """Draw how much of each suspect's layers is the base's, and the maps of layers that tell more."""
+    """Draw how much of each suspect's layers is the base's, and beside it the map of all pairs of layers."""
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
-    tell = [tells_more(detail["layer_map"]) for detail in details]
-    figure, grid = new_figure(title, len(rows), 1 + any(tell), width=5.6, height=2.4)
+    figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.4)
     names = short_names([row["suspect"] for row in rows])
-    for (units, *maps), name, row, detail, has_map in zip(grid, names, rows, details, tell):
+    for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
         if detail["layers"]:
             draw_shares(units, detail["layers"])
-        for axes in maps:
-            if has_map:
-                draw_layer_map(axes, detail["layer_map"])
-            else:
-                axes.set_axis_off()
+            draw_layer_map(layer_map, detail["layer_map"])
+        else:
+            layer_map.set_axis_off()
     save_figure(figure, path)
-
-
-def tells_more(layer_map):
-    """Has a map more to say than that each layer, or none, is found where it stood?"""
-    shares = np.array(layer_map.get("share", [[0.0]]))
-    is_in_place = np.array_equal(shares > 0.5, np.eye(*shares.shape, dtype=bool))
-    return shares.max() > 0.1 and not is_in_place
 
 
 def draw_shares(axes, layers) -> None:
