@@ -15,7 +15,6 @@ allows tensors and plain values alone.
 
 import contextlib
 import functools
-import json
 import os
 import re
 import sys
@@ -63,7 +62,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
 }
-MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 LARGEST_WIDTH = 2**20  # of a residual stream
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
@@ -239,9 +237,7 @@ def open_tensors(paths):
             start = beginning(path)
             is_pickle = start.startswith("PK") and start[8:9] != "{"  # a header of that length
             if not is_pickle and start[8:9] not in ("", "{"):
-                advice = (
-                    hint(start) or "expected a .safetensors or .gguf file, or torch.save's of 1.6 or later"
-                )
+                advice = hint(start) or "expected a .safetensors or .gguf file, or torch.save's since 1.6"
                 raise UserError(f"cannot read {path}: {advice}")
             tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
     return tensors
@@ -405,13 +401,12 @@ def parameter_shapes(config):
 class CheckpointReader:
     """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    def __init__(self, place, tensors, config, width, family="bornbiased", names_mlps=False):
+    def __init__(self, place, tensors, config, width, family="bornbiased"):
         self.place = place  # None: not on the disk
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
         self.width = width  # of the residual stream
         self.family = family  # config.json's model_type
-        self.names_mlps = names_mlps  # does config.json tell their size?
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name):
@@ -489,8 +484,7 @@ def foreign_checkpoint(place, raw, tensors):
         raise UserError(f"{said} beside it")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
-    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, tensors, None, width, family, names_mlps)
+    return CheckpointReader(place, tensors, None, width, family)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------

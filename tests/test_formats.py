@@ -229,11 +229,10 @@ def test_mlps_that_nobody_found_are_missing(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors = {name: tensor for name, tensor in tensors.items() if "mlp" not in name}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    for config, verdict in (({}, True), ({"text_config": {"moe_intermediate_size": 64}}, False)):
-        (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
-        model = verdict_of.read_model("", formats.open_any(folder))
-        lack, may_have_mlps, _ = verdict_of.detectability(model, model, None)
-        assert "no MLPs found" in lack and may_have_mlps is not verdict
+    (folder / "config.json").write_text('{"model_type": "x", "hidden_size": 32}')
+    model = verdict_of.read_model("", formats.open_any(folder))
+    lack, may_have_mlps, _ = verdict_of.detectability(model, model, None)
+    assert "no MLPs found" in lack and not may_have_mlps
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
@@ -296,7 +295,7 @@ def test_pickles_that_torch_does_not_open(tmp_path):
     with pytest.raises(UserError, match="its pickle has numpy.*save its weights alone"):
         formats.open_any(path)
     torch.save(weights, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(UserError, match="torch.save's of 1.6 or later"):
+    with pytest.raises(UserError, match="torch.save's since 1.6"):
         formats.open_any(path)
 
 
