@@ -106,9 +106,6 @@ def package_files():
     return [files[name] for name in names]
 
 
-# ---- files of text -----------------------------------------------------------------------------------------
-
-
 def ending(file):
     """The ending of a file's name, before .gz."""
     return Path(file.name.removesuffix(".gz")).suffix.lower()
@@ -161,9 +158,6 @@ def json_lines(file, lines):
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
         yield Piece(text.removeprefix("\ufeff"))  # a byte order mark
-
-
-# ---- text that is made -------------------------------------------------------------------------------------
 
 
 def docstrings(code):

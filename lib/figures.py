@@ -101,8 +101,6 @@ def curves(
             drawn = [point for point in points if point[panel] == value]
             axes.set_title(f"{plain(panel)}: {name}", fontsize=10)
         plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
-        if isinstance(points[0][x], int):
-            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
         for name, key in (("x", x), ("y", y)):
             if name in log and max(point[key] for point in points) > 0:
                 axes.set(**{f"{name}scale": "log"})

@@ -24,6 +24,7 @@ from scipy.stats import ortho_group
 from init import keyed_generator
 from lib import checkpoint
 from lib.checkpoint import parse_spec
+from lib.formats import HEAD, TOKEN_TABLE
 from lib.settings import Command, OutputSettings, UserError, run_script
 from lib.tokenizers import load_tokenizer
 from model import GATED, Transformer
@@ -41,8 +42,6 @@ AXES = {  # what a matrix has along its rows and columns; a bias has the first o
     "q_norm": ("head",),
     "k_norm": ("head",),
 }
-TABLE = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass
@@ -50,9 +49,6 @@ class Settings(OutputSettings):
     model: tyro.conf.Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
     transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
     out: str = "disguised"  # checkpoint folder to be written
-
-
-# ---- the same function -------------------------------------------------------------------------------------
 
 
 def shuffled(generator, n):
@@ -91,7 +87,7 @@ def rotation(config, generator):
 
 def rotate(weights, config, generator):
     """Turn the residual stream by a random orthogonal matrix; a tied head is untied, its gain went in."""
-    weights.setdefault(HEAD, weights[TABLE])
+    weights.setdefault(HEAD, weights[TOKEN_TABLE])
     Q = rotation(config, generator)
     for name, weight in weights.items():
         if weight.ndim == 2 and axes_of(name)[0] == "stream":
@@ -109,7 +105,7 @@ def rotate(weights, config, generator):
 
 def gain_before(weights, name):
     """The gain of the norm whose output a matrix reads; 1 for the token table, which reads none."""
-    if name == TABLE:
+    if name == TOKEN_TABLE:
         return 1
     if name == HEAD:
         return weights["model.norm.weight"]
@@ -167,9 +163,6 @@ def as_source(weights, config):
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     source = {"config": config, "width": config.d_model, "family": "bornbiased", "place": None}
     return SimpleNamespace(shapes=shapes, read=weights.__getitem__, **source)
-
-
-# ---- another function --------------------------------------------------------------------------------------
 
 
 def of_matrices(source, change):
