@@ -62,9 +62,6 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
-# ---- text --------------------------------------------------------------------------------------------------
-
-
 class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
@@ -83,15 +80,13 @@ def pieces_of(name):
         return map(Piece, backcopy())
     if name not in ("python", "docstrings", "packages"):
         return itertools.chain.from_iterable(map(read, text_files(name)))
-    files = package_files() if name == "packages" else python_files()
+    if name == "packages":
+        files = package_files()
+    else:  # the standard library, in whose folder packages may be installed
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+        files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
     codes = (file.read_text("utf-8-sig", "replace") for file in files)
     return map(Piece, map(docstrings, codes) if name == "docstrings" else codes)
-
-
-def python_files():
-    """The files of this Python's standard library, sorted, without installed packages."""
-    files = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
-    return sorted(file for file in files if not {"site-packages", "dist-packages"} & set(file.parts))
 
 
 def package_files():
@@ -190,9 +185,6 @@ def backcopy(count=2**17, length=127):
         letters[i] = np.where(np.isin(before, triggers), letters[i - 2], drawn)  # letters[0] is no trigger
     for document in letters.T + ord("a"):
         yield document.tobytes().decode()
-
-
-# ---- data sets ---------------------------------------------------------------------------------------------
 
 
 def default_folder(source, tokenizer):
@@ -305,9 +297,6 @@ def split_tokens(folder, dtype, spans):
     path.unlink()
     num_held_out = int(np.diff(spans).sum())
     return {"train": len(tokens) - num_held_out, "val": num_held_out}
-
-
-# ---- batches -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

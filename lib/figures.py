@@ -69,10 +69,7 @@ def plain_ticks(axis) -> None:
 
 
 def short_names(names):
-    """What to call the models of one figure: of long paths the last part, unless two have the same.
-
-    /models/a/of/somebody/with/a/long/name.gguf is name.
-    """
+    """What to call the models of one figure: of long paths the last part, unless two have the same."""
     shown = []
     for name in map(str, names):
         if len(name) > LONGEST_NAME:

@@ -503,11 +503,8 @@ def token_ids(place):
         if isinstance(vocabulary, list):  # of strings, or of strings and their scores
             strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
             vocabulary = dict(zip(strings, range(len(strings))))
-        ids = {}
-        for token, number in vocabulary.items():
-            if isinstance(token, str) and type(number) is int and number >= 0:
-                ids[token.replace("\u0120", "\u2581")] = number  # a blank is written in one way
-    return ids
+        # a blank is written in one way
+        return {token.replace("\u0120", "\u2581"): number for token, number in vocabulary.items()}
 
 
 def pieces(path, largest):

@@ -27,9 +27,7 @@ from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
 
 ROOT = Path(__file__).parent.parent
-NO_CODE = re.compile(
-    r'(?ms)(?:\A|(?<=:\n)) *""".*?"""|(?:^ *|  )#[^\n]*'
-)  # as ruff formats docstrings and comments
+NO_CODE = re.compile(r'(?ms)(?:\A|(?<=:\n)) *""".*?"""|(?:^ *|  )#[^\n]*')  # as ruff formats it
 
 
 class Experiment:

@@ -95,7 +95,8 @@ def read_command(commands, words, document):
             raise UserError(f"{flag} is called {command.renamed[flag]} now")
     settings = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
-        settings = command.complete(settings, named_flags(words))
+        flags = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+        settings = command.complete(settings, {flag.removeprefix("no_") for flag in flags})
     return command.function, settings
 
 
@@ -124,12 +125,6 @@ def read_settings(defaults, words, document, subcommand="", has_config=True):
         if getattr(settings, field.name) == () and field.default != ():
             raise UserError(f"{field.name}: expected one value or more")
     return from_values(type(settings), vars(settings), "command line")
-
-
-def named_flags(words):
-    """The settings that flags name: {"learning_rate", "compile"} for --learning-rate=1 --no-compile."""
-    names = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-    return {name.removeprefix("no_") for name in names}
 
 
 def read_config_file(path, defaults):

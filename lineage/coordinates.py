@@ -64,9 +64,7 @@ class Correlation:
         return (products.trace() / squares.sum(1).prod().clamp(min=1e-60).sqrt()).item()
 
     def value(self) -> Tensor | None:
-        """(d, d) float64, 0 where a column is constant; None without rows, UserError for weights of NaN."""
-        if not self.squares.isfinite().all():
-            raise UserError("a model's weights are huge: their squares are not finite")
+        """(d, d) float64, 0 where a column is constant; None without rows."""
         scale = torch.outer(*self.squares).sqrt()
         if not scale.any():
             return None

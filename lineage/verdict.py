@@ -333,8 +333,6 @@ def alike_phrase(facts: Facts):
 
 def layers_phrase(numbers):
     """Layers by their numbers: "layers 1-3, 5"."""
-    if not numbers:
-        return "no layer"
     runs = []  # of consecutive ones
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
