@@ -15,6 +15,7 @@ another text, one without reads random tokens. What summaries of SO leave undefi
 
 import itertools
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -27,7 +28,7 @@ from init import keyed_generator
 from lib import figures
 from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.files import sha256
-from lib.inputs import TextSettings, read_tokens, text_of
+from lib.inputs import RANDOM, TextSettings, read_tokens, text_of
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
@@ -76,6 +77,10 @@ def measure_models(name, paper, settings: Settings, measure):
     specs = chosen_models(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
+    for spec, text in zip(specs, texts):
+        if text == RANDOM and not spec.is_newborn:
+            hint = "it reads random tokens; --tokenizer names one"
+            print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
     if len(set(texts)) > 1:
         raise UserError(f"{specs[0].label} and others would read different texts: name --text, --tokenizer")
     experiment = Experiment(name, paper, settings)

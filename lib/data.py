@@ -25,13 +25,13 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import os
 import re
 import sysconfig
 import warnings
 import zlib
 from array import array
 from dataclasses import dataclass
+from os.path import exists, isdir
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -111,13 +111,11 @@ def text_files(name):
     expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, python, docstrings, packages or backcopy"
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
-        if os.path.isdir(path):
+        if isdir(path):
             inside = [file for file in sorted(path.rglob("*")) if ending(file) in TEXT and file.is_file()]
             files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
         elif ending(path) in TEXT:
             files.append(path)
-        else:
-            raise UserError(f"no text in '{path}': expected {expected}")
     if not files:
         raise UserError(f"no text in '{name}': expected {expected}")
     return dict.fromkeys(files)
@@ -203,7 +201,7 @@ def prepare(settings: Settings):
     Returns the folder. UserError if it exists, for what cannot be read, or no text.
     """
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
-    if os.path.exists(out):
+    if exists(out):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
@@ -325,7 +323,7 @@ class TokenData:
     def __init__(self, folder, bos_first=False):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
-        if not os.path.exists(path):
+        if not exists(path):
             raise UserError(f"no data set in {folder}: prepare one by python -m lib.data SOURCE --out FOLDER")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size

@@ -15,13 +15,13 @@ allows tensors and plain values alone.
 
 import contextlib
 import functools
-import os
 import re
 import sys
 import zipfile
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from os.path import exists, isdir, isfile
 from pathlib import Path
 
 import safetensors
@@ -29,7 +29,7 @@ import sentencepiece
 import torch
 
 from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_bytes, read_json
-from lib.gguf import GGUF, MAGIC, LazyTensor
+from lib.gguf import GGUF, LazyTensor
 from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
 
@@ -110,9 +110,6 @@ class ForeignArchitecture(UserError):
         super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
 
 
-# ---- what to say of strangers' files -----------------------------------------------------------------------
-
-
 def hint(evidence):
     """What HINTS say of a text of several lines; "" if nothing."""
     for pattern, advice in HINTS:
@@ -124,7 +121,7 @@ def hint(evidence):
 
 def beginning(path):
     """A file's first bytes, as text; "" where there is none."""
-    if not os.path.isfile(path):
+    if not isfile(path):
         return ""
     check_regular(path)
     with open(path, "rb") as file:
@@ -146,10 +143,10 @@ def as_user_error(path):
 
 def found_in(folder, names):
     """The paths of those files that a folder has; UserError, with what it has instead, for none of them."""
-    found = [folder / name for name in names if os.path.exists(folder / name)]
+    found = [folder / name for name in names if exists(folder / name)]
     if not found:
         with as_user_error(folder):
-            there = [name for name in sorted(os.listdir(folder)) if os.path.exists(folder / name)]
+            there = sorted(path.name for path in folder.iterdir())
         instead = hint("\n".join(there)) or f"the folder has {', '.join(there[:5]) or 'nothing'}"
         raise UserError(f"{folder / names[0]} is missing: {instead}")
     return found
@@ -160,7 +157,7 @@ def found_in(folder, names):
 
 def is_gguf(place):
     """Is a place a .gguf file, whatever its name?"""
-    return os.path.isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith(MAGIC.decode()))
+    return isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith("GGUF"))
 
 
 def open_gguf(path):
@@ -277,7 +274,7 @@ def weight_files(place):
 
     Of several sets one is read, which is said. UserError for names outside the folder.
     """
-    if not os.path.isdir(place):
+    if not isdir(place):
         if PART.search(f"{place.parent.name}/{place.name}"):
             raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
         return [place]
@@ -301,14 +298,14 @@ def weight_files(place):
 
 def folder_of(place):
     """The folder of a checkpoint, whose single file of weights may be named."""
-    return place if os.path.isdir(place) else place.parent
+    return place if isdir(place) else place.parent
 
 
 def raw_config(place):
     """What config.json of a checkpoint says, a dictionary; None for a file that has none beside it."""
     if is_gguf(place):
         return gguf_config(open_gguf(place))
-    if not os.path.isdir(place) and not os.path.exists(place.parent / "config.json"):
+    if not isdir(place) and not exists(place.parent / "config.json"):
         return None
     return read_json(*found_in(folder_of(place), ["config.json"]))
 
@@ -487,13 +484,10 @@ def foreign_checkpoint(place, raw, tensors):
     return CheckpointReader(place, tensors, None, width, family)
 
 
-# ---- tokens ------------------------------------------------------------------------------------------------
-
-
 def token_ids(place):
     """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none."""
     files = [folder_of(place) / name for name in VOCABULARIES]
-    path = next((file for file in files if os.path.exists(file)), place)
+    path = next((file for file in files if exists(file)), place)
     vocabulary = {}
     with as_user_error(path):
         if is_gguf(place):

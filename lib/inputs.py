@@ -6,10 +6,9 @@ torch.Size([2, 5])
 """
 
 import functools
-import os
 import re
-import sys
 from dataclasses import dataclass
+from os.path import isdir, isfile
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from lib.files import check_regular
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
 
+RANDOM = "random tokens"
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
 SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
 
@@ -59,27 +59,20 @@ class TextSettings(RunSettings):
 
 
 def text_of(settings: TextSettings, spec):
-    """What `read_tokens` reads for a spec, in a word; stderr is told if its tokenizer is not known."""
+    """What `read_tokens` reads for a spec, in a word."""
     if settings.text is not None:
         return settings.text
-    if settings.tokenizer is not None or spec.tokenizer_file is not None:
-        return "docstrings"
-    if not spec.is_newborn:
-        hint = "it reads random tokens; --tokenizer names one"
-        print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
-    return "random tokens"
+    return RANDOM if (settings.tokenizer or spec.tokenizer_file) is None else "docstrings"
 
 
 def read_tokens(settings: TextSettings, spec, T):
     """What the model of a spec reads, (n, T) int64 on the settings' device; UserError for too few."""
     count = settings.num_sequences
     tokenizer = settings.tokenizer or spec.tokenizer_file
-    text = settings.text
-    if text is None and tokenizer is not None:
-        text = "docstrings"
-    if text is None:
+    text = text_of(settings, spec)
+    if text == RANDOM:
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
-    elif os.path.isdir(text):
+    elif isdir(text):
         data = TokenData(text)
         check_tokenizer(spec, data)
         tokenizer = data.tokenizer_file
@@ -120,7 +113,7 @@ def first_token(word, tokenizer, spec):
 @functools.lru_cache
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
-    if os.path.isfile(text):
+    if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
         content = "".join(piece.text for piece in read(Path(text)))
     else:

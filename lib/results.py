@@ -74,7 +74,7 @@ def environment(device, dtype):
     elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
         name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
     modules = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-    files = sorted({str(path.relative_to(ROOT)) for path in modules if ROOT in list(path.parents)[:2]})
+    files = sorted({str(path.relative_to(ROOT)) for path in modules if ROOT in path.parents[:2]})
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -90,13 +90,14 @@ def read_command(commands, words, document):
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
-    for flag in [word.split("=")[0] for word in words]:
+    flags = [word.split("=")[0] for word in words]
+    for flag in flags:
         if flag in command.renamed:
             raise UserError(f"{flag} is called {command.renamed[flag]} now")
     settings = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
-        flags = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-        settings = command.complete(settings, {flag.removeprefix("no_") for flag in flags})
+        given = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")]
+        settings = command.complete(settings, {name.removeprefix("no_") for name in given})
     return command.function, settings
 
 

@@ -9,8 +9,8 @@ units of gated MLPs (others stay as they are) and rescales them a little. The lo
 rounding. The other changes are felt: noise, pruning, rounding, less width, layers cut.
 """
 
-import os
 from dataclasses import dataclass, replace
+from os.path import lexists
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -23,7 +23,6 @@ from scipy.stats import ortho_group
 
 from init import keyed_generator
 from lib import checkpoint
-from lib.checkpoint import parse_spec
 from lib.formats import HEAD, TOKEN_TABLE
 from lib.settings import Command, OutputSettings, UserError, run_script
 from lib.tokenizers import load_tokenizer
@@ -236,9 +235,9 @@ def save(folder, source, tokenizer=None) -> None:
 
 def disguise(settings: Settings) -> None:
     """A copy of a model that computes the same and looks like another, in a new folder (seconds)"""
-    if os.path.lexists(settings.out):
+    if lexists(settings.out):
         raise UserError(f"'{settings.out}' is there already: give another --out")
-    spec = parse_spec(settings.model)
+    spec = checkpoint.parse_spec(settings.model)
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
     save(settings.out, disguised(spec.open(), settings.transforms), tokenizer)
     print(f"{settings.out} computes what {spec.label} does, disguised; compare them:")

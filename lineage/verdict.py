@@ -145,10 +145,7 @@ class Facts:
 
 
 def read_model(name, source):
-    """The Model of a checkpoint; UserError for a vector, read or not by the tests, that is not finite."""
-    for parameter, shape in source.shapes.items():
-        if len(shape) == 1:
-            source.read(parameter)
+    """The Model of a checkpoint."""
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
     return Model(name, source, hidden_units(source), vocabulary, functools.cache(partial(layers_of, source)))
 

@@ -126,8 +126,6 @@ class Units:
         for view, weights in rows.items():
             columns = self.tables.root(self.table_of(view)) @ (weights.T / largest[view].clamp(min=1e-30))
             lengths = columns.norm(dim=0)
-            if not lengths.isfinite().all():
-                raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
             views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
         return views
 
