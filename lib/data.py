@@ -22,7 +22,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
 import re
@@ -31,6 +30,7 @@ import warnings
 import zlib
 from array import array
 from dataclasses import dataclass
+from importlib.util import find_spec
 from os.path import exists, isdir
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -93,7 +93,7 @@ def package_files():
     """The .py files of PACKAGES, without long ones, in an order that depends on their names alone."""
     files = {}
     for package in PACKAGES:
-        folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+        folder = Path(find_spec(package).submodule_search_locations[0])
         for file in folder.rglob("*.py"):
             if file.name not in OF_A_BUILD and file.stat().st_size <= LARGEST_CODE:
                 files[file.relative_to(folder.parent).as_posix()] = file

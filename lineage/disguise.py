@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from scipy.linalg import null_space
 from scipy.stats import ortho_group
+from tyro.conf import Positional
 
 from init import keyed_generator
 from lib import checkpoint
@@ -45,7 +45,7 @@ AXES = {  # what a matrix has along its rows and columns; a bias has the first o
 
 @dataclass
 class Settings(OutputSettings):
-    model: tyro.conf.Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
+    model: Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
     transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
     out: str = "disguised"  # checkpoint folder to be written
 

@@ -198,7 +198,7 @@ def match_models(
     for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
-        closest = ours[close[np.abs(close - own_place).argmin()]]  # of those, the nearest to its own place
+        closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
         matches.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
         shares.append(share.tolist())
     layer_map = {"base": [base.parts.mlps[number].label for number in ours]}
