@@ -286,7 +286,7 @@ def persistence(settings: PersistenceSettings):
     where = (experiment.device, experiment.dtype)
     vocab_size = min(spec.config.vocab_size for spec in compared)
     birth_outputs = outputs_of(specs[0], where, vocab_size, settings)
-    chosen = coordinates.top_dimensions(birth_outputs.numpy(), "top", birth_outputs.shape[1] // 2)
+    chosen = coordinates.top_dimensions(birth_outputs.numpy())
 
     def taus_with_birth(outputs):
         return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)

@@ -9,10 +9,10 @@
 
 import functools
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from os.path import exists, isdir, isfile
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ class Spec:
             return self.folder if gguf_tokenizers.is_known(values) else None
         for name in ("tokenizer.model", "tokenizer.json", "tokenizer.txt"):
             path = formats.folder_of(self.folder) / name
-            if os.path.isfile(path):
+            if isfile(path):
                 return path
         return None
 
@@ -98,12 +98,12 @@ def parse_spec(text, scheme="gpt2"):
     if text == "smollm2":
         return Spec(text, smollm2())
     folder = Path(text)
-    if os.path.isdir(text):
-        if not os.path.exists(folder / "config.json"):
+    if isdir(text):
+        if not exists(folder / "config.json"):
             inside = steps(folder)[-1:] or list(folder.glob("*.[gG][gG][uU][fF]"))
             folder = inside[0] if len(inside) == 1 else folder
         return Spec(text, folder)
-    if os.path.isfile(text):
+    if isfile(text):
         return Spec(text, folder)
     match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
     if match:
@@ -139,7 +139,7 @@ def load(name, device="cpu", dtype=torch.float32):
 def steps(run):
     """The checkpoints of a run folder, oldest first; links may lead anywhere, and are none."""
     found = sorted(Path(run).glob("step_" + "[0-9]" * 7))
-    return [folder for folder in found if os.path.isdir(folder) and not folder.is_symlink()]
+    return [folder for folder in found if isdir(folder) and not folder.is_symlink()]
 
 
 def shortest_context(specs):

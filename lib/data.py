@@ -22,16 +22,16 @@ import functools
 import glob
 import gzip
 import hashlib
-import importlib.util
 import itertools
 import json
-import os
 import re
 import sysconfig
 import warnings
 import zlib
 from array import array
 from dataclasses import dataclass
+from importlib.util import find_spec
+from os.path import exists, isdir
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -40,7 +40,7 @@ import torch
 from tyro.conf import Positional
 
 from init import keyed_generator
-from lib.files import atomic_folder, check_regular, check_text, check_utf8, read_json
+from lib.files import atomic_folder, check_regular, read_json
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tokenizers import load_tokenizer
@@ -62,9 +62,6 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
-# ---- text --------------------------------------------------------------------------------------------------
-
-
 class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
@@ -83,30 +80,25 @@ def pieces_of(name):
         return map(Piece, backcopy())
     if name not in ("python", "docstrings", "packages"):
         return itertools.chain.from_iterable(map(read, text_files(name)))
-    files = package_files() if name == "packages" else python_files()
+    if name == "packages":
+        files = package_files()
+    else:  # the standard library, in whose folder packages may be installed
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+        files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
     codes = (file.read_text("utf-8-sig", "replace") for file in files)
     return map(Piece, map(docstrings, codes) if name == "docstrings" else codes)
-
-
-def python_files():
-    """The files of this Python's standard library, sorted, without installed packages."""
-    files = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
-    return sorted(file for file in files if not {"site-packages", "dist-packages"} & set(file.parts))
 
 
 def package_files():
     """The .py files of PACKAGES, without long ones, in an order that depends on their names alone."""
     files = {}
     for package in PACKAGES:
-        folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+        folder = Path(find_spec(package).submodule_search_locations[0])
         for file in folder.rglob("*.py"):
             if file.name not in OF_A_BUILD and file.stat().st_size <= LARGEST_CODE:
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
-
-
-# ---- files of text -----------------------------------------------------------------------------------------
 
 
 def ending(file):
@@ -119,13 +111,11 @@ def text_files(name):
     expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, python, docstrings, packages or backcopy"
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
-        if os.path.isdir(path):
+        if isdir(path):
             inside = [file for file in sorted(path.rglob("*")) if ending(file) in TEXT and file.is_file()]
             files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
         elif ending(path) in TEXT:
             files.append(path)
-        else:
-            raise UserError(f"no text in '{path}': expected {expected}")
     if not files:
         raise UserError(f"no text in '{name}': expected {expected}")
     return dict.fromkeys(files)
@@ -134,34 +124,27 @@ def text_files(name):
 def read(file):
     """The Pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
     check_regular(file)
-    unpack = open
-    if file.suffix == ".gz":
-        check_unpacked(file)
-        unpack = gzip.open
-    with unpack(file, "rb") as content:
-        check_text(file, content.read(4096))
+    unpack = gzip.open if file.suffix == ".gz" else open
     try:
+        if file.suffix == ".gz":
+            check_unpacked(file)
         with unpack(file, "rt", encoding="utf-8-sig") as lines:
             yield from json_lines(file, lines) if ending(file) == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
-        with unpack(file, "rb") as content:
-            check_utf8(file, content)
+        raise UserError(f"{file} is no text in UTF-8: convert it") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {file}: {error}") from None
 
 
 def check_unpacked(file) -> None:
-    """UserError for a .gz file that is damaged, or much larger than text of its size."""
+    """UserError for a .gz file that is much larger inside than text of its size."""
     largest = max(2**26, 100 * file.stat().st_size)
     size = 0
-    try:
-        with gzip.open(file) as content:
-            while block := content.read(2**20):
-                size += len(block)
-                if size > largest:
-                    raise UserError(
-                        f"{file} is larger than {largest:,} bytes inside: unpack it, if you trust it"
-                    )
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {file}: {error}") from None
+    with gzip.open(file) as content:
+        while block := content.read(2**20):
+            size += len(block)
+            if size > largest:
+                raise UserError(f"{file} has more than {largest:,} bytes inside: unpack it, if you trust it")
 
 
 def pages(lines):
@@ -181,9 +164,6 @@ def json_lines(file, lines):
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
         yield Piece(text.removeprefix("\ufeff"))  # a byte order mark
-
-
-# ---- text that is made -------------------------------------------------------------------------------------
 
 
 def docstrings(code):
@@ -218,9 +198,6 @@ def backcopy(count=2**17, length=127):
         yield document.tobytes().decode()
 
 
-# ---- data sets ---------------------------------------------------------------------------------------------
-
-
 def default_folder(source, tokenizer):
     """Where a data set goes that was given no place: data/SOURCE-TOKENIZER."""
     words = "-".join([*source, tokenizer])
@@ -237,7 +214,7 @@ def prepare(settings: Settings):
     Returns the folder. UserError if it exists, for what cannot be read, or no text.
     """
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
-    if os.path.exists(out):
+    if exists(out):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
@@ -333,9 +310,6 @@ def split_tokens(folder, dtype, spans):
     return {"train": len(tokens) - num_held_out, "val": num_held_out}
 
 
-# ---- batches -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Meta:
     """What meta.json says of a data set."""
@@ -362,7 +336,7 @@ class TokenData:
     def __init__(self, folder, bos_first=False):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
-        if not os.path.exists(path):
+        if not exists(path):
             raise UserError(f"no data set in {folder}: prepare one by python -m lib.data SOURCE --out FOLDER")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size

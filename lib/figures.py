@@ -4,7 +4,6 @@ curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", seri
 """
 
 import math
-import os
 import textwrap
 import warnings
 
@@ -26,6 +25,7 @@ STYLE = {
     "axes.prop_cycle": cycler(color=COLOURS),
 }
 DASHES = ("--", ":")  # of the first theory, and the second
+LONGEST_NAME = 36  # characters of a model's path in a figure
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
@@ -69,24 +69,11 @@ def plain_ticks(axis) -> None:
 
 
 def short_names(names):
-    """What to call the models of one figure: names as they are, or of long paths the parts that differ.
-
-    /models/a/final-checkpoint and /models/b/final-checkpoint are a and b, if they are too long; a .gguf file
-    loses that ending. Of what is still too long the middle is left out, unless two would be called the same.
-    """
-    names = [str(name) for name in names]
-    longest = 36 if len(set(names)) > 1 else 48
-    long = [name.split("/") for name in dict.fromkeys(names) if len(name) > longest]
-    start = len(os.path.commonprefix(long))  # of parts
-    end = len(os.path.commonprefix([parts[::-1] for parts in long]))
+    """What to call the models of one figure: of long paths the last part, unless two have the same."""
     shown = []
-    for name in names:
-        if len(name) > longest:
-            parts = name.split("/")
-            own = parts[start : len(parts) - end] or parts[-1:]
-            name = "/".join(own).removesuffix(".gguf")
-        if len(name) > longest:
-            name = f"{name[: longest // 3]}…{name[-2 * (longest // 3) :]}"
+    for name in map(str, names):
+        if len(name) > LONGEST_NAME:
+            name = name.split("/")[-1].removesuffix(".gguf")
         shown.append(name)
     return shown if len(set(shown)) == len(set(names)) else names
 
@@ -111,8 +98,6 @@ def curves(
             drawn = [point for point in points if point[panel] == value]
             axes.set_title(f"{plain(panel)}: {name}", fontsize=10)
         plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
-        if isinstance(points[0][x], int):
-            axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
         for name, key in (("x", x), ("y", y)):
             if name in log and max(point[key] for point in points) > 0:
                 axes.set(**{f"{name}scale": "log"})
@@ -205,8 +190,6 @@ def draw_counts(axes, counts, uniform, label) -> None:
     axes.set(xlabel=label, xlim=(0, len(counts)))
 
 
-# ---- sinks -------------------------------------------------------------------------------------------------
-
 LINKS = {  # of SO's chain
     "std": "std of aggregated values by position, layer 1",
     "norm": "norm of the stream",
@@ -285,9 +268,6 @@ def draw_silence(path, rows) -> None:
         axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
     legend_below(figure, axes)
     save_figure(figure, path)
-
-
-# ---- lineage -----------------------------------------------------------------------------------------------
 
 
 def lineage_figure(path, base, rows, details) -> None:

@@ -38,24 +38,6 @@ def check_regular(path, largest=math.inf) -> None:
         raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")
 
 
-def check_text(path, start) -> None:
-    """UserError for a file whose first bytes are no text in UTF-8, but in UTF-16, or numbers."""
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
-        raise UserError(f"{path} is no text in UTF-8: convert it to .txt or .jsonl")
-
-
-def check_utf8(path, lines) -> None:
-    """UserError, with the place, if one of a file's lines, bytes, is not in UTF-8."""
-    place = 0
-    for line in lines:
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            byte = f"byte {place + error.start:,} is 0x{line[error.start]:02X}"
-            raise UserError(f"{path} is no text in UTF-8, {byte}: convert it") from None
-        place += len(line)
-
-
 def read_bytes(path, largest=LARGEST):
     """What a regular file holds; UserError if it is none, too large, or closed to us."""
     check_regular(path, largest)

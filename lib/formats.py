@@ -16,13 +16,13 @@ allows tensors and plain values alone.
 import contextlib
 import functools
 import json
-import os
 import re
 import sys
 import zipfile
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from os.path import exists, isdir, isfile
 from pathlib import Path
 
 import safetensors
@@ -30,7 +30,7 @@ import sentencepiece
 import torch
 
 from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_bytes, read_json
-from lib.gguf import GGUF, MAGIC, LazyTensor
+from lib.gguf import GGUF, LazyTensor
 from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
 
@@ -96,20 +96,12 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     ("^version https://git-lfs", "it is a git-LFS pointer, not the file itself: run `git lfs pull`"),
     (r"^adapter_config\.json$|lora_[AB]\b", "{} is a LoRA adapter's: merge it into its base, and save that"),
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
-    (r"^.*-of-\d+\.gguf$|^split\.count", "{} is a part of a model: llama-gguf-split --merge joins them"),
-    (r"(?i)^.*\.gguf$", "name one .gguf file, as {}"),
-    (r"^sha256-\w+$", "name one of Ollama's blobs, the largest: {}, or another"),
-    (r"^global_step\d+$", "{} is DeepSpeed's: zero_to_fp32.py makes one checkpoint of its parts"),
-    (r"^checkpoint-\d+$", "it is a Trainer's: name one of its checkpoints, as {}"),
-    (r"^iter_\d+$", "{} is Megatron's: convert it to Hugging Face's format"),
-    (r"^\.metadata$", "it is a distributed checkpoint: torch.distributed.checkpoint.format_utils joins it"),
-    (r"^.*\.(?:npz|msgpack|h5|onnx)$", "{} is of another library: save its weights as .safetensors"),
-    ("not in a subdirectory", "it is no file of torch.save: save its weights as .safetensors"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
-    (r"^.*\.(?:pt|pth|bin|safetensors)$", "{} has weights alone: `seedprint.py compare` reads it if named"),
+    (
+        r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
+        "`seedprint.py compare` reads a single file, as {}, if named",
+    ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
-    (r"\A\x80[\s\S]{7}[^{]", "it is of torch before 1.6: if you trust it, load it and save it again"),
-    (r"Dequantization for \w+", "{} is unknown to the package gguf: quantise the model anew"),
     (CUT, "it is shorter than it says of itself: download it again"),
 )
 
@@ -119,9 +111,6 @@ class ForeignArchitecture(UserError):
 
     def __init__(self, reason):
         super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
-
-
-# ---- what to say of strangers' files -----------------------------------------------------------------------
 
 
 def hint(evidence):
@@ -135,7 +124,7 @@ def hint(evidence):
 
 def beginning(path):
     """A file's first bytes, as text; "" where there is none."""
-    if not os.path.isfile(path):
+    if not isfile(path):
         return ""
     check_regular(path)
     with open(path, "rb") as file:
@@ -156,13 +145,13 @@ def as_user_error(path):
 
 
 def found_in(folder, names):
-    """The paths of those files that a folder has; UserError, with a hint, if it has none of them."""
-    found = [folder / name for name in names if os.path.exists(folder / name)]
+    """The paths of those files that a folder has; UserError, with what it has instead, for none of them."""
+    found = [folder / name for name in names if exists(folder / name)]
     if not found:
         with as_user_error(folder):
-            there = [name for name in sorted(os.listdir(folder)) if os.path.exists(folder / name)]
-            advice = hint("\n".join(there))
-        raise UserError(f"{folder / names[0]} is missing. {advice}".strip(" ."))
+            there = sorted(path.name for path in folder.iterdir())
+        instead = hint("\n".join(there)) or f"the folder has {', '.join(there[:5]) or 'nothing'}"
+        raise UserError(f"{folder / names[0]} is missing: {instead}")
     return found
 
 
@@ -171,7 +160,7 @@ def found_in(folder, names):
 
 def is_gguf(place):
     """Is a place a .gguf file, whatever its name?"""
-    return os.path.isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith(MAGIC.decode()))
+    return isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith("GGUF"))
 
 
 def open_gguf(path):
@@ -246,9 +235,9 @@ def open_tensors(paths):
         check_regular(path)
         with as_user_error(path):
             start = beginning(path)
-            is_pickle = start.startswith(("PK", "\x80")) and start[8:9] != "{"  # a header of that length
+            is_pickle = start.startswith("PK") and start[8:9] != "{"  # a header of that length
             if not is_pickle and start[8:9] not in ("", "{"):
-                advice = hint(start) or "expected a .safetensors or .gguf file, or one of torch.save"
+                advice = hint(start) or "expected a .safetensors or .gguf file, or torch.save's since 1.6"
                 raise UserError(f"cannot read {path}: {advice}")
             tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
     return tensors
@@ -288,7 +277,7 @@ def weight_files(place):
 
     Of several sets one is read, which is said. UserError for names outside the folder.
     """
-    if not os.path.isdir(place):
+    if not isdir(place):
         if PART.search(f"{place.parent.name}/{place.name}"):
             raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
         return [place]
@@ -312,14 +301,14 @@ def weight_files(place):
 
 def folder_of(place):
     """The folder of a checkpoint, whose single file of weights may be named."""
-    return place if os.path.isdir(place) else place.parent
+    return place if isdir(place) else place.parent
 
 
 def raw_config(place):
     """What config.json of a checkpoint says, a dictionary; None for a file that has none beside it."""
     if is_gguf(place):
         return gguf_config(open_gguf(place))
-    if not os.path.isdir(place) and not os.path.exists(place.parent / "config.json"):
+    if not isdir(place) and not exists(place.parent / "config.json"):
         return None
     return read_json(*found_in(folder_of(place), ["config.json"]))
 
@@ -474,11 +463,9 @@ def own_checkpoint(place, raw, tensors):
         if table is not head and not torch.equal(head.read(), table.read()):
             said = f"{HEAD} is not {TOKEN_TABLE}, though config.json ties them"
             raise UserError(f"{place}: {said}: set its tie_word_embeddings to false")
-    if not expected.keys() & tensors.keys():
-        raise ForeignArchitecture(f"{place}: {min(tensors)} and all others are unknown: have they a prefix?")
     differing = expected.keys() ^ tensors.keys()
     if differing:
-        raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing")
+        raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
     check_shapes(tensors, expected, place, " by config.json: correct what it says")
     return CheckpointReader(place, tensors, config, config.d_model)
 
@@ -495,20 +482,17 @@ def foreign_checkpoint(place, raw, tensors):
             width = tensor.shape[1]
     if type(width) is not int or not 0 < width < LARGEST_WIDTH:
         said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
-        raise UserError(f"{said} beside it. {hint(names)}".strip(" ."))
+        raise UserError(f"{said} beside it")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
     return CheckpointReader(place, tensors, None, width, family, names_mlps)
 
 
-# ---- tokens ------------------------------------------------------------------------------------------------
-
-
 def token_ids(place):
     """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none."""
     files = [folder_of(place) / name for name in VOCABULARIES]
-    path = next((file for file in files if os.path.exists(file)), place)
+    path = next((file for file in files if exists(file)), place)
     vocabulary = {}
     with as_user_error(path):
         if is_gguf(place):
@@ -518,11 +502,8 @@ def token_ids(place):
         if isinstance(vocabulary, list):  # of strings, or of strings and their scores
             strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
             vocabulary = dict(zip(strings, range(len(strings))))
-        ids = {}
-        for token, number in vocabulary.items():
-            if isinstance(token, str) and type(number) is int and number >= 0:
-                ids[token.replace("\u0120", "\u2581")] = number  # a blank is written in one way
-    return ids
+        # a blank is written in one way
+        return {token.replace("\u0120", "\u2581"): number for token, number in vocabulary.items()}
 
 
 def pieces(path, largest):

@@ -20,7 +20,6 @@ import torch
 
 from lib.settings import INSTALL, UserError
 
-MAGIC = b"GGUF"  # the first bytes of a file
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
@@ -79,20 +78,23 @@ class GGUF:
         except ImportError:
             raise UserError(f"{path} takes a package more: {INSTALL}") from None
         header = Header(path)
-        if header.number("4s") != MAGIC or header.number("I") not in (2, 3):
+        if header.number("4s") != b"GGUF" or header.number("I") not in (2, 3):
             raise ValueError("expected GGUF of version 2 or 3")
         num_tensors, num_values = header.number("Q"), header.number("Q")
-        self.values = {}
+        self.values = values = {}
         for _ in range(num_values):
             key = header.value()
-            self.values[key] = header.value(header.number("I"))
+            values[key] = header.value(header.number("I"))
         infos = [read_info(header) for _ in range(num_tensors)]
-        if self.values.get("split.count", 0) > 1:
-            raise ValueError("split.count is above 1")
-        alignment = self.values.get("general.alignment", 32)
+        if values.get("split.count", 0) > 1:
+            raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")
+        alignment = values.get("general.alignment", 32)
         start = -(-header.place // alignment) * alignment  # of the numbers
-        names = hugging_face_names(self.values)
-        heads = paired_heads(self.values)
+        names = hugging_face_names(values)
+        heads = {}  # of q and k, where their rows stand in pairs to rotate
+        if values["general.architecture"] == "llama":
+            heads["q_proj"] = values["llama.attention.head_count"]
+            heads["k_proj"] = values.get("llama.attention.head_count_kv", heads["q_proj"])
         self.tensors = {}
         for stem, suffix, shape, kind, place in infos:
             stem = names.get(stem, stem.replace("blk.", "model.layers."))
@@ -125,14 +127,6 @@ def hugging_face_names(values):
     num_layers = min(values.get(f"{architecture}.block_count", 0), MOST_LAYERS)
     known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
     return {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
-
-
-def paired_heads(values):
-    """How many heads q and k have where their rows stand in pairs to rotate, as llama's do."""
-    if values["general.architecture"] != "llama":
-        return {}
-    num_heads = values["llama.attention.head_count"]
-    return {"q_proj": num_heads, "k_proj": values.get("llama.attention.head_count_kv", num_heads)}
 
 
 def unpacked(path, place, size, shape, kind, heads):

@@ -6,10 +6,10 @@ torch.Size([2, 5])
 """
 
 import functools
-import os
 import re
 import sys
 from dataclasses import dataclass
+from os.path import isdir, isfile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch
 from init import STD, keyed_generator
 from lib.data import TokenData, pieces, read
 from lib.files import check_regular
-from lib.formats import is_gguf
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
 
@@ -80,7 +79,7 @@ def read_tokens(settings: TextSettings, spec, T):
         text = "docstrings"
     if text is None:
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
-    elif os.path.isdir(text):
+    elif isdir(text):
         data = TokenData(text)
         check_tokenizer(spec, data)
         tokenizer = data.tokenizer_file
@@ -90,7 +89,10 @@ def read_tokens(settings: TextSettings, spec, T):
     elif tokenizer == "bytes" and spec.config.vocab_size != load_tokenizer("bytes").vocab_size:
         raise UserError(f"{spec.label} knows {spec.config.vocab_size} tokens, and they are not bytes")
     else:
-        tokens = random_windows(encode(text, str(tokenizer)), count, T, settings.input_seed)
+        encoded = encode(text, str(tokenizer))
+        windows = encoded[: len(encoded) // T * T].view(-1, T)  # (all, T)
+        generator = keyed_generator("text", settings.input_seed, T)
+        tokens = windows[generator.choice(len(windows), size=min(count, len(windows)), replace=False)]
     if len(tokens) < count:
         found = f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}"
         raise UserError(f"{found}: name a longer text, or a shorter --sequence-length")
@@ -118,7 +120,7 @@ def first_token(word, tokenizer, spec):
 @functools.lru_cache
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
-    if os.path.isfile(text):
+    if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
         content = "".join(piece.text for piece in read(Path(text)))
     else:
@@ -134,18 +136,10 @@ def encode(text, tokenizer):
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def random_windows(text, count, T, seed):
-    """Up to `count` of a text's windows of T tokens, drawn without replacement, (n, T)."""
-    total = len(text) // T
-    places = keyed_generator("text", seed, T).choice(total, size=min(count, total), replace=False)
-    return text[: total * T].view(total, T)[places]
-
-
 def check_tokenizer(spec, data) -> None:
     """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
     path = spec.tokenizer_file
     if path is None:
         return
-    own = load_tokenizer(str(path)).content if is_gguf(path) else path.read_bytes()
-    if own != data.tokenizer_file.read_bytes():
+    if load_tokenizer(str(path)).content != data.tokenizer_file.read_bytes():
         raise UserError(f"{data.folder} was made by another tokenizer than {path}")

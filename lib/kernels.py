@@ -70,13 +70,8 @@ def halved_attention(q, k, v):
     T = k.shape[2]
     half = T // 2
     grouped = k.shape[1] < q.shape[1]
-    early = F.scaled_dot_product_attention(
-        q[:, :, :half],
-        k[:, :, :half],
-        v[:, :, :half],
-        is_causal=True,
-        enable_gqa=grouped,
-    )
+    first = [x[:, :, :half] for x in (q, k, v)]
+    early = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=grouped)
     late_queries = q[:, :, half:]
     mask = torch.ones(T - half, T, dtype=torch.bool).tril(half)  # (T - half, T)
     late = F.scaled_dot_product_attention(late_queries, k, v, attn_mask=mask, enable_gqa=grouped)

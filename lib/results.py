@@ -4,11 +4,9 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
 `paper` (its source), `settings`, `environment`, `rows` (flat objects), and whatever else its figure reads.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 import math
 import os
@@ -17,7 +15,6 @@ import re
 import subprocess
 import sys
 import time
-import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -30,6 +27,7 @@ from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
 
 ROOT = Path(__file__).parent.parent
+NO_CODE = re.compile(r'(?ms)(?:\A|(?<=:\n)) *""".*?"""|(?:^ *|  )#[^\n]*')  # as ruff formats it
 
 
 class Experiment:
@@ -75,7 +73,8 @@ def environment(device, dtype):
         name = torch.cuda.get_device_name(device)
     elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
         name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
-    files = loaded_files()
+    modules = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
+    files = sorted({str(path.relative_to(ROOT)) for path in modules if ROOT in path.parents[:2]})
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -97,12 +96,6 @@ def commit():
     return "".join(printed.split()) or None
 
 
-def loaded_files():
-    """The project's files that are imported here, from its root."""
-    files = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-    return sorted({str(path.relative_to(ROOT)) for path in files if ROOT in list(path.parents)[:2]})
-
-
 def content_digest(result):
     """SHA-256 of a result but for its environment: its JSON, read again, has it until a value is changed."""
     content = {key: value for key, value in result.items() if key != "environment"}
@@ -118,16 +111,8 @@ def code_digest(files):
 @functools.cache
 def code_of(path):
     """A file's lines but for comments, docstrings and blanks: the same in all Pythons, as an AST is not."""
-    source = path.read_text()
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    text = re.sub(NO_CODE, "", path.read_text())
+    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
 def write_json(result, path) -> None:

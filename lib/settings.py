@@ -90,12 +90,14 @@ def read_command(commands, words, document):
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
-    for flag in [word.split("=")[0] for word in words]:
+    flags = [word.split("=")[0] for word in words]
+    for flag in flags:
         if flag in command.renamed:
             raise UserError(f"{flag} is called {command.renamed[flag]} now")
     settings = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
-        settings = command.complete(settings, named_flags(words))
+        given = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")]
+        settings = command.complete(settings, {name.removeprefix("no_") for name in given})
     return command.function, settings
 
 
@@ -124,12 +126,6 @@ def read_settings(defaults, words, document, subcommand="", has_config=True):
         if getattr(settings, field.name) == () and field.default != ():
             raise UserError(f"{field.name}: expected one value or more")
     return from_values(type(settings), vars(settings), "command line")
-
-
-def named_flags(words):
-    """The settings that flags name: {"learning_rate", "compile"} for --learning-rate=1 --no-compile."""
-    names = [word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-    return {name.removeprefix("no_") for name in names}
 
 
 def read_config_file(path, defaults):

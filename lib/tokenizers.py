@@ -12,10 +12,10 @@ as <|endoftext|> may be, is spelt like any other word.
 import functools
 import io
 import json
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 
 import sentencepiece
@@ -87,7 +87,7 @@ def load_tokenizer(name, texts=()):
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
     path = smollm2() if name == "smollm2" else Path(name)
-    if not os.path.isfile(path):
+    if not isfile(path):
         expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
     if is_gguf(path):

@@ -14,11 +14,9 @@ import hashlib
 
 from lineage import parts
 
-ROW_BATCH = 4096  # rows of a matrix whose numbers are converted at once
 
-
-def layers_of(source, rows=None):
-    """By a layer's number, if its MLPs count, the SHA-256 of each matrix that counts, of so many rows."""
+def layers_of(source):
+    """By a layer's number, if its MLPs count, the SHA-256 of each matrix that counts."""
     found = parts.find(source)
     of_mlps = {name for mlp in found.mlps for name in mlp.matrices.values()}
     layers = {}
@@ -27,10 +25,8 @@ def layers_of(source, rows=None):
         for name in names:
             weight = source.read(name)
             if weight.ndim > 1 and parts.is_varied(weight) and not parts.NO_WEIGHTS.search(name):
-                digest = hashlib.sha256()
-                for batch in weight.flatten(0, -2)[:rows].split(ROW_BATCH):
-                    digest.update(batch.float().contiguous().numpy())  # in whatever format they are kept
-                digests[name] = digest.hexdigest()
+                numbers = weight.float().contiguous().numpy()  # in whatever format they are kept
+                digests[name] = hashlib.sha256(numbers).hexdigest()
         if digests and of_mlps.intersection(names) <= digests.keys():
             layers[number] = sorted(digests.values())
     return layers

@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from scipy import stats
-from scipy.special import softmax
 from torch import Tensor
 
 from init import STD, draw_weight, keyed_generator
@@ -36,8 +35,7 @@ SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
 MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared
-
-# ---- coordinates of weights --------------------------------------------------------------------------------
+NULLS = 10  # Gaussian pairs that the paper's test compares with
 
 
 class Correlation:
@@ -129,9 +127,6 @@ def plain_matrices(source):
     return {parts.PREFIX.sub("", name): name for name in named}
 
 
-# ---- the exact test of coordinates -------------------------------------------------------------------------
-
-
 def diagonal_test(C: Tensor, key, permutations=9999):
     """Is the mean of C's diagonal, (d, d), above that of C with its columns relabelled?
 
@@ -167,9 +162,6 @@ def diagonal_test(C: Tensor, key, permutations=9999):
     }
 
 
-# ---- the seed ----------------------------------------------------------------------------------------------
-
-
 def closest_births(source, parameter, count, seeds):
     """The ten of some seeds whose births of a matrix are closest to a source's, by its first `count` numbers.
 
@@ -202,88 +194,21 @@ def closest_births(source, parameter, count, seeds):
     return rows
 
 
-# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
+def paper_test(a, b):
+    """The paper's test of two models' last-position states on the same inputs, arrays (n, d) of float32.
 
-
-def paper_test(a, b, side="top", top_k=None, temperature=None):
-    """The paper's test of two models' last-position states on the same inputs, arrays (n, d).
-
-    `top_k` (None: half of the width) is how many dimensions of largest mean output, or of smallest, for
-    `side` "bottom", are chosen in each model; for `temperature` see `kendall`. Returns what `judge_taus`
-    does. UserError for a `top_k` that is not in 1..d, and for what `check_rows` refuses.
+    Kendall's tau of the dimensions that are among the half with the largest mean outputs in both models, the
+    `paper_k` identity dimensions. p of the one-sided t- and U-tests against the taus of NULLS Gaussian
+    pairs, averaged; `closed_form_z` is the mean tau over the error that k independent dimensions would have.
     """
-    a, b = check_rows(a, b)
+    taus = identity_taus(np.asarray(a), np.asarray(b))
     n, d = a.shape
-    top_k = d // 2 if top_k is None else top_k
-    if not 1 <= top_k <= d:
-        raise UserError(f"top_k {top_k}: expected 1 to {d}, the models' width")
-    taus = identity_taus(a.cpu().numpy(), b.cpu().numpy(), side, top_k, temperature)
-    return judge_taus(taus, n, d, side, top_k, temperature)
-
-
-def check_rows(a, b):
-    """Two arrays as float32 tensors (n, d); UserError unless of one shape, n > 2, d > 1, and finite."""
-    a = torch.as_tensor(a).detach().float()
-    b = torch.as_tensor(b).detach().float()
-    if a.shape != b.shape or a.ndim != 2 or a.shape[0] < 3 or a.shape[1] < 2:
-        shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-        raise UserError(f"expected two (n, d) arrays of one shape, n at least 3, not {shapes}")
-    if not (a.isfinite().all() and b.isfinite().all()):
-        raise UserError("the states are not finite")
-    return a, b
-
-
-def top_dimensions(rows, side, top_k):
-    """The `top_k` dimensions of largest mean output (n, d), or of smallest, for `side` "bottom"."""
-    mean = rows.mean(axis=0, dtype=np.float64)
-    if side == "top":
-        mean = -mean
-    return np.argsort(mean, kind="stable")[:top_k]
-
-
-def kendall(a, b, chosen, temperature=None):
-    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column.
-
-    With a `temperature`, of their softmax over the chosen columns, as in the authors' code.
-    """
-    a = a[:, chosen].astype(np.float64)
-    b = b[:, chosen].astype(np.float64)
-    if temperature is not None:
-        a = softmax(a / temperature, axis=1)
-        b = softmax(b / temperature, axis=1)
-    taus = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in zip(a.T, b.T)]
-    return np.nan_to_num(np.array(taus, dtype=float))
-
-
-def identity_taus(a, b, side, top_k, temperature=None):
-    """Kendall's tau of arrays (n, d) on the dimensions that are among the `top_k` of both."""
-    chosen = np.intersect1d(top_dimensions(a, side, top_k), top_dimensions(b, side, top_k))
-    if len(chosen) == 0:
-        return np.zeros(0)
-    return kendall(a, b, chosen, temperature)
-
-
-@functools.lru_cache(maxsize=512)
-def null_taus(n, d, side, top_k, temperature, trial):
-    """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
-    generator = keyed_generator("paper null", n, d, trial)
-    a = generator.standard_normal((n, d), np.float32)
-    b = generator.standard_normal((n, d), np.float32)
-    return identity_taus(a, b, side, top_k, temperature)
-
-
-def judge_taus(taus, n, d, side, top_k, temperature, nulls=10):
-    """What the paper's test says of the taus of the `paper_k` identity dimensions of n outputs.
-
-    p of the one-sided t- and U-tests against the taus of `nulls` Gaussian pairs, averaged; `closed_form_z` is
-    the mean tau over the error that k independent dimensions would have.
-    """
     k = len(taus)
     mean_tau = taus.mean() if k else 0.0
     std = (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5  # of Kendall's tau between independent columns
     p_values = []  # of the t-test and the U-test
-    for trial in range(nulls):
-        null = null_taus(n, d, side, top_k, temperature, trial)
+    for trial in range(NULLS):
+        null = null_taus(n, d, trial)
         if min(k, len(null)) < 2:  # too few dimensions to say anything
             p_values.append((1.0, 1.0))
             continue
@@ -300,3 +225,31 @@ def judge_taus(taus, n, d, side, top_k, temperature, nulls=10):
         "paper_u_p": u_p,
         "closed_form_z": mean_tau / (std / max(1, k) ** 0.5),
     }
+
+
+def top_dimensions(rows):
+    """The half of the dimensions with the largest mean outputs, of (n, d)."""
+    mean = rows.mean(axis=0, dtype=np.float64)
+    return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
+
+
+def kendall(a, b, chosen):
+    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column."""
+    a = a[:, chosen].astype(np.float64)
+    b = b[:, chosen].astype(np.float64)
+    taus = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in zip(a.T, b.T)]
+    return np.nan_to_num(np.array(taus, dtype=float))
+
+
+def identity_taus(a, b):
+    """Kendall's tau of arrays (n, d) on the dimensions that are among the top ones of both."""
+    return kendall(a, b, np.intersect1d(top_dimensions(a), top_dimensions(b)))
+
+
+@functools.lru_cache(maxsize=512)
+def null_taus(n, d, trial):
+    """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
+    generator = keyed_generator("paper null", n, d, trial)
+    a = generator.standard_normal((n, d), np.float32)
+    b = generator.standard_normal((n, d), np.float32)
+    return identity_taus(a, b)

@@ -9,21 +9,21 @@ units of gated MLPs (others stay as they are) and rescales them a little. The lo
 rounding. The other changes are felt: noise, pruning, rounding, less width, layers cut.
 """
 
-import os
 from dataclasses import dataclass, replace
+from os.path import lexists
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from scipy.linalg import null_space
 from scipy.stats import ortho_group
+from tyro.conf import Positional
 
 from init import keyed_generator
 from lib import checkpoint
-from lib.checkpoint import parse_spec
+from lib.formats import HEAD, TOKEN_TABLE
 from lib.settings import Command, OutputSettings, UserError, run_script
 from lib.tokenizers import load_tokenizer
 from model import GATED, Transformer
@@ -41,18 +41,13 @@ AXES = {  # what a matrix has along its rows and columns; a bias has the first o
     "q_norm": ("head",),
     "k_norm": ("head",),
 }
-TABLE = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass
 class Settings(OutputSettings):
-    model: tyro.conf.Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
+    model: Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
     transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
     out: str = "disguised"  # checkpoint folder to be written
-
-
-# ---- the same function -------------------------------------------------------------------------------------
 
 
 def shuffled(generator, n):
@@ -91,7 +86,7 @@ def rotation(config, generator):
 
 def rotate(weights, config, generator):
     """Turn the residual stream by a random orthogonal matrix; a tied head is untied, its gain went in."""
-    weights.setdefault(HEAD, weights[TABLE])
+    weights.setdefault(HEAD, weights[TOKEN_TABLE])
     Q = rotation(config, generator)
     for name, weight in weights.items():
         if weight.ndim == 2 and axes_of(name)[0] == "stream":
@@ -109,7 +104,7 @@ def rotate(weights, config, generator):
 
 def gain_before(weights, name):
     """The gain of the norm whose output a matrix reads; 1 for the token table, which reads none."""
-    if name == TABLE:
+    if name == TOKEN_TABLE:
         return 1
     if name == HEAD:
         return weights["model.norm.weight"]
@@ -167,9 +162,6 @@ def as_source(weights, config):
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     source = {"config": config, "width": config.d_model, "family": "bornbiased", "place": None}
     return SimpleNamespace(shapes=shapes, read=weights.__getitem__, **source)
-
-
-# ---- another function --------------------------------------------------------------------------------------
 
 
 def of_matrices(source, change):
@@ -243,9 +235,9 @@ def save(folder, source, tokenizer=None) -> None:
 
 def disguise(settings: Settings) -> None:
     """A copy of a model that computes the same and looks like another, in a new folder (seconds)"""
-    if os.path.lexists(settings.out):
+    if lexists(settings.out):
         raise UserError(f"'{settings.out}' is there already: give another --out")
-    spec = parse_spec(settings.model)
+    spec = checkpoint.parse_spec(settings.model)
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
     save(settings.out, disguised(spec.open(), settings.transforms), tokenizer)
     print(f"{settings.out} computes what {spec.label} does, disguised; compare them:")

@@ -47,9 +47,6 @@ AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
 
 
-# ---- two MLPs ----------------------------------------------------------------------------------------------
-
-
 def matched_units(neighbours):
     """The units of an MLP that are matched in another: their places, their partners', and the strengths.
 
@@ -86,9 +83,6 @@ def distance(rows_a, rows_b):
         cosines.append((rows @ rows.T).fill_diagonal_(0).flatten().double())
     agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
     return round(1 - agreement**0.5, 9)  # what is smaller is rounding's
-
-
-# ---- two models --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -203,7 +197,8 @@ def match_models(
     matches, shares = [], []
     for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
         own_place = len(shares) * len(ours) // len(theirs)
-        closest = ours[closest_place(share, own_place)]
+        (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
+        closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
         matches.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
         shares.append(share.tolist())
     layer_map = {"base": [base.parts.mlps[number].label for number in ours]}
@@ -316,12 +311,6 @@ def correlations_of(base_views, views, basis):
     """|Correlations| of a base's units with a suspect's in the views that both have: (n, m) by view."""
     common = [view for view in base_views if view in views]
     return {view: (base_views[view].T @ basis[view] @ views[view]).abs_() for view in common}
-
-
-def closest_place(shares, own_place):
-    """The place of the MLP with the largest share; of many that are close the one nearest to its own."""
-    (close,) = np.nonzero(shares.numpy() >= AS_CLOSE * shares.max().item())
-    return int(min(close, key=lambda place: abs(place - own_place)))
 
 
 def match_mlps(base, base_number, suspect, number, views, basis, null, units, exchanged):

@@ -260,9 +260,6 @@ def norms_of_layer(source, names, width):
     return None, behind
 
 
-# ---- matrices by the residual stream's coordinates ---------------------------------------------------------
-
-
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
     return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)

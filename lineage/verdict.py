@@ -38,7 +38,6 @@ BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the
 BASE_R = 0.5  # they are matched as strongly as this
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
-FEW_ROWS = 16  # of each matrix, by which layers are compared first
 ALIKE_R = 0.1  # correlation with the base's of each of a layer's matrices, from which on it is the base's
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
@@ -85,7 +84,7 @@ class Model:
     source: object
     units: list  # its hidden units, by each LayoutHypothesis
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
-    layers: Callable  # rows -> digests of so many of each layer's matrices, by which equal ones are found
+    layers: Callable  # -> digests of each layer's matrices, by which equal ones are found
 
 
 @dataclass
@@ -145,9 +144,6 @@ class Facts:
         return max(self.matches, key=lambda match: match.share, default=None)
 
 
-# ---- two models --------------------------------------------------------------------------------------------
-
-
 def read_model(name, source):
     """The Model of a checkpoint; UserError for a vector, read or not by the tests, that is not finite."""
     for parameter, shape in source.shapes.items():
@@ -170,12 +166,14 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     match = None
     if base.units and suspect.units:
         vocabularies = (base.vocabulary, suspect.vocabulary)
-        limit = layers or usual_layers(base.units[0], suspect.units[0])
+        pair = (base.units[0], suspect.units[0])
+        is_large = any(units.width > WIDE or len(units.parts.mlps) > MANY for units in pair)
+        limit = layers or (LAYERS_OF_LARGE_MODELS if is_large else None)
         match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
     lacks = detectability(base, suspect, match)
-    equal = base.source.width == suspect.source.width
-    for rows in (FEW_ROWS, None):
-        equal = equal_layers(base.layers(rows), suspect.layers(rows)) if equal else {}
+    equal = {}
+    if base.source.width == suspect.source.width:
+        equal = equal_layers(base.layers(), suspect.layers())
     depth = len(parts.find(suspect.source).layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
     layers_read = {each.mlp.layer for each in facts.matches}
@@ -183,12 +181,6 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
         facts.match = match
     return row_of(facts), {"layers": layer_rows(facts), "layer_map": match.layer_map if match else {}}
-
-
-def usual_layers(base, suspect):
-    """In how many layers of two models' Units are looked for; None: in all."""
-    is_large = any(model.width > WIDE or len(model.parts.mlps) > MANY for model in (base, suspect))
-    return LAYERS_OF_LARGE_MODELS if is_large else None
 
 
 def detectability(base: Model, suspect: Model, match):
@@ -222,9 +214,6 @@ def detectability(base: Model, suspect: Model, match):
     return " and ".join(lacks), may_have_mlps, proviso
 
 
-# ---- one layer ---------------------------------------------------------------------------------------------
-
-
 def is_of_base(match, searches):
     """Is a layer of the suspect one of the base's? By its share, and by its strength or its place."""
     if not beyond_chance(match, searches):
@@ -256,9 +245,6 @@ def beyond_chance(match, searches):
     """
     log_p = stats.poisson.logsf(match.found - 1, max(1, match.by_chance))
     return (log_p + math.log(3 * searches**2)) / math.log(10) <= CHANCE_LOG10_P
-
-
-# ---- rows --------------------------------------------------------------------------------------------------
 
 
 def row_of(facts: Facts):
@@ -306,9 +292,6 @@ def mean_distance(matches):
     return float(np.mean(distances)) if distances else None
 
 
-# ---- sentences ---------------------------------------------------------------------------------------------
-
-
 def bits_phrase(facts: Facts):
     """Which layers are the base's, bit for bit."""
     if not facts.equal:
@@ -351,8 +334,6 @@ def alike_phrase(facts: Facts):
 
 def layers_phrase(numbers):
     """Layers by their numbers: "layers 1-3, 5"."""
-    if not numbers:
-        return "no layer"
     runs = []  # of consecutive ones
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -410,9 +391,8 @@ def table_phrase(facts: Facts):
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"
     has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
-    if (
-        has_same_coordinates or likeness > CHANGED_TABLE or facts.base_matches
-    ):  # seen through the base's alone
+    # Units are matched as the base's matrix alone shows them.
+    if has_same_coordinates or likeness > CHANGED_TABLE or facts.base_matches:
         return "the base's embedding matrix, changed"
     if facts.are_enough or (facts.match is None and facts.embedding is None):
         return "embedding matrices that do not agree, or number tokens otherwise"

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from lib import files
-from lib.files import check_text
 from lib.settings import UserError
 
 
@@ -72,10 +71,3 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
         (tmp_path / name).mkdir()
     files.remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".link.3.tmp", "outside", *kept])
-
-
-@pytest.mark.parametrize("start", ["text".encode("utf-16"), "漢字".encode("utf-16"), b"PAR1\x15\x04\x15\x00"])
-def test_what_is_no_text_is_refused(start):
-    check_text("x", "漢字, and text".encode())
-    with pytest.raises(UserError, match="x is no text in UTF-8"):
-        check_text("x", start)
