@@ -40,6 +40,11 @@ def python_files() -> list[Path]:
     return files
 
 
+def module_name(path: Path) -> str:
+    """The name by which a file is imported: lib/data.py is lib.data."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
 def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model whose parameters are all random, and large enough that attention is far from uniform."""
     torch.manual_seed(seed)

@@ -175,14 +175,7 @@ def test_nan_is_named(tmp_path):
 # ---- the optimizer -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "damage, word",
-    [
-        ({"step": 3}, "of step 3"),
-        ("shape", "expected"),
-        ("step", "optimizer.safetensors is not what"),
-    ],
-)
+@pytest.mark.parametrize("damage, word", [("step", "of step 3"), ("shape", "expected")])
 def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     """Neither tensors of other shapes nor another step's are ever given to an optimizer."""
     model = random_model(KINDS["llama"])
@@ -193,15 +186,13 @@ def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     path = folder / "optimizer.safetensors"
     checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
     state = read_json(folder / "state.json")
-    if isinstance(damage, dict):
-        state |= damage
+    if damage == "step":
+        state["step"] = 3
     else:
         tensors = safetensors.torch.load_file(path)
-        tensor = tensors["model.norm.weight.exp_avg"]
-        tensors["model.norm.weight.exp_avg"] = tensor[:-1].clone() if damage == "shape" else tensor + 1
+        tensors["model.norm.weight.exp_avg"] = tensors["model.norm.weight.exp_avg"][:-1].clone()
         safetensors.torch.save_file(tensors, path)
-        if damage == "shape":
-            state["sha256"][path.name] = sha256(path)
+        state["sha256"][path.name] = sha256(path)
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=word):
         checkpoint.read_state(folder)

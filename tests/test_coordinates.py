@@ -63,36 +63,6 @@ def test_a_high_z_alone_does_not_decide():
     assert result["p"] == pytest.approx(1 / 50, abs=four_errors(0.02, 9999))
 
 
-def strangers_that_read_the_same(generator: np.random.Generator, n: int, d: int) -> list[torch.Tensor]:
-    """Two arrays (n, d): five slow factors (AR(1), 0.98) in common, loadings and noise of their own."""
-    factors = np.zeros((n, 5))
-    for i, shock in enumerate(generator.standard_normal((n, 5))):
-        factors[i] = 0.98 * factors[i - 1] + shock
-    arrays = []
-    for noise in generator.standard_normal((2, n, d)):
-        arrays.append(torch.from_numpy(factors @ generator.standard_normal((5, d)) + noise))
-    return arrays
-
-
-def test_p_is_uniform_though_rows_depend_on_each_other():
-    """What the rows share, strangers share, too: only which coordinate has it tells them from kin.
-
-    Given the rows' factors, a stranger's columns are exchangeable, so that each relabelling of it is as
-    likely: p is uniform. A test that takes the 150 rows for independent expects correlations of
-    1 / sqrt(150) with errors that average out over 24 columns, and rejects.
-    """
-    generator = np.random.default_rng(5)
-    exact = []
-    naive = []
-    for i in range(300):
-        a, b = strangers_that_read_the_same(generator, 150, 24)
-        C = torch.from_numpy(np.corrcoef(a.T, b.T)[:24, 24:])
-        exact.append(diagonal_test(C, ("exact", i), 199)["p"])
-        naive.append(scipy.stats.norm.sf(C.diagonal().mean().item() * (150 * 24) ** 0.5))
-    assert_uniform(exact)
-    assert (np.array(naive) < 0.01).mean() > 0.2  # 1 % if rows were independent
-
-
 # ---- coordinates of weights --------------------------------------------------------------------------------
 
 

@@ -9,22 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 import pytest
-from conftest import ROOT, plain, run_here
+from conftest import ROOT, module_name, plain, python_files, run_here
 
 from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
 
 # Whose help is read: every script with settings.
-SCRIPTS = [
-    "train",
-    "probe",
-    "contraction",
-    "sinks",
-    "seedprint",
-    "lib.data",
-    "lineage.disguise",
-    "lesson.check",
-]
-SCRIPTS += [f"reproduce.{name}" for name in ("__main__", "trainings", "errors", "robustness", "bench")]
+SCRIPTS = [module_name(path) for path in python_files() if "\nCOMMANDS = " in path.read_text()]
 
 
 @dataclass
