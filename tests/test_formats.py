@@ -253,7 +253,6 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 WHOLE = "config.json model.safetensors"
 FOUND_INSTEAD = {  # files of a folder: what is said of it
     "adapter_config.json adapter_model.safetensors": "LoRA adapter's: merge it",
-    "config.json adapter_config.json": "LoRA adapter's: merge it",
     "models--a--b": "name the folder models--",
     "refs snapshots": "name the folder models--",
     "m-00001-of-00002.gguf m-00002-of-00002.gguf": "llama-gguf-split --merge",
@@ -262,7 +261,6 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "config.json global_step500": "zero_to_fp32.py makes one",
     "checkpoint-500 checkpoint-900": "name one of its checkpoints, as checkpoint-500",
     "ckpt.pt": "ckpt.pt has weights alone",
-    "consolidated.00.pth params.json": "consolidated.00.pth has weights alone",
     "consolidated.safetensors": "consolidated.safetensors has weights alone",
     "iter_0000100": "iter_0000100 is Megatron's: convert it",
     ".metadata __0_0.distcp": "format_utils joins it",

@@ -95,7 +95,6 @@ WRONG = [
     (8, lambda shares: max(shares) > 0.1, "gemma-3-270m-q4_k_m.gguf against smollm2 is no child"),
     (8, lambda shares: max(shares) > 0.5, "a stranger of 12 layers"),
     (8, lambda shares: sum(shares) > 0.2 * len(shares), "a merge with the base's layers 9 and 10 is a child"),
-    (8, lambda shares: max(shares[len(shares) // 3 : len(shares) // 2]) > 0.4, "9 and 10 is a child"),
     (8, lambda shares: None, "itself against smollm2 is a child"),
 ]
 
@@ -105,12 +104,6 @@ WRONG = [
 def test_wrong_answers(exercise, function, words, untrained):
     with pytest.raises(UserError, match=words):
         check.CHECKS[exercise][1](function)
-
-
-@torch.no_grad()
-def test_any_right_answer_will_do(monkeypatch):
-    monkeypatch.setitem(model.ACTIVATIONS, "mine", lambda z: z + z**3)
-    check.fair_activation(model.ACTIVATIONS["mine"])
 
 
 def test_exercise_8_needs_the_order_of_layers():

@@ -11,8 +11,9 @@ from test_cosines import exact_log10_p
 
 import init
 import probe
-from lib import checkpoint, data, inputs
+from lib import checkpoint, inputs
 from lib.files import read_json
+from lib.tokenizers import load_tokenizer
 from model import PRESETS
 
 
@@ -89,10 +90,7 @@ def test_two_processes_give_the_rows_of_one(tmp_path):
 
 def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     """A checkpoint's tokenizer says what its favourites mean; a folder without one has no such columns."""
-    (tmp_path / "text.txt").write_text((ROOT / "probe.py").read_text())
-    source = (str(tmp_path / "text.txt"),)
-    prepared = data.Settings(source=source, tokenizer="bpe:400", out=str(tmp_path / "set"))
-    tokenizer = data.TokenData(data.prepare(prepared)).load_tokenizer()
+    tokenizer = load_tokenizer("bpe:400", [(ROOT / "probe.py").read_text()])
     small = replace(PRESETS["backcopy"], vocab_size=402)  # of the last two the tokenizer knows nothing
     model = init.newborn(small, 3)
     checkpoint.save(tmp_path / "run" / "step_0000005", model, tokenizer=tokenizer)
