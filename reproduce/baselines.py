@@ -91,10 +91,7 @@ def ics(a, b):
 
 
 def invariant_terms(model):
-    """Q'K, V'O' and U'D' of the last two layers, the last first: (d, d) each.
-
-    Matrices as they are stored, (out, in); key-value heads are repeated for their queries.
-    """
+    """Q'K, V'O' and U'D' of the last two layers, the last first, of matrices as they are stored: (d, d)."""
     for layer in reversed(range(model.config.num_layers)[-2:]):
         q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
         yield q.T @ repeat_heads(k, model.config)

@@ -2,9 +2,8 @@
 
     python -m reproduce.errors                      # all pairs of 45 newborns: 20 minutes
 
-Newborns of different seeds are unrelated by construction, so every rejection is an error. A test is sound if
-its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the models read (tokens through an
-embedding matrix of their own, through one that all share, or Gaussian vectors), and on how they are drawn.
+Newborns of different seeds are unrelated by construction, so every rejection is an error; a sound test
+rejects 1 % at p <= 0.01. Much hangs on what the models read, and on how they are drawn.
 """
 
 import functools
@@ -28,11 +27,6 @@ from lineage.views import Units
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs
 
-TESTS = {  # what the figure says of those of weights
-    "units": "hidden units",
-    "weights": "coordinates of the blocks",
-    "embedding matrices": "coordinates of embedding matrices",
-}
 LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
@@ -100,11 +94,7 @@ def p_of_weights(newborns):
 
 
 def error_rates(p_values, key):
-    """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each.
-
-    Relabelled coordinates make the p of pairs that share a birth independent, so the interval holds for exact
-    tests; the paper's are not independent, and their interval is too narrow.
-    """
+    """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each."""
     rows = []
     for test, p in p_values.items():
         rejections, number = sum(value <= LEVEL for value in p), len(p)
@@ -120,7 +110,7 @@ def draw_rates(rows, path) -> None:
     figure, ((axes,),) = new_figure(title, width=7, height=5.6)
     points = []
     for row in rows:
-        line = TESTS.get(row["test"], f"{row['test']}: {row['inputs']}")
+        line = row["test"] if row["inputs"] == "weights" else f"{row['test']}: {row['inputs']}"
         points.append(row | {"line": line, "birth": f"{row['model']}, scheme {row['scheme']}"})
     lines = unique(points, "line")
     for number, (birth, of_birth) in enumerate(lines_of(points, "birth")):

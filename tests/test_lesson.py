@@ -85,7 +85,7 @@ WRONG = [
     (1, torch.zeros_like, "close to a straight line"),
     (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
-    (3, lambda c: (1 + c) / 2, "random weights have"),
+    (3, lambda c: (1 + c) / 2, "a wide layer has 0.318"),
     (3, lambda c: 1 / math.pi + c / 2 + c**2 / (2 * math.pi), "near, but not exact"),
     (4, lambda folder: -1, "not of -1"),
     (5, lambda weights: weights, "256 of 256 coordinates are where they were"),
