@@ -164,9 +164,10 @@ def test_names_of_nothing(name, word):
         checkpoint.load(name)
 
 
-def test_nan_is_named(tmp_path):
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_nan_is_named(value, tmp_path):
     model = init.newborn("tiny_llama", 1)
-    model.lm_head.weight.data[7, 3] = float("nan")
+    model.lm_head.weight.data[7, 3] = value
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")

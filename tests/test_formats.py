@@ -261,6 +261,7 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "config.json global_step500": "zero_to_fp32.py makes one",
     "checkpoint-500 checkpoint-900": "name one of its checkpoints, as checkpoint-500",
     "ckpt.pt": "ckpt.pt has weights alone",
+    "consolidated.00.pth params.json": "consolidated.00.pth has weights alone",
     "consolidated.safetensors": "consolidated.safetensors has weights alone",
     "iter_0000100": "iter_0000100 is Megatron's: convert it",
     ".metadata __0_0.distcp": "format_utils joins it",
