@@ -3,9 +3,8 @@
     python -m reproduce                                    # ten hours on 2 cores, mostly training; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
 
-A command makes each result that is missing, or was made by other code than today's (--keep: missing ones);
-runs of training that it reads are made before, once. A command that fails does not stop the others.
-<out>/README.md has a line for each table, figure, finding and proposition, and is always written.
+A command makes each result that is missing, or was made by other code than today's. Runs of training that it
+reads are made before, once. <out>/README.md has a line for each table, figure, finding and proposition.
 """
 
 import shlex
@@ -97,18 +96,14 @@ def reproduce(settings: Settings) -> None:
                 failed.append(name)
     finally:  # also where somebody interrupts
         write_report(settings.out)
-    print(f"see {settings.out}/README.md")
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
 
 
 def command_line(name, out):
     """The command of a result, as a user would type it after `python`."""
-    command = RESULTS[name]
-    folder = Path(out, name).parent
-    if str(folder) != "results":
-        command += f" --out {shlex.quote(str(folder))}"
-    return command
+    folder = str(Path(out, name).parent)
+    return RESULTS[name] if folder == "results" else f"{RESULTS[name]} --out {shlex.quote(folder)}"
 
 
 def make(command):

@@ -1,11 +1,5 @@
 """What do four published similarities say of two models? Intrinsic, REEF, PCS and ICS (BB B.3.2)
 
-    >>> from lib import checkpoint
-    >>> from lib.inputs import random_tokens
-    >>> from reproduce.baselines import similarities
-    >>> models = [checkpoint.load(f"tiny_llama@{seed}") for seed in (1, 2)]
-    >>> similarities(*models, random_tokens(0, range(200), 64, 4096))["ics"]    # about 0: unrelated
-
 Each is a number, and calls two models related from 0.8 on. None says what unrelated models would give, so ask
 for these as well. `python -m reproduce.trainings lineage` asks for all pairs of BB's tables.
 """
@@ -42,7 +36,7 @@ def layer_weight(model, layer, kind):
 def intrinsic(a, b):
     """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four."""
     correlations = []
-    for kind in ("q", "k", "v", "o"):
+    for kind in "qkvo":
         profiles = []
         for model in (a, b):
             layers = range(model.config.num_layers)
@@ -63,13 +57,12 @@ def block_kernels(model, tokens):
     kernels = []
 
     def keep(layer, x) -> None:
-        if layer > 0:  # 0: the embeddings
-            x = x[:, -1].double()  # (n, d)
-            x = x - x.mean(0)
-            kernels.append(x @ x.T)
+        x = x[:, -1].double()  # (n, d)
+        x = x - x.mean(0)
+        kernels.append(x @ x.T)
 
     model.hidden(tokens, last_only=True, on_state=keep)
-    return kernels
+    return kernels[1:]  # the first is of the embeddings
 
 
 def pcs(a, b):
@@ -77,14 +70,11 @@ def pcs(a, b):
 
     Gains count: since they are born as 1, unrelated models are far from orthogonal.
     """
-    others = dict(b.named_parameters())
-    sums = torch.zeros(3, dtype=torch.float64)  # of a b, of a a, of b b
-    for name, x in a.named_parameters():
-        y = others[name]
-        if not name.startswith(TABLES):
-            for i, product in enumerate((x * y, x * x, y * y)):
-                sums[i] += product.double().sum().cpu()
-    return (sums[0] / (sums[1] * sums[2]).sqrt()).item()
+    parameters = []
+    for model in (a, b):
+        chosen = [x.double().flatten() for name, x in model.named_parameters() if not name.startswith(TABLES)]
+        parameters.append(torch.cat(chosen))
+    return cosine(*parameters)
 
 
 def ics(a, b):
@@ -101,10 +91,7 @@ def ics(a, b):
 
 
 def invariant_terms(model):
-    """Q'K, V'O' and U'D' of the last two layers, the last first: (d, d) each.
-
-    Matrices as they are stored, (out, in); key-value heads are repeated for their queries.
-    """
+    """Q'K, V'O' and U'D' of the last two layers, the last first, of matrices as they are stored: (d, d)."""
     for layer in reversed(range(model.config.num_layers)[-2:]):
         q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
         yield q.T @ repeat_heads(k, model.config)

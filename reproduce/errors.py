@@ -1,11 +1,9 @@
 """How often does each test call unrelated models related? (BB B.3.1, Figure 13; mostly ours)
 
     python -m reproduce.errors                      # all pairs of 45 newborns: 20 minutes
-    python -m reproduce.errors --num-births 5       # all pairs of 5
 
-Newborns of different seeds are unrelated by construction, so every rejection is an error. A test is sound if
-its p is uniform; a sound test rejects 1 % at p <= 0.01. Much hangs on what the models read (tokens through an
-embedding matrix of their own, through one that all share, or Gaussian vectors), and on how they are drawn.
+Newborns of different seeds are unrelated by construction, so every rejection is an error; a sound test
+rejects 1 % at p <= 0.01. Much hangs on what the models read, and on how they are drawn.
 """
 
 import functools
@@ -13,11 +11,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
 from lib.checkpoint import Newborn
-from lib.figures import COLOURS, legend_below, new_figure, save_figure
+from lib.figures import legend_below, lines_of, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
@@ -28,14 +27,6 @@ from lineage.views import Units
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs
 
-READS = {  # what the figure says of each of these, and of each test
-    "own embedding": "states: tokens, an embedding matrix each",
-    "shared embedding": "states: tokens, one embedding matrix",
-    "gaussian": "states: Gaussian vectors",
-    "weights": "weights",
-}
-TESTS = {"units": "hidden units", "weights": "coordinates of the blocks"}
-TESTS |= {"embedding matrices": "coordinates of embedding matrices"}
 LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
@@ -64,8 +55,6 @@ def errors(settings: Settings):
         newborns = [Newborn(PRESETS[model], seed) for seed in range(1, settings.num_births + 1)]
         for each in newborns:
             each.read = functools.cache(each.read)
-        units, largest_share = p_of_units(newborns)
-        rows += error_rates({"units": units}, key | {"largest_share": largest_share})
         rows += error_rates(p_of_weights(newborns), key)
     draw_rates(rows, experiment.folder / "errors.png")
     return experiment.save(rows)
@@ -89,35 +78,23 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
 
 
 def p_of_weights(newborns):
-    """The p of all pairs, by the exact tests of the blocks' weights and of embedding matrices."""
-    p = {"body": [], "embedding": []}
-    for (i, a), (j, b) in itertools.combinations(enumerate(newborns), 2):
-        correlations, _ = coordinates.weight_correlations(a, b)
-        for part in p:
-            p[part].append(coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
-    return {"weights": p["body"], "embedding matrices": p["embedding"]}
-
-
-def p_of_units(newborns):
-    """0 for each pair of which units say more than "no evidence", else 1; and the largest share."""
+    """The p of all pairs by the exact tests; of hidden units 0 where they say more than "no evidence"."""
     models = [Units(born) for born in newborns]
     for model in models:
         model.views = functools.cache(model.views)  # each model is a suspect many times
-    p, shares = [], []
-    for (i, a), (j, b) in itertools.combinations(enumerate(models), 2):
+    p = {"units": [], "weights": [], "embedding matrices": []}
+    for i, j in itertools.combinations(range(len(models)), 2):
+        a, b = models[i], models[j]
         match = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
-        row = row_of(Facts(match))
-        p.append(float(row["verdict"] == NO_EVIDENCE))
-        shares.append(row["units_share"])
-    return p, max(shares)
+        p["units"].append(float(row_of(Facts(match))["verdict"] == NO_EVIDENCE))
+        correlations, _ = coordinates.weight_correlations(newborns[i], newborns[j])
+        for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
+            p[test].append(coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
+    return p
 
 
 def error_rates(p_values, key):
-    """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each.
-
-    Relabelled coordinates make the p of pairs that share a birth independent, so the interval holds for exact
-    tests; the paper's are not independent, and their interval is too narrow.
-    """
+    """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each."""
     rows = []
     for test, p in p_values.items():
         rejections, number = sum(value <= LEVEL for value in p), len(p)
@@ -129,25 +106,20 @@ def error_rates(p_values, key):
 
 def draw_rates(rows, path) -> None:
     """How often newborns are called related: a line per test and what it reads, a colour per birth."""
-    figure, grid = new_figure("How often does a test call unrelated newborns related?", width=7, height=5.6)
-    axes = grid[0, 0]
-    lines = list(dict.fromkeys((row["inputs"], row["test"]) for row in rows))
-    first = dict(reversed(lines))  # of what is read: it is named there
-    labels = []
-    for inputs, test in lines:
-        label = TESTS.get(test, f"the paper's {test}")
-        labels.append(f"{READS[inputs]}\n{label}" if first[inputs] == test else label)
-    births = list(dict.fromkeys(f"{row['model']}, scheme {row['scheme']}" for row in rows))
+    title = "How often does a test call unrelated newborns related?"
+    figure, ((axes,),) = new_figure(title, width=7, height=5.6)
+    points = []
     for row in rows:
-        number = births.index(f"{row['model']}, scheme {row['scheme']}")
-        height = lines.index((row["inputs"], row["test"])) + 0.18 * number
-        axes.plot([100 * row["low"], 100 * row["high"]], [height, height], color=COLOURS[number])
-        axes.plot(100 * row["rate"], height, "o", color=COLOURS[number])
-    for birth, colour in zip(births, COLOURS):
-        axes.plot([], [], "o-", color=colour, label=f"{birth}, 99 % interval")
+        line = row["test"] if row["inputs"] == "weights" else f"{row['test']}: {row['inputs']}"
+        points.append(row | {"line": line, "birth": f"{row['model']}, scheme {row['scheme']}"})
+    lines = unique(points, "line")
+    for number, (birth, of_birth) in enumerate(lines_of(points, "birth")):
+        heights = [lines.index(point["line"]) + 0.18 * number for point in of_birth]
+        rate, *ends = 100 * np.array([[point["rate"], point["low"], point["high"]] for point in of_birth]).T
+        axes.errorbar(rate, heights, xerr=abs(ends - rate), fmt="o", label=f"{birth}, 99 % interval")
     axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
     axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called related")
-    axes.set_yticks(range(len(lines)), labels)
+    axes.set_yticks(range(len(lines)), lines)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     legend_below(figure, axes)

@@ -3,8 +3,7 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-`lineage/disguise.py` changes the children. The thresholds of `lineage/verdict.py` rest on this table;
-`python -m reproduce.errors` has how often newborns of other seeds are called related.
+`lineage/disguise.py` changes the children. The thresholds of `lineage/verdict.py` rest on this table.
 """
 
 import itertools
@@ -25,23 +24,11 @@ from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
-from lineage.disguise import as_source, cut, disguised, narrowed, noised, pruned, rounded, weights_of
+from lineage.disguise import TABLE, as_source, cut, disguised, narrowed, noised, pruned, rounded, weights_of
 from lineage.verdict import compare_pair, read_model
 from seedprint import STRANGER_SEED
 
-LAYERS = {"never met": 12}  # that are read, evenly spaced; of all others all
-DRAWN = {  # kind: what is drawn of all of a kind, at each depth
-    "child": "children: the least",
-    "child, trained hard": "children: the least",
-    "never met": "never met: each pair",
-    "newborn": "newborns, a student: the largest",
-    "distilled": "newborns, a student: the largest",
-}
-EXTREMES = {"children: the least": np.min, "newborns, a student: the largest": np.max}
-DEPTHS = np.linspace(0, 1, 31)
-PEAK = 3e-3  # learning rate of the child that is trained hard: ten times what fine-tuning takes
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
-TABLE = "model.embed_tokens.weight"
 
 
 @dataclass
@@ -57,7 +44,7 @@ def robustness(settings: Settings):
     experiment = Experiment("robustness", "", settings)
     rows, details = [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
-        row, detail = compare_pair(base, suspect, layers=LAYERS.get(kind, 2**16))
+        row, detail = compare_pair(base, suspect, layers=12 if kind == "never met" else 2**16)
         rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
     draw_robustness(rows, details, experiment.folder / "robustness.png")
@@ -87,7 +74,8 @@ def relatives(spec, settings: Settings):
     child = trained(spec.load(), tokens[:20], 5e-4)
     yield "trained", "child", child
     yield "trained, disguised", "child", disguised(child)
-    rates = np.interp(np.arange(settings.steps), [-1, settings.steps / 10, settings.steps], [0, PEAK, 0])
+    turns = [-1, settings.steps / 10, settings.steps]
+    rates = np.interp(np.arange(settings.steps), turns, [0, 3e-3, 0])  # ten times what fine-tuning takes
     yield "trained hard", "child, trained hard", trained(spec.load(), tokens, rates)
     child = disguised(source)
     yield "disguised", "child", child
@@ -119,9 +107,8 @@ def trained(model, tokens, rates, teacher=None):
     """
     model = model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    batches = tokens.split(1)
     losses = []
-    for batch, rate in zip(batches, np.broadcast_to(rates, len(batches)).tolist()):
+    for batch, rate in zip(tokens.split(1), np.broadcast_to(rates, len(tokens)).tolist()):
         optimizer.param_groups[0]["lr"] = rate
         targets = batch[:, 1:].flatten()
         if teacher is not None:
@@ -133,26 +120,21 @@ def trained(model, tokens, rates, teacher=None):
         optimizer.zero_grad()
         losses.append(loss.item())
     few = max(1, len(losses) // 10)
-    ends = (np.mean(losses[:few]), max(losses), np.mean(losses[-few:]))
-    print("loss: {:.2f}, at most {:.2f}, at last {:.2f}".format(*ends))
+    first = np.mean(losses[:few])
+    last = np.mean(losses[-few:])
+    print(f"loss: {first:.2f}, at most {max(losses):.2f}, at last {last:.2f}")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
 
 
 def draw_robustness(rows, details, path) -> None:
-    """The share of each layer's units that are matched, by relative depth, of each kind of suspect."""
-    shares = {name: [] for name in DRAWN.values()}
-    for row, detail in zip(rows, details):
-        layers = [100 * layer["share"] for layer in detail["layers"]]
-        places = (np.arange(len(layers)) + 0.5) / len(layers)
-        shares[DRAWN[row["kind"]]].append(np.interp(DEPTHS, places, layers))
+    """The share of each layer's units that are matched, by relative depth, a line for each pair."""
     points = []
-    for name, lines in shares.items():
-        if name in EXTREMES:
-            lines = [EXTREMES[name](lines, axis=0)]
-        for line in lines:
-            for depth, share in zip([*DEPTHS, math.nan], [*line, math.nan]):  # here a line ends
-                points.append({"depth": depth, "matched": share, "kind": name})
+    for row, detail in zip(rows, details):
+        for number, layer in enumerate(detail["layers"]):
+            depth = (number + 0.5) / len(detail["layers"])
+            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
+        points.append({"depth": math.nan, "matched": math.nan, "kind": row["kind"]})  # here a line ends
     title = "Do two models share hidden units? Related ones at all depths, others near the output"
     labels = {"xlabel": "relative depth (0: input, 1: output)", "ylabel": "% of hidden units matched"}
     curves(points, path, title, x="depth", y="matched", series="kind", style=".-", **labels)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from test_architectures import ARCHITECTURES, GATED, PLAIN, SIZES, T5_SIZES
+from test_architectures import ARCHITECTURES, GATED, PLAIN, SIZES, T5_SIZES, build
 
 from lib import formats
 from lineage.verdict import NO_EVIDENCE, SAME_BIRTH, compare_pair, read_model
@@ -51,16 +51,9 @@ MORE = {  # class: its configuration's, and the arguments
     "Lfm2ForCausalLM": ("Lfm2Config", LFM2),
     "JambaForCausalLM": ("JambaConfig", JAMBA),
 }
-ALL = {name: choice[:2] for name, choice in ARCHITECTURES.items()} | MORE
+ALL = ARCHITECTURES | MORE
 ALL["DeepseekV3ForCausalLM"][1]["head_dim"] = 16  # which its rotation is of
 ALL["T5ForConditionalGeneration"][1]["decoder_start_token_id"] = 0
-
-
-def born(name: str, seed: int) -> transformers.PreTrainedModel:
-    """A newborn of one of transformers' classes."""
-    config, arguments = ALL[name]
-    torch.manual_seed(seed)
-    return getattr(transformers, name)(getattr(transformers, config)(**arguments)).train()
 
 
 def trained(model, steps: int, start=0):
@@ -77,7 +70,7 @@ def trained(model, steps: int, start=0):
 
 def family(name: str):
     """(kind, model) of a trained base, its children, and two strangers."""
-    base = trained(born(name, 1), 30)
+    base = trained(build(name, 1, ALL), 30)
     weights = {key: value.clone() for key, value in base.state_dict().items()}
     yield "base", base
     yield "copy", base
@@ -90,8 +83,8 @@ def family(name: str):
             if value.is_floating_point():
                 value.mul_(0.4).add_(weights[key], alpha=0.6)
     yield "merged", child
-    yield "newborn", born(name, 2)
-    yield "stranger", trained(born(name, 2), 30)
+    yield "newborn", build(name, 2, ALL)
+    yield "stranger", trained(build(name, 2, ALL), 30)
 
 
 def verdicts(name: str) -> dict[str, tuple[str, str]]:

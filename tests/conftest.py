@@ -1,5 +1,6 @@
 """What the tests share: small models of every kind, and scripts run as a user runs them."""
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -17,6 +18,8 @@ from lib import runtime, settings
 from model import Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
+LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
+TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in range(400)]
 LEFT_OUT = ("tests", "configs", "answers", "solutions")
 SMALL = dict(vocab_size=97, context_length=700, num_layers=3, num_heads=4, d_model=32, d_ff=48)
 KINDS = {
@@ -38,6 +41,16 @@ def python_files() -> list[Path]:
         if not any(part in LEFT_OUT or part.startswith(".") for part in parts):
             files.append(path)
     return files
+
+
+def module_name(path: Path) -> str:
+    """The name by which a file is imported: lib/data.py is lib.data."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Independent N(0, 1), float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> Transformer:

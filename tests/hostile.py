@@ -121,10 +121,6 @@ def flipped(raw: bytearray) -> bytearray:
     return raw
 
 
-def long_number(raw: bytearray) -> bytearray:
-    return raw.replace(b"32", b"9" * 9999)
-
-
 def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
 
@@ -144,7 +140,6 @@ FOLDERS = [  # the script and its words, what is copied, its damage; False: it i
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
     (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
     (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan")), False),
-    (COMPARE, "checkpoint", "a long number", changed("config.json", long_number)),
     (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3), False),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),

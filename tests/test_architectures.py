@@ -44,9 +44,9 @@ ARCHITECTURES = {  # class: its configuration's, the arguments, and how many MLP
 }
 
 
-def build(name: str, seed: int) -> transformers.PreTrainedModel:
+def build(name: str, seed: int, choices=ARCHITECTURES) -> transformers.PreTrainedModel:
     """A newborn of one of transformers' classes."""
-    config, arguments, _ = ARCHITECTURES[name]
+    config, arguments, *_ = choices[name]
     torch.manual_seed(seed)
     return getattr(transformers, name)(getattr(transformers, config)(**arguments))
 

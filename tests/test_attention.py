@@ -1,14 +1,12 @@
 """measure/attention.py against T x T matrices, transformers, closed forms, and what a process takes."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import KINDS, ROOT, random_model
+from conftest import KINDS, random_model, run_script
 
 import init
 from lib import checkpoint, runtime
@@ -157,8 +155,7 @@ print(peak_bytes() - plain_bytes)
 
 
 def test_memory_is_linear():
-    command = [sys.executable, "-c", MEMORY]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    process = run_script("-c", MEMORY)
     assert process.returncode == 0, process.stderr
     # a tenth of one head's explicit float32 matrix
     assert int(process.stdout) < 8192**2 * 4 / 10

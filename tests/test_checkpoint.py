@@ -164,9 +164,10 @@ def test_names_of_nothing(name, word):
         checkpoint.load(name)
 
 
-def test_nan_is_named(tmp_path):
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_nan_is_named(value, tmp_path):
     model = init.newborn("tiny_llama", 1)
-    model.lm_head.weight.data[7, 3] = float("nan")
+    model.lm_head.weight.data[7, 3] = value
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
@@ -175,14 +176,7 @@ def test_nan_is_named(tmp_path):
 # ---- the optimizer -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "damage, word",
-    [
-        ({"step": 3}, "of step 3"),
-        ("shape", "expected"),
-        ("step", "optimizer.safetensors is not what"),
-    ],
-)
+@pytest.mark.parametrize("damage, word", [("step", "of step 3"), ("shape", "expected")])
 def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     """Neither tensors of other shapes nor another step's are ever given to an optimizer."""
     model = random_model(KINDS["llama"])
@@ -193,15 +187,13 @@ def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
     path = folder / "optimizer.safetensors"
     checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
     state = read_json(folder / "state.json")
-    if isinstance(damage, dict):
-        state |= damage
+    if damage == "step":
+        state["step"] = 3
     else:
         tensors = safetensors.torch.load_file(path)
-        tensor = tensors["model.norm.weight.exp_avg"]
-        tensors["model.norm.weight.exp_avg"] = tensor[:-1].clone() if damage == "shape" else tensor + 1
+        tensors["model.norm.weight.exp_avg"] = tensors["model.norm.weight.exp_avg"][:-1].clone()
         safetensors.torch.save_file(tensors, path)
-        if damage == "shape":
-            state["sha256"][path.name] = sha256(path)
+        state["sha256"][path.name] = sha256(path)
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=word):
         checkpoint.read_state(folder)

@@ -14,14 +14,6 @@ from lib.settings import UserError
 from lineage import coordinates
 from lineage.coordinates import Correlation, diagonal_test
 from lineage.disguise import noised
-from model import ModelConfig
-
-SMALLEST = ModelConfig(97, 64, 2, 2, 32, 32)  # where many pairs are compared
-
-
-def assert_uniform(p_values: list[float]) -> None:
-    """p values in steps far below the distance from uniform that so few of them could prove."""
-    assert scipy.stats.kstest(p_values, "uniform").pvalue > 0.001
 
 
 def four_errors(share: float, draws: int) -> float:
@@ -61,36 +53,6 @@ def test_a_high_z_alone_does_not_decide():
     result = diagonal_test(C, ("a", 1), 9999)
     assert result["log10_p"] < -6 and not result["same"]
     assert result["p"] == pytest.approx(1 / 50, abs=four_errors(0.02, 9999))
-
-
-def strangers_that_read_the_same(generator: np.random.Generator, n: int, d: int) -> list[torch.Tensor]:
-    """Two arrays (n, d): five slow factors (AR(1), 0.98) in common, loadings and noise of their own."""
-    factors = np.zeros((n, 5))
-    for i, shock in enumerate(generator.standard_normal((n, 5))):
-        factors[i] = 0.98 * factors[i - 1] + shock
-    arrays = []
-    for noise in generator.standard_normal((2, n, d)):
-        arrays.append(torch.from_numpy(factors @ generator.standard_normal((5, d)) + noise))
-    return arrays
-
-
-def test_p_is_uniform_though_rows_depend_on_each_other():
-    """What the rows share, strangers share, too: only which coordinate has it tells them from kin.
-
-    Given the rows' factors, a stranger's columns are exchangeable, so that each relabelling of it is as
-    likely: p is uniform. A test that takes the 150 rows for independent expects correlations of
-    1 / sqrt(150) with errors that average out over 24 columns, and rejects.
-    """
-    generator = np.random.default_rng(5)
-    exact = []
-    naive = []
-    for i in range(300):
-        a, b = strangers_that_read_the_same(generator, 150, 24)
-        C = torch.from_numpy(np.corrcoef(a.T, b.T)[:24, 24:])
-        exact.append(diagonal_test(C, ("exact", i), 199)["p"])
-        naive.append(scipy.stats.norm.sf(C.diagonal().mean().item() * (150 * 24) ** 0.5))
-    assert_uniform(exact)
-    assert (np.array(naive) < 0.01).mean() > 0.2  # 1 % if rows were independent
 
 
 # ---- coordinates of weights --------------------------------------------------------------------------------
@@ -162,16 +124,6 @@ def test_a_common_identity_is_no_kinship():
     for found, since in zip(rows, noise):
         torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
     torch.testing.assert_close(coordinates.without_identity(noise[0]), noise[0], atol=0, rtol=0)
-
-
-def test_p_of_newborn_strangers_is_uniform():
-    tests = []
-    for i in range(120):
-        pair = (Newborn(SMALLEST, 2 * i), Newborn(SMALLEST, 2 * i + 1))
-        correlations, _ = coordinates.weight_correlations(*pair)
-        tests.append(diagonal_test(correlations["body"], ("body", i), 199))
-    assert_uniform([test["p"] for test in tests])
-    assert not any(test["same"] for test in tests)
 
 
 # ---- the paper's test --------------------------------------------------------------------------------------

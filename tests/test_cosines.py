@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import normal
 
 from lib.settings import UserError
 from measure import cosines
 from measure.cosines import CosineStatistics
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Independent N(0, 1), float32."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def statistics_of(states: torch.Tensor, batch_size: int = 1000) -> CosineStatistics:
@@ -26,12 +22,9 @@ def statistics_of(states: torch.Tensor, batch_size: int = 1000) -> CosineStatist
     return statistics
 
 
-# ---- cosines of all pairs ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n, d, shift", [(2, 5, 0.0), (40, 7, 0.0), (150, 16, 3.0), (30, 3, 100.0)])
 def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
-    states = normal(n, d, seed=n) + shift
+    states = normal(n, d, seed=n).float() + shift
     statistics = statistics_of(states, batch_size=11)
     pairs = []
     for a, b in itertools.combinations(states.double().numpy(), 2):
@@ -66,9 +59,6 @@ def test_floored_cosine_is_that_of_torch():
         expected = [F.cosine_similarity(a, b, dim=0, eps=epsilon).item() for a, b in pairs]
         row = {"mean_cosine": np.mean(expected), "std_cosine": np.std(expected)}
         assert cosines.floored_cosine(states, epsilon) == pytest.approx(row, abs=1e-9)  # float64
-
-
-# ---- the odds of a count -----------------------------------------------------------------------------------
 
 
 def exact_log10_p(count: int, n: int, V: int) -> float:

@@ -1,6 +1,5 @@
 """What goes in comes out, nothing looks done that is not, and batches are functions of their number."""
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -17,13 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_refused, run_here
+from conftest import ROOT, TEXTS, assert_refused, run_here
 
 from lib import data
 from lib.settings import UserError
-
-LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
-TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in range(400)]
 
 
 def write_lines(path, texts):

@@ -45,21 +45,18 @@ def labels(axis) -> list[str]:
     return [tick.label1.get_text() for tick in axis.get_major_ticks() + axis.get_minor_ticks()]
 
 
-def test_a_line_for_each_series_and_each_theory(drawn):
-    figure = drawn(POINTS, theories={"theory": "the theory"})
+def test_a_line_for_each_series_and_each_theory(drawn, caplog):
+    """Names of any script are drawn without a warning."""
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error")
+        figure = drawn(POINTS, theories={"theory": "the theory"})
+    assert not caplog.records
     (axes,) = figure.axes
     first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
     second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
     assert lines(axes) == [*first, *second]
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert names == [*NAMES, "the theory"]
-
-
-def test_names_of_any_script_are_drawn_without_a_warning(drawn, caplog):
-    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
-        warnings.simplefilter("error")
-        drawn(POINTS)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("low, high", [(0.31, 0.48), (1, 90), (1e-7, 3)])

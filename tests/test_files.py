@@ -33,9 +33,6 @@ def test_what_is_no_json_object(tmp_path, text):
         files.read_json(tmp_path / "a.json")
 
 
-# ---- written whole, or not at all --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error, told", [(RuntimeError(), RuntimeError), (OSError(28, "full"), UserError)])
 def test_a_failure_leaves_the_old_file(error, told, tmp_path):
     path = tmp_path / "a.json"

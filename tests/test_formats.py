@@ -253,7 +253,6 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 WHOLE = "config.json model.safetensors"
 FOUND_INSTEAD = {  # files of a folder: what is said of it
     "adapter_config.json adapter_model.safetensors": "LoRA adapter's: merge it",
-    "config.json adapter_config.json": "LoRA adapter's: merge it",
     "models--a--b": "name the folder models--",
     "refs snapshots": "name the folder models--",
     "A.GGUF b.gguf": "reads a single file, as A.GGUF",

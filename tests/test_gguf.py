@@ -193,18 +193,6 @@ def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
 # ---- tokens ------------------------------------------------------------------------------------------------
 
 
-def test_the_file_brings_its_tokenizer(tiny, coder, tmp_path):
-    """The same numbers as by `transformers`, if its kind is known; BOS is what the file calls so."""
-    model, path = tiny
-    tokenizer = data.load_tokenizer(str(path))
-    reference = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
-    assert tokenizer.decode(tokenizer.encode([TEXT + "<|end|>"])[0]) == TEXT + "<|end|>"
-    assert (tokenizer.bos, tokenizer.text(1), tokenizer.text(400)) == (1, "<|begin|>", "")
-    unknown = write(tmp_path / "a.gguf", "llama", model, coder, pre="new")
-    assert checkpoint.parse_spec(str(unknown)).tokenizer_file is None
-
-
 def test_a_tokenizer_json(coder, tmp_path):
     """Its truncation is not heeded; BOS is the config's, or what it puts before a text."""
     path = tmp_path / "tokenizer.json"

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from conftest import ROOT, python_files
+from conftest import ROOT, module_name, python_files
 
 ROOMS = ("lib", "measure", "lineage", "reproduce", "lesson")
 SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train"]
@@ -17,11 +17,6 @@ lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_t
 / lineage.disguise lineage.verdict
 / probe train sinks seedprint / contraction / reproduce lesson
 """.split("/")
-
-
-def module_name(path) -> str:
-    """The name by which a file is imported: lib/data.py is lib.data."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 FILES = {module_name(path): path for path in python_files() if path.name != "__init__.py"}

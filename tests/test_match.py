@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import ROOT, assert_refused, run_here
+from conftest import assert_refused, run_here, run_script
 
 import init
 from lib import checkpoint, formats
@@ -335,8 +333,7 @@ def test_one_block_at_a_time_is_in_memory(tmp_path):
     checkpoint.save(tmp_path / "a", model)
     half = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
     safetensors.torch.save_file(half, tmp_path / "a" / "model.safetensors")
-    script = [sys.executable, "-c", MEMORY, tmp_path / "a"]
-    process = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    process = run_script("-c", MEMORY, tmp_path / "a")
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     size = 4 * sum(weight.numel() for weight in half.values())

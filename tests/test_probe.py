@@ -11,8 +11,9 @@ from test_cosines import exact_log10_p
 
 import init
 import probe
-from lib import checkpoint, data, inputs
+from lib import checkpoint, inputs
 from lib.files import read_json
+from lib.tokenizers import load_tokenizer
 from model import PRESETS
 
 
@@ -89,10 +90,7 @@ def test_two_processes_give_the_rows_of_one(tmp_path):
 
 def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     """A checkpoint's tokenizer says what its favourites mean; a folder without one has no such columns."""
-    (tmp_path / "text.txt").write_text((ROOT / "probe.py").read_text())
-    source = (str(tmp_path / "text.txt"),)
-    prepared = data.Settings(source=source, tokenizer="bpe:400", out=str(tmp_path / "set"))
-    tokenizer = data.TokenData(data.prepare(prepared)).load_tokenizer()
+    tokenizer = load_tokenizer("bpe:400", [(ROOT / "probe.py").read_text()])
     small = replace(PRESETS["backcopy"], vocab_size=402)  # of the last two the tokenizer knows nothing
     model = init.newborn(small, 3)
     checkpoint.save(tmp_path / "run" / "step_0000005", model, tokenizer=tokenizer)
@@ -108,15 +106,9 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     assert named == plain | {"model": str(folders[0]), "top1_text": text}
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--model", "nano_gpt3"], ["nano_gpt3", "nano_gpt2"]),
-        (["--model", "nano_llama", "nano_gpt2", "--sequence-length", "64", "2048"], ["2048", "1 to 1024"]),
-    ],
-)
-def test_refusals(flags, words, tmp_path):
-    assert_refused(run_here("probe.py", *flags, "--out", tmp_path / "new"), *words)
+def test_too_long_a_sequence_is_refused(tmp_path):
+    words = ["--model", "nano_llama", "nano_gpt2", "--sequence-length", 64, 2048]
+    assert_refused(run_here("probe.py", *words, "--out", tmp_path / "new"), "2048", "1 to 1024")
     assert not (tmp_path / "new").exists()  # refused before anything was made
 
 

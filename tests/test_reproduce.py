@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, python_files, run_here
+from conftest import ROOT, run_here
 
 from lib import results
 from lib.files import read_json
@@ -194,14 +194,3 @@ def test_committed_results():
     for claim, line in zip(CLAIMS, page, strict=True):
         cells = main.cells(claim, ROOT / "results")
         assert list(cells[:6]) == [cell.replace("\\|", "|") for cell in line[:6]]
-
-
-ENTRIES = [path for path in python_files() if "\nCOMMANDS = " in path.read_text()]
-
-
-@pytest.mark.parametrize("path", ENTRIES, ids=lambda path: path.stem)
-def test_every_entry_point_has_help(path):
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for subcommand in ("", *importlib.import_module(module).COMMANDS):
-        done = run_here(module, *subcommand.split(), "--help")
-        assert done.returncode == 0 and len(done.stdout.splitlines()) > 5, subcommand

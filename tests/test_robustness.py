@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_refused, run_here
+from conftest import ROOT, run_here
 
 from init import newborn
 from lib import checkpoint
@@ -46,9 +46,3 @@ def test_children_are_found_and_strangers_are_not(models, tmp_path):
     found = result["layers"][list(rows).index(("base", "disguised, cut to 6 layers"))]
     assert [layer["base_layer"] for layer in found] == [f"layer {number}" for number in (1, 2, 4, 5, 6, 7)]
     assert result["sha256"] == {"model.safetensors": sha256(models[1])}
-
-
-@pytest.mark.parametrize("words", [["nothing"], ["--text", "nothing"]])
-def test_mistakes(words, models, tmp_path):
-    assert_refused(run_here("reproduce.robustness", models[0], *words, "--out", tmp_path), "'nothing'")
-    assert not list(tmp_path.iterdir())

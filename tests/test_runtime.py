@@ -11,8 +11,6 @@ from conftest import run_script
 from lib import runtime
 from lib.settings import RunSettings, UserError
 
-# ---- device ------------------------------------------------------------------------------------------------
-
 
 def test_device_and_dtype(tmp_path, monkeypatch):
     def start(**settings):
@@ -78,9 +76,6 @@ def test_unwritable_out(tmp_path):
     for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere"), "null\0byte"):
         with pytest.raises(UserError, match=re.escape(repr(str(out)))):
             runtime.start(RunSettings(device="cpu", out=str(out)))
-
-
-# ---- processes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 64])

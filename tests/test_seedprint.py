@@ -122,25 +122,15 @@ def last_states(folder: Path, inputs: torch.Tensor) -> np.ndarray:
     "inputs, draw, size", [("tokens", random_tokens, 300), ("gaussian", random_vectors, 64)]
 )
 def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path):
-    pair = [family / "base", family / "child"]
-    (row,) = run("paper", *pair, *OUTPUTS, "--inputs", inputs, "--input-seed", 5, out=tmp_path)[0]["rows"]
-    given = draw(5, range(40), 9, size)
-    expected = coordinates.paper_test(*(last_states(folder, given) for folder in pair))
-    assert row["paper_k"] == expected["paper_k"]
-    # two ranks are swapped
-    assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
-
-
-def test_paper_test_of_kin_and_strangers(family, tmp_path):
-    """Its p tell a child from a stranger; vectors, running down both streams, make the stranger kin, too."""
     folders = [family / name for name in ("base", "child", "stranger")]
-    words = [*folders, "--paper-sequences", 150, "--paper-length", 9, "--dtype", "float32"]
-    child, stranger = run("paper", *words, out=tmp_path)[0]["rows"]
-    _, fooled = run("paper", *words, "--inputs", "gaussian", out=tmp_path)[0]["rows"]
-    for key in ("paper_t_p", "paper_u_p"):
-        assert child[key] < 1e-4
-        assert fooled[key] < 0.01
-        assert stranger[key] > 0.01
+    rows = run("paper", *folders, *OUTPUTS, "--inputs", inputs, "--input-seed", 5, out=tmp_path)[0]["rows"]
+    given = draw(5, range(40), 9, size)
+    base, *suspects = (last_states(folder, given) for folder in folders)
+    for row, suspect in zip(rows, suspects, strict=True):
+        expected = coordinates.paper_test(base, suspect)
+        assert row["paper_k"] == expected["paper_k"]
+        # two ranks are swapped
+        assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
 
 
 # ---- identify ----------------------------------------------------------------------------------------------
@@ -250,17 +240,9 @@ def test_models_that_do_not_fit(family, runs, tmp_path):
     assert row["verdict"] == "no evidence" and row["body_z"] is None
 
 
-def test_weights_of_nan_are_refused(family, tmp_path):
+def test_weights_that_tell_no_birth(tmp_path):
     model = init.newborn(CONFIG, 1)
-    model.get_parameter(seedprint.IDENTIFIED).data[0, 0] = torch.nan
-    checkpoint.save(tmp_path / "nan", model)
-    for words in (["compare", family / "base", tmp_path / "nan", *FEW], ["identify", tmp_path / "nan"]):
-        assert_refused(run_here("seedprint", *words, "--out", tmp_path), "not finite")
     model.get_parameter(seedprint.IDENTIFIED).data.zero_()
-    model.model.norm.weight.data[0] = torch.inf
-    checkpoint.save(tmp_path / "inf", model)
-    words = ["compare", family / "base", tmp_path / "inf", *FEW, "--out", tmp_path]
-    assert_refused(run_here("seedprint", *words), "model.norm.weight is not finite")
-    assert_refused(
-        run_here("seedprint", "identify", tmp_path / "inf", "--out", tmp_path), "it tells no birth"
-    )
+    checkpoint.save(tmp_path / "zero", model)
+    done = run_here("seedprint", "identify", tmp_path / "zero", "--out", tmp_path)
+    assert_refused(done, "it tells no birth")

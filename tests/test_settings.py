@@ -9,22 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 import pytest
-from conftest import ROOT, plain, run_here
+from conftest import ROOT, module_name, plain, python_files, run_here
 
 from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
 
 # Whose help is read: every script with settings.
-SCRIPTS = [
-    "train",
-    "probe",
-    "contraction",
-    "sinks",
-    "seedprint",
-    "lib.data",
-    "lineage.disguise",
-    "lesson.check",
-]
-SCRIPTS += [f"reproduce.{name}" for name in ("__main__", "trainings", "errors", "robustness", "bench")]
+SCRIPTS = [module_name(path) for path in python_files() if "\nCOMMANDS = " in path.read_text()]
 
 
 @dataclass
@@ -70,6 +60,7 @@ def test_flags():
 def test_help_says_what_stands_behind_each_setting(script):
     """In each command's help, each field's own trailing comment; tyro breaks lines where it likes."""
     commands = importlib.import_module(script).COMMANDS
+    assert len(run_here(script, "--help").stdout.splitlines()) > 5
     for name, command in commands.items():
         help_text = run_here(script, *filter(None, [name]), "--help").stdout
         if name == "" and len(commands) > 1:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import KINDS, random_model
+from conftest import KINDS, normal, random_model
 from numpy.polynomial.polynomial import polyval
 from scipy.integrate import quad
 from scipy.stats import norm
@@ -19,11 +19,6 @@ from measure import theory
 from model import MLP, PRESETS, Attention, ModelConfig, rope_table
 
 PHI = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Independent N(0, 1), float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def expectation(function) -> float:

@@ -1,18 +1,14 @@
 """Every tokenizer gives back the text that it was given."""
 
-import argparse
 import json
-from pathlib import Path
 
 import pytest
 import sentencepiece
 import transformers
+from conftest import LINES, TEXTS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lib.tokenizers import load_tokenizer, train_bpe
-
-LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
-TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in range(400)]
 
 
 def test_bpe_is_repeatable_and_samples():

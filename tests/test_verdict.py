@@ -379,10 +379,6 @@ def as_transformer_lens(weights: dict) -> dict:
     return {name: weight.T if ".W_" in name and "mlp" in name else weight for name, weight in others.items()}
 
 
-def without_a_head(weights: dict) -> dict:
-    return {name: weight for name, weight in weights.items() if "head" not in name}
-
-
 def with_a_new_head(weights: dict) -> dict:
     return weights | {"lm_head.weight": random_rows(300)}
 
@@ -415,8 +411,8 @@ def with_more_tokens(weights: dict) -> dict:
 LLAMA = checkpoint.config_json(CONFIG)
 BROUGHT = {  # the architecture, what was done to the base, and to the suspect, and its config.json
     "TransformerLens": (TIED, {}, as_transformer_lens, RAW),
-    "no head": (PLAIN, {}, without_a_head, RAW),
-    "the base has none": (PLAIN, without_a_head, {}, RAW),
+    "no head": (PLAIN, {}, {"lm_head.weight": ""}, RAW),
+    "the base has none": (PLAIN, {"lm_head.weight": ""}, {}, RAW),
     "a new head": (TIED, {}, with_a_new_head, RAW),
     "stacks of layers": (CONFIG, {}, stacked, RAW),
     "a head though tied": (CONFIG, {}, {}, LLAMA | {"tie_word_embeddings": True}),
