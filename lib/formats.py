@@ -99,7 +99,7 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (
         r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
-        "`seedprint.py compare` reads a single file, as {}, if named",
+        "`seedprint.py compare` reads one file if named, as {}",
     ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
     (CUT, "it is shorter than it says of itself: download it again"),

@@ -27,6 +27,13 @@ from lineage.views import Units
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs
 
+READS = {  # what the figure says of each of these, and of each test
+    "own embedding": "tokens, an embedding matrix each",
+    "shared embedding": "tokens, one embedding matrix",
+    "gaussian": "Gaussian vectors",
+}
+TESTS = {"units": "hidden units", "weights": "coordinates of the blocks"}
+TESTS |= {"embedding matrices": "coordinates of embedding matrices"}
 LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
@@ -110,7 +117,7 @@ def draw_rates(rows, path) -> None:
     figure, ((axes,),) = new_figure(title, width=7, height=5.6)
     points = []
     for row in rows:
-        line = row["test"] if row["inputs"] == "weights" else f"{row['test']}: {row['inputs']}"
+        line = TESTS.get(row["test"]) or f"the paper's {row['test']}: {READS[row['inputs']]}"
         points.append(row | {"line": line, "birth": f"{row['model']}, scheme {row['scheme']}"})
     lines = unique(points, "line")
     for number, (birth, of_birth) in enumerate(lines_of(points, "birth")):

@@ -20,14 +20,24 @@ from init import newborn
 from lib.checkpoint import Newborn, parse_spec
 from lib.figures import curves
 from lib.files import sha256
+from lib.formats import TOKEN_TABLE
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
-from lineage.disguise import TABLE, as_source, cut, disguised, narrowed, noised, pruned, rounded, weights_of
+from lineage.disguise import as_source, cut, disguised, narrowed, noised, pruned, rounded, weights_of
 from lineage.verdict import compare_pair, read_model
 from seedprint import STRANGER_SEED
 
+DRAWN = {  # kind: what is drawn of all of a kind, at each depth
+    "child": "children: the least",
+    "child, trained hard": "children: the least",
+    "never met": "never met: each pair",
+    "newborn": "newborns, a student: the largest",
+    "distilled": "newborns, a student: the largest",
+}
+EXTREMES = {"children: the least": np.min, "newborns, a student: the largest": np.max}
+DEPTHS = np.linspace(0, 1, 31)
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
 
 
@@ -90,10 +100,10 @@ def relatives(spec, settings: Settings):
     yield "disguised, 3/4 of the width", "child", narrowed(child, 0.75)
     stranger = Newborn(config, STRANGER_SEED)
     yield "newborn", "newborn", stranger
-    stranger = as_source(weights_of(stranger) | {TABLE: source.read(TABLE)}, config)
+    stranger = as_source(weights_of(stranger) | {TOKEN_TABLE: source.read(TOKEN_TABLE)}, config)
     yield "newborn, the base's embedding", "newborn", stranger
     model = newborn(config, STRANGER_SEED)
-    model.model.embed_tokens.weight.data.copy_(source.read(TABLE))
+    model.model.embed_tokens.weight.data.copy_(source.read(TOKEN_TABLE))
     yield "the same, trained", "newborn", trained(model, tokens[: settings.steps // 2], 5e-4)
     small = replace(config, num_layers=6, d_model=192, num_heads=3, num_kv_heads=3, head_dim=64, d_ff=512)
     student = newborn(small, STRANGER_SEED)
@@ -128,13 +138,19 @@ def trained(model, tokens, rates, teacher=None):
 
 
 def draw_robustness(rows, details, path) -> None:
-    """The share of each layer's units that are matched, by relative depth, a line for each pair."""
-    points = []
+    """The share of each layer's units that are matched, by relative depth, of each kind of suspect."""
+    shares = {name: [] for name in DRAWN.values()}
     for row, detail in zip(rows, details):
-        for number, layer in enumerate(detail["layers"]):
-            depth = (number + 0.5) / len(detail["layers"])
-            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
-        points.append({"depth": math.nan, "matched": math.nan, "kind": row["kind"]})  # here a line ends
+        layers = [100 * layer["share"] for layer in detail["layers"]]
+        places = (np.arange(len(layers)) + 0.5) / len(layers)
+        shares[DRAWN[row["kind"]]].append(np.interp(DEPTHS, places, layers))
+    points = []
+    for name, lines in shares.items():
+        if name in EXTREMES:
+            lines = [EXTREMES[name](lines, axis=0)]
+        for line in lines:
+            for depth, share in zip([*DEPTHS, math.nan], [*line, math.nan]):  # here a line ends
+                points.append({"depth": depth, "matched": share, "kind": name})
     title = "Do two models share hidden units? Related ones at all depths, others near the output"
     labels = {"xlabel": "relative depth (0: input, 1: output)", "ylabel": "% of hidden units matched"}
     curves(points, path, title, x="depth", y="matched", series="kind", style=".-", **labels)
