@@ -141,30 +141,27 @@ def birth(settings: Settings):
                 if link not in ("run", "step"):
                     rows.append(key | {"step": step["step"], "link": link, "value": value})
         for link, label in LINKS.items():
-            for step, share in zip(steps, scaled(steps, link)):
+            for step in steps:
                 place = max(0.5, step["step"])  # birth, on a logarithmic axis
-                points.append(key | {"link": label, "step": place, "share of its way": share})
+                points.append(key | {"link": label, "step": place, "size": step[link] / steps[-1][link]})
     if not rows:
         raise UserError(f"nothing measured in {settings.numbers}: name runs, as runs/text/none-42")
-    question = "How is a sink born? (each link from 0, the newborn's, to 1, the last step's)"
-    keys = {"x": "step", "y": "share of its way", "series": "link", "panel": "run", "style": ".-"}
-    options = {"xlabel": "step (birth at the left)", "ylim": (-0.3, 1.5)}
+    question = "How is a sink born? (each link over its value at the last step)"
+    keys = {"x": "step", "y": "size", "series": "link", "panel": "run", "style": ".-"}
+    options = {"xlabel": "step (birth at the left)", "ylabel": "times its last value", "ylim": (0, 2)}
     curves(points, experiment.folder / "birth.png", question, **keys, log="x", **options)
     return experiment.save(rows, shown=builders, builders=builders, half_way=order)
 
 
-def scaled(steps, link):
-    """A link's values from 0, the newborn's, to 1, the last step's; all 0 if it ended where it began."""
-    values = np.array([step[link] for step in steps])
-    way = values[-1] - values[0]
-    return (values - values[0]) / (way or 1)
-
-
 def half_way(steps, link):
-    """The first step after which a link stays beyond half of its way; None if it ended where it began."""
-    values = scaled(steps, link)
-    below = [step["step"] for step, value in zip(steps, values) if value < 0.5]  # the newborn's is 0
-    return next((step["step"] for step in steps if step["step"] > below[-1]), None)
+    """The step from which a link stays beyond half of its way from birth; None if it ended where it began."""
+    first, last = steps[0][link], steps[-1][link]
+    found = None
+    for step in reversed(steps):
+        if abs(step[link] - last) >= abs(step[link] - first):
+            break
+        found = step["step"]
+    return found
 
 
 COMMANDS = {"": Command(birth, Settings())}
