@@ -272,7 +272,7 @@ def record(run: train.Settings, *key):
     yield begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}
     for row in log:
         if "sinks" in row:
-            lengths = (32, 64, 128, T) if row["step"] == run.max_iters else (64, T)
+            lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             yield {"step": row["step"], "val_loss": row["val_loss"], "sinks": shown}
     model = checkpoint.load(run.out)
