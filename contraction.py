@@ -271,7 +271,7 @@ def cure(settings: Settings):
             births.rows.append(key | preference(model, counts))
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
     theories = {"predicted_cosine": "kernel recursion"}
-    return births.finish(question, "seed", "init", theories, (), ("init", *SHOWN), style="o")
+    return births.finish(question, "seed", "init", theories, measured=(), columns=("init", *SHOWN), style="o")
 
 
 # ---- more than the story needs -----------------------------------------------------------------------------
@@ -286,7 +286,8 @@ def ablation(settings: Settings):
             births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
     question = "Which sublayer gives a newborn its favourite token?"
     options = {"y": "ratio", "style": "o", "ylabel": "its count / that of uniform draws' favourite"}
-    return births.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
+    options["columns"] = ("variant", *SHOWN)
+    return births.finish(question, "variant", "model", {}, measured=(), **options)
 
 
 @torch.inference_mode()

@@ -100,7 +100,7 @@ PRESETS = {
     "tiny_gpt2": ModelConfig(4096, 256, 6, 8, 256, 1024, **GPT2),
     "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),
     "tiny_qwen": ModelConfig(4096, 256, 6, 8, 256, 704, qkv_bias=True),
-    "backcopy": ModelConfig(257, 128, 2, 1, 128, 512),  # for `backcopy` of lib/data.py, on which sinks grow
+    "backcopy": ModelConfig(257, 128, 2, 1, 128, 512),  # for letters some of which repeat: there sinks grow
     "text_sink": ModelConfig(2048, 512, 4, 2, 128, 344),  # for configs/text_sink.py, where they do on text
 }
 

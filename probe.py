@@ -15,8 +15,8 @@ What scripts share, from lib/:
 
     Command         a function, its default settings, what completes them, and flags that were renamed. Of the
                     settings, a dataclass, `run_script` makes the flags: RunSettings has --out, --device and
-                    --dtype. A flag, or a name in a config file, that is unknown or was renamed ends the
-                    script with status 2, and with the right name.
+                    --dtype. A UserError is a mistake of the user's and ends the script with a line and status
+                    2; that of an unknown or renamed flag, or name in a config file, has the right name.
     chosen_models   a Spec for each model that the user names, a preset once for each seed: what is known
                     (`name`; `label`, the name with its seed; `config`; `is_newborn`) before `load` makes the
                     model, or `open` reads its matrices one by one. PRESET@SEED has an embedding matrix of
@@ -47,7 +47,7 @@ from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
-RANKS = 20  # favourites drawn in Figure 1a
+TOP = 20  # tokens, by rank, that Figure 1a shows
 SHOWN = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "uniform_max_count")
 SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # columns that are printed
 
@@ -81,8 +81,8 @@ def probe(settings: Settings):
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))
             rows.append(row)
-            tokens.append((counts.tokens, uniform_counts(num_sequences, model.config.vocab_size, RANKS)))
-            dimensions.append((counts.dimensions, uniform_counts(num_sequences, model.config.d_model, RANKS)))
+            tokens.append((counts.tokens, uniform_counts(num_sequences, model.config.vocab_size, TOP)))
+            dimensions.append((counts.dimensions, uniform_counts(num_sequences, model.config.d_model, TOP)))
     draw_preferences(experiment.folder / "probe.png", rows, tokens, dimensions)
     return experiment.save(rows, SHOWN)
 
@@ -158,7 +158,7 @@ def preference(model, counts: Counts):
     vocab_size = model.config.vocab_size
     top1_token = int(counts.tokens.argmax())  # of equal counts, the lower token's
     top1_count = int(counts.tokens.max())
-    uniform_max_count = uniform_counts(n, vocab_size, RANKS)[0]  # of the most frequent
+    uniform_max_count = uniform_counts(n, vocab_size, TOP)[0]  # of the most frequent
     direction_token = int(model.unembed(counts.cosines.direction().float()).argmax())
     return {
         "num_sequences": n,
@@ -171,7 +171,7 @@ def preference(model, counts: Counts):
         "direction_token": direction_token,
         "direction_matches": direction_token == top1_token,
         **counts.cosines.summary(),
-        "dimension_ratio": int(counts.dimensions.max()) / uniform_counts(n, model.config.d_model, RANKS)[0],
+        "dimension_ratio": int(counts.dimensions.max()) / uniform_counts(n, model.config.d_model, TOP)[0],
     }
 
 

@@ -9,7 +9,7 @@
 `compare` and `matrix` read weights alone, one matrix at a time: two models of 7B parameters fit into a
 laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(base, suspect)`:
 
-    it takes    two Models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
+    it takes    two models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
     it returns  a row: `verdict` (same birth, no evidence, inconclusive), `sentence`, and their numbers;
                 and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
 
@@ -19,25 +19,25 @@ the unit's weights, its three views are the vectors over tokens t
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
 which stay as they are if the stream is rotated, or units are shuffled. A unit of the base and one of the
-suspect match if each is the other's most correlated in two views; an MLP without a gate has no more.
+suspect match if each has its largest |correlation| with the other in two views, or in both without a gate.
 
-    share, r        how many of a layer's units match, and the median of their correlations
-    units_found     how many match in the least layer that is the base's; if none is, in the largest
-    distance        1 minus the correlation of matched units' weights, by the cosines between units of one
-                    model, which no change of basis touches
+    share, r        how many of a layer's units match, and the median of their |correlations|
+    units_found     the fewest matches in any layer that is the base's; if none is, the most in any layer
+    distance        1 minus the correlation of matched units' weights; since bases may differ, it is told from
+                    how well the cosines between units of one model agree with those of the other
     body_r, body_z  correlation of weights of one name, number by number, the embedding matrix aside; how far
                     it is beyond those with coordinates relabelled (embedding_z: of the embedding matrix)
 
 A layer of the suspect is the base's (the thresholds stand at the top of lineage/verdict.py) by one of these:
 
     bits            all of its matrices, whatever they are called, are those of one layer of the base
-    hidden units    a share of 20 % with r = 0.5; or of 50 %, with any r, in the middle of both models, after
-                    the first layer and before the last quarter, where unrelated models share 10 %
-    coordinates     each of its matrices correlates by 0.1 with that of its name, number by number
+    hidden units    a share of at least 20 % with an r of 0.5 (unrelated models reach 0.26); or of 50 %, with
+                    any r, in the middle of both models: after the first layer, before the last quarter
+    coordinates     each of its matrices correlates by at least 0.1 with that of its name, number by number
 
-    same birth      if two layers are the base's, or the only one
-    inconclusive    if one of several is; or a share is above unrelated models' in two middles (10 %), in one
-                    (20 %) or elsewhere (50 %); or a child could not be seen, as without tokens in common
+    same birth      two layers are the base's, or the only one
+    inconclusive    one layer of several is; or none, but a share is above 10 % in the middle of both models,
+                    20 % in that of one, 50 % elsewhere; or no child could be seen, as without common tokens
     no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
 """
 
@@ -66,14 +66,14 @@ IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth 
 NUMBERS = 65_536  # of its first numbers, that are drawn for each candidate
 MOST_SEEDS = 10**7
 
-Models = Annotated[
+Names = Annotated[
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
 ]
 
 
 @dataclass
 class CompareSettings(OutputSettings):
-    models: Models = ()  # BASE and SUSPECTs: checkpoint folders, files, or PRESET@SEED
+    models: Names = ()  # BASE and SUSPECTs: checkpoint folders, files, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
     permutations: at_least(199) = 9999  # relabellings; the smallest p is 1 / (1 + this)
@@ -83,7 +83,7 @@ class CompareSettings(OutputSettings):
 
 @dataclass
 class PaperSettings(RunSettings):
-    models: Models = ()  # BASE and SUSPECTs: checkpoint folders, or PRESET@SEED
+    models: Names = ()  # BASE and SUSPECTs: checkpoint folders, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     input_seed: int = 0  # seed of the random sequences
     inputs: Literal["tokens", "gaussian"] = "tokens"  # what is read; gaussian makes strangers look like kin
@@ -93,13 +93,13 @@ class PaperSettings(RunSettings):
 
 @dataclass
 class PersistenceSettings(PaperSettings):
-    models: Models = ()  # one run folder
+    models: Names = ()  # one run folder
     stranger: str | None = None  # run of another birth; None: a newborn of another seed
 
 
 @dataclass
 class IdentifySettings(OutputSettings):
-    models: Models = ()  # one model: a checkpoint folder, or PRESET@SEED
+    models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
     seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 

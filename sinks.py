@@ -43,7 +43,7 @@ from measure.units import ablate, hidden_units, observe, replace_units
 
 LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 FIRST_TOKENS = 24  # that `first` tries
-ACTIVE = 0.1  # of its mean activation at position 1: from this share on a builder is active elsewhere (ours)
+ACTIVE = 0.1  # from this share of its mean activation at position 1 on, a builder counts as active (ours)
 MOST_BUILDERS = 64  # that `silence` sets to zero by default
 LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
@@ -210,7 +210,7 @@ def dissect(settings: Settings, spec, model):
 def summarise(layer, block, chain, activity, links):
     """A layer's links at position 1; `norm_ratio` and `value_ratio` are those of `attention.sink_statistics`.
 
-    Where disparity jumps there are the dimension that dominates from there on, and four of its builders.
+    A layer where disparity jumps also has the dimension that dominates from there on, and four builders.
     """
     at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
     row = {

@@ -10,7 +10,8 @@ A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png
 steps that --keep names, and the newest two; `runs.prune` removes the others. A checkpoint is written under
 another name and renamed when it is whole, so that a kill leaves a whole one or none; `runs.load_newest` goes
 back to the newest whose files have the sums that it was written with, and `runs.begin` removes rows and steps
-after it. `merged_settings` are those that the run was begun with and what MAY_CHANGE; others are refused.
+after it, and what a kill left under other names. `merged_settings` are those that the run was begun with, but
+for what MAY_CHANGE: any other change is a UserError. On a first reading leave out what resuming merges.
 
 The training windows are shuffled anew for each epoch, by the data seed, and a step takes the next ones
 (`TokenData.batch`), the same for any number of ranks and micro-batches. So resuming needs no random state: on
@@ -71,7 +72,7 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    keep: Literal["powers", "all", "last"] = "powers"  # steps: 1, 2, 4, ..; and all saved; the newest
+    keep: Literal["powers", "all", "last"] = "powers"  # checkpoints: steps 1, 2, 4, ..; and all saved; none
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
     resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
     out: str = "runs/default"  # run folder
@@ -204,16 +205,15 @@ class Training:
         if self.is_master:
             runs.amend_row(self.run, self.step, values)
             runs.draw_loss(self.run)
-            sample = generate(model, self.tokenizer, torch.Generator().manual_seed(self.step))
-            print(f"step {self.step}: held-out loss {loss:.4f}, {sample!r}", flush=True)
+            text = generate(model, self.tokenizer, torch.Generator().manual_seed(self.step))
+            print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
 
     def sinks(self):
         """Sinks of the same held-out windows, as the text falls and with BOS first: a row for each length."""
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
-        as_it_falls = data.TokenData(self.tokens.folder)  # without --bos-first
-        windows, _ = as_it_falls.held_out(SINK_WINDOWS, lengths[0])  # (n, T)
+        windows, _ = data.TokenData(self.tokens.folder).held_out(SINK_WINDOWS, lengths[0])  # (n, T)
         texts = {False: windows}
         if self.tokenizer.bos is not None:
             texts[True] = windows.clone()

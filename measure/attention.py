@@ -18,7 +18,7 @@ from torch import Tensor
 from lib.runtime import default_batch_size, progress
 from model import Transformer, causal_attention
 
-EPSILON = 0.3  # a head whose alpha_1 in a sequence is above this is a sink head there (Gu et al.)
+EPSILON = 0.3  # a head with alpha_1 above this in a sequence is a sink head (Gu et al., arXiv 2410.10781)
 
 
 # ---- attention without T x T matrices ----------------------------------------------------------------------
@@ -117,9 +117,6 @@ def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
 
-# ---- means over sequences ----------------------------------------------------------------------------------
-
-
 class LayerMean:
     """The mean over sequences of what each layer shows of them, in batches that stream by."""
 
@@ -159,10 +156,10 @@ class Chain:
     """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`.
 
     What a head puts out is a mean of values, so that its `std` over sequences is largest at position 1, which
-    averages one. W_O writes most of what varies most (`output_tau`). A few hidden units of an early MLP,
-    super neurons, answer to that alone, and make the stream's `norm` large there, in one dimension
-    (`disparity`). The norm before attention leaves little else of the state: whatever the token, its key is
-    the same (`key_alignment`) and its value small (`value_norm`), and queries find it (`alpha`).
+    averages one. W_O writes most strongly what varies most (`output_tau`). A few hidden units of an early
+    MLP, super neurons, answer to so large an output alone, and make the stream's `norm` large, in one
+    dimension (`disparity`). The norm before attention leaves little else of the state: whatever the token,
+    its key is the same (`key_alignment`), its value small (`value_norm`), and queries find it (`alpha`).
     """
 
     def __init__(self, num_sequences):

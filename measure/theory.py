@@ -136,17 +136,18 @@ def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    The last three do to R what they do to S, with the same D. Products are of entries, but for M. Logits of
-    two queries at two keys have the covariance s^2 C C', C that of the queries and C' of the keys, so that
-    their weights vary together by v C C', v = e^(s^2) - 1. A gated k_0 is of finite width. Without `residual`
-    sublayers do not add to their input, but replace it.
+    The last three do to R what they do to S, with the same D. Products are of entries, but for M. Before they
+    are made to sum to 1, weights of positions i, j on keys a, b vary together by e^(t^2 C_ij C_ab) - 1, with
+    t^2 the variance of a logit; here v C_ij C_ab, v = e^(t^2) - 1, which is exact at 0 and 1. That they sum
+    to 1 takes (M C M^T)^2 away. A gated k_0, of order 1/d, is kept. Without `residual`, as in `intra`,
+    sublayers replace their input.
     """
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance  # fan-ins times variances
     g_m = config.d_ff * residual_variance
-    s = 1.0 if config.qk_norm else d * STD**2  # of a logit q k^T / sqrt(Dh), for inputs of RMS 1
-    v = math.expm1(s**2)
+    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit q k^T / sqrt(Dh), for inputs of RMS 1
+    v = math.expm1(t**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
     stream[0].fill_diagonal_(STD**2)
@@ -177,11 +178,12 @@ def mean_field(model: Transformer, T):
     K (T, T), is that of each dimension.
 
         norm:       m = g mean / sqrt(P)      C = K / P        P = mean square of mean, + K_TT + epsilon
-        attention:  mean += W_O W_V m         K += |W_O W_V g|^2 M C M^T
-        MLP:        mean += W_down E h        K += |W_down|^2 Cov(h, h')        h = phi(W_up (m + g noise))
+        attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M C M^T
+        MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]         h = phi(W_up (m + g noise))
 
-    with g the norm's gains, and P the last position's for all. Neglected: early positions' own means, that
-    attention is not quite uniform, biases of q, k and v, and calibrations.
+    Squares are of entries, [] is a mean over the stream's dimensions, g are the norm's gains, and P is the
+    last position's for all. Neglected: early positions' own means, that attention is not quite uniform,
+    biases of q, k and v, and calibrations.
     """
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
@@ -294,14 +296,14 @@ def averaging_limit(T, layers):
     return cosines
 
 
-def attention_concentration(T, s) -> Tensor:
-    """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, s^2), (T,); uniform: 1/i.
+def attention_concentration(T, t) -> Tensor:
+    """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, t^2), (T,); uniform: 1/i.
 
     With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
-    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du; for large i that is e^(s^2) / i.
+    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du; for large i that is e^(t^2) / i.
     """
     z, weight = gaussian_grid(401)
-    w = torch.exp(s * z)
+    w = torch.exp(t * z)
     step = 0.05  # of ln u
     u = torch.arange(-30, 30, step, dtype=torch.float64).exp()
     decay = torch.exp(-torch.outer(u, w))
@@ -314,18 +316,18 @@ def attention_concentration(T, s) -> Tensor:
 def aggregated_std(config: ModelConfig, T) -> Tensor:
     """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
 
-    With s^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
-    E sum_j a_j^2 + (1 - 1/i) kept_i s^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
+    With t^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
+    E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
     keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q;
     RoPE turns that by a different angle for each key, which leaves the share kept_i.
     """
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
     variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # of values, queries and keys
-    s = 1.0 if config.qk_norm else variance  # q k^T / sqrt(Dh) has the std of q times that of k
+    t = 1.0 if config.qk_norm else variance  # q k^T / sqrt(Dh) has the std of q times that of k
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
-    concentration = attention_concentration(T, s) + (1 - 1 / i) * (s**2 * kept / d)
+    concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
     return (variance * concentration).sqrt()
 
 

@@ -175,7 +175,7 @@ def replace_units(units, means=None):
 def alpha_and_loss(model: Transformer, tokens: Tensor, on_state, streams=None, start=1):
     """alpha_1 (n, layers, H) on the CPU, and the mean loss in nats/token, of tokens (n, T).
 
-    Above layer 1, `streams` (B, T, d) in front of `start`, one for each batch, are read in the tokens' place.
+    If `start` is above 1, `streams` (B, T, d) in front of that layer, one a batch, take the tokens' place.
     """
     alphas, total = defaultdict(list), 0.0
 
