@@ -315,9 +315,9 @@ def of_text(item, says, number, judge, *arguments, **where):
     """A claim about models trained on text: ours by configs/text_sink.py, as the measured text says."""
 
     def read(result):
-        return apart(select(result, config="text_sink", **where), "config", judge, *arguments)
+        return apart(select(result, "runs", config="text_sink", **where), "config", judge, *arguments)
 
-    return Claim(item, says, number, "calibrations", read)
+    return Claim(item, says, number, "text", read)
 
 
 # fmt: off
@@ -433,7 +433,7 @@ CLAIMS = [  # of each, what the paper says; the result that is read, and by whic
         lower, "headnorm", "none", "val_loss"),
     of_text("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", "",
         lower, "headnorm", "none", "mean_loss"),
-    of_text("SO: head-wise RMSNorm, sinks", "there are none (without it there are: `text.json`)", "0",
+    of_text("SO: head-wise RMSNorm, sinks", "there are none", "0",
         no_sinks, calibration="headnorm"),
     of_text("SO: disparity, trained", "head-wise RMSNorm lowers its mean of layers, 82.7 to 33.7", "-49.0",
         lower, "headnorm", "none", "disparity"),
