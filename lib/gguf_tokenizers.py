@@ -1,8 +1,7 @@
 """How does a .gguf file's tokenizer cut a text? A file names its rules and leaves them out; here they are."""
 
-import struct
-
 import numpy as np
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, SentencePiece's numbers
@@ -46,41 +45,23 @@ def byte_level_tokenizer(values):
 
 
 def sentencepiece_model(values):
-    """The bytes of a SentencePiece .model file (`llama`: pieces with scores), by its message formats."""
+    """The bytes of a SentencePiece .model file (`llama`: pieces with scores)."""
     header = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
     tokens = header["tokens"]
-    types = np.array(header["token_type"])
+    types = [int(kind) for kind in header["token_type"]]
     types[header.get("unknown_token_id", 0)] = UNKNOWN
-    pieces = []
+    model = sentencepiece_model_pb2.ModelProto()
     for token, score, kind in zip(tokens, header["scores"], types, strict=True):
         if kind == USER_DEFINED:
             token = token.replace(" ", "\u2581")  # SentencePiece's blank
-        score = struct.pack("<Bf", 2 << 3 | 5, score)
-        pieces.append(part(1, part(1, token.encode()) + score + number(3, kind)))
-    trainer = number(3, 2)  # BPE
-    trainer += number(35, BYTE in types)  # are there bytes for characters that no piece has?
-    for field, name in ((45, "unknown"), (46, "bos"), (47, "eos")):
+        model.pieces.add(piece=token, score=score, type=kind)
+    trainer = model.trainer_spec
+    trainer.model_type = trainer.BPE
+    trainer.byte_fallback = BYTE in types  # are there bytes for characters that no piece has?
+    for name, field in (("unknown", "unk_piece"), ("bos", "bos_piece"), ("eos", "eos_piece")):
         if f"{name}_token_id" in header:
-            trainer += part(field, tokens[header[f"{name}_token_id"]].encode())
-    prefix = number(3, header.get("add_space_prefix", True))
-    normalizer = part(1, b"identity") + prefix + number(4, 0)  # 4: are blanks left out?
-    return b"".join(pieces) + part(2, trainer) + part(3, normalizer)
-
-
-def number(field, value):
-    """A number of a protocol buffer: its field, then seven bits a byte, the lowest first."""
-    return varint(field << 3) + varint(int(value))
-
-
-def part(field, content):
-    """Bytes, a text or a message of a protocol buffer."""
-    return varint(field << 3 | 2) + varint(len(content)) + content
-
-
-def varint(value):
-    """A number, seven bits a byte; a set eighth bit says that more follow."""
-    low = []
-    while value > 127:
-        low.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*low, value])
+            setattr(trainer, field, tokens[header[f"{name}_token_id"]])
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = bool(header.get("add_space_prefix", True))
+    model.normalizer_spec.remove_extra_whitespaces = False
+    return model.SerializeToString()
