@@ -91,19 +91,14 @@ class Spec:
 
 
 def parse_spec(text, scheme="gpt2"):
-    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder or a file names.
-
-    A run folder means its newest step. UserError for anything else.
-    """
+    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder or a file names."""
     if text == "smollm2":
         return Spec(text, smollm2())
     folder = Path(text)
-    if isdir(text):
-        if not exists(folder / "config.json"):
-            inside = steps(folder)[-1:] or list(folder.glob("*.[gG][gG][uU][fF]"))
-            folder = inside[0] if len(inside) == 1 else folder
-        return Spec(text, folder)
-    if isfile(text):
+    if isdir(text) and not exists(folder / "config.json"):
+        inside = steps(folder)[-1:] or list(folder.glob("*.[gG][gG][uU][fF]"))  # a run's newest step
+        folder = inside[0] if len(inside) == 1 else folder
+    if exists(text):
         return Spec(text, folder)
     match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
     if match:
@@ -116,18 +111,14 @@ def parse_spec(text, scheme="gpt2"):
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
-    """Every model that `--model` and `--seed` name: a preset with each of the seeds, other specs as they are.
-
-    `embedding_seed` is for the presets (None: the seed).
-    """
+    """Every model that `--model` and `--seed` name: a preset with each of the seeds, others as they are."""
     specs = []
     for name in names:
         if name not in PRESETS:
             specs.append(parse_spec(name, scheme))
             continue
         for seed in seeds:
-            table_seed = seed if embedding_seed is None else embedding_seed
-            specs.append(Spec(name, None, name, seed, table_seed, scheme))
+            specs.append(Spec(name, None, name, seed, embedding_seed, scheme))
     return specs
 
 

@@ -49,7 +49,6 @@ PAGE = 2**16  # characters: a longer file is read in pieces, cut at line ends
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
 TEXT = (".txt", ".md", ".rst", ".py", ".jsonl")  # endings of files of text, before .gz
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
-LARGEST_CODE = 200_000  # bytes of a file of theirs
 OF_A_BUILD = ("version.py", "__config__.py")  # files of theirs that say how a package was built
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
@@ -95,7 +94,7 @@ def package_files():
     for package in PACKAGES:
         folder = Path(find_spec(package).submodule_search_locations[0])
         for file in folder.rglob("*.py"):
-            if file.name not in OF_A_BUILD and file.stat().st_size <= LARGEST_CODE:
+            if file.name not in OF_A_BUILD and file.stat().st_size <= 200_000:  # bytes
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
@@ -209,10 +208,7 @@ def default_folder(source, tokenizer):
 
 
 def prepare(settings: Settings):
-    """Tokenize a source into a folder, which appears complete or not at all, and say what there is.
-
-    Returns the folder. UserError if it exists, for what cannot be read, or no text.
-    """
+    """Tokenize a source into a folder, which appears complete or not at all, and say what there is."""
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
     if exists(out):
         raise UserError(f"{out} exists: choose another --out, or remove it")
@@ -236,7 +232,6 @@ def write_tokens(folder, source, tokenizer, share):
     """Write the tokens of a source's Pieces to train.bin and val.bin; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    text_digest = hashlib.sha256()
     fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {share}".encode() + tokenizer.content)
     starts = array("Q")  # of documents, in tokens
     num_bytes = 0
@@ -251,10 +246,9 @@ def write_tokens(folder, source, tokenizer, share):
                 written = np.array(tokens, dtype).tobytes()
                 file.write(written)
                 fingerprint.update(written)
-                text = piece.text.encode()
-                text_digest.update(text)
-                bar.update(len(text))
-                num_bytes += len(text)
+                size = len(piece.text.encode())
+                bar.update(size)
+                num_bytes += size
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
@@ -269,7 +263,6 @@ def write_tokens(folder, source, tokenizer, share):
         "vocab_size": tokenizer.vocab_size,
         "dtype": dtype.name,
         "fingerprint": fingerprint.hexdigest(),
-        "text_sha256": text_digest.hexdigest(),
         "held_out": held_out,
     }
 
@@ -323,7 +316,7 @@ class Meta:
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     fingerprint: str  # a hash of all tokens, of the tokenizer, and of what is held out
-    text_sha256: str = ""  # a hash of the text; "": the data set is an older one
+    text_sha256: str = ""  # a hash of the text, in older data sets
     held_out: str = "the last tokens"  # in words
 
 

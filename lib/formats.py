@@ -64,7 +64,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
-LARGEST_WIDTH = 2**20  # of a residual stream
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -97,10 +96,7 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"^adapter_config\.json$|lora_[AB]\b", "{} is a LoRA adapter's: merge it into its base, and save that"),
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
-    (
-        r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
-        "`seedprint.py compare` reads one file if named, as {}",
-    ),
+    (r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$", "`seedprint.py compare` reads one file if named, as {}"),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
     (CUT, "it is shorter than it says of itself: download it again"),
 )
@@ -165,7 +161,6 @@ def is_gguf(place):
 
 def open_gguf(path):
     """A .gguf file, whose header is parsed once until it changes; UserError for what is none."""
-    check_regular(path)
     with as_user_error(path):
         return parsed_gguf(path, path.stat().st_mtime_ns)
 
@@ -273,10 +268,7 @@ def check_shapes(tensors, expected, place, remedy="") -> None:
 
 
 def weight_files(place):
-    """The files of a checkpoint's weights: a single file, or the shards that an index names.
-
-    Of several sets one is read, which is said. UserError for names outside the folder.
-    """
+    """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
         if PART.search(f"{place.parent.name}/{place.name}"):
             raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
@@ -348,14 +340,12 @@ def gguf_rope(file, family, head_dim):
 def config_from_hf(raw, place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     if raw is None:
-        path = place.parent / "config.json"
-        raise ForeignArchitecture(f"{path} is missing")
+        raise ForeignArchitecture(f"{place.parent / 'config.json'} is missing")
     family = raw.get("model_type")
     if family == "bornbiased":
         return checked_config({key: value for key, value in raw.items() if key != "model_type"}, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        known = f"expected {', '.join(FAMILIES)}"
-        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
+        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
@@ -480,7 +470,7 @@ def foreign_checkpoint(place, raw, tensors):
     for name, tensor in tensors.items():
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:
             width = tensor.shape[1]
-    if type(width) is not int or not 0 < width < LARGEST_WIDTH:
+    if type(width) is not int or not 0 < width < 2**20:
         said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
         raise UserError(f"{said} beside it")
     # names of a .gguf file say nothing of norms: gains stand there as they are

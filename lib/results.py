@@ -42,10 +42,9 @@ class Experiment:
         self.begun = time.perf_counter()
 
     def save(self, rows, columns=(), shown=None, **more):
-        """Write the JSON, print the rows; returns what the JSON holds.
+        """Write the JSON, print the `columns` of the rows that are `shown`; returns what the JSON holds.
 
-        Figures are drawn before, so that the JSON is a sign that all is there. Of the rows that are `shown`
-        (None: all) the `columns` are printed (none: all). `more` goes into the JSON.
+        Figures are drawn before, so that the JSON is a sign that all is there.
         """
         self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
         result = {
@@ -176,10 +175,7 @@ def mean_over_seeds(samples, measured, theories=()):
 
 
 def interval(values, name="mean", least=-math.inf, largest=math.inf):
-    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t.
-
-    Of values that lie between the `least` and the `largest`, as those of a rate, the interval does, too.
-    """
+    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
     values = np.asarray(values, np.float64)
     mean = values.mean()
     spread = values.std(ddof=1)

@@ -1,9 +1,7 @@
 """What does a run folder hold, and how does it stay whole?
 
-    runs/laptop/settings.json     what the run was told            metrics.jsonl   a line for each step
-    runs/laptop/step_0000100/     a checkpoint (lib/checkpoint.py)  loss.png        both losses by step
-
-A run is one process group's alone. What a killed process left there is skipped, or made again.
+runs/laptop/settings.json     what the run was told            metrics.jsonl   a line for each step
+runs/laptop/step_0000100/     a checkpoint (lib/checkpoint.py)  loss.png        both losses by step
 """
 
 import contextlib
@@ -23,8 +21,6 @@ from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.results import commit
 from lib.settings import LARGEST_NUMBER, UserError, from_values
 
-LARGEST_LOG = 2**27  # bytes of metrics.jsonl: half a million steps
-
 
 def begun_settings(settings):
     """The settings that the run in the folder `out` was begun with; UserError if there is none to resume."""
@@ -35,10 +31,7 @@ def begun_settings(settings):
 
 
 def merged_settings(settings, begun, may_change, given):
-    """The settings to resume a run with: as it was begun, save those that are `given` and may change.
-
-    A dtype "auto" is as it was begun, too. UserError for a change that may not be.
-    """
+    """The settings to resume a run with: as it was begun, save those that are `given` and may change."""
     changes = {"resume": True, "out": settings.out}
     for name in given:
         value = getattr(settings, name)
@@ -85,23 +78,18 @@ def sole_owner(folder):
 
 def load_newest(run):
     """Model, state and optimizer's tensors of the newest whole checkpoint; UserError if all are damaged."""
-    reasons = []
     for folder in checkpoint.steps(run)[::-1]:
         try:
             state, tensors = checkpoint.read_state(folder)
             return checkpoint.load(folder), state, tensors
         except UserError as error:
-            reasons.append(str(error))
             if runtime.rank() == 0:
                 print(f"skipping {folder}: {error}")
-    raise UserError(f"no checkpoint in {run} can be resumed: {reasons[0]}")
+    raise UserError(f"no checkpoint in {run} can be resumed")
 
 
 def begin(run, settings, step, tokens) -> None:
-    """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders.
-
-    The log's first row, step 0, says with what the run is made.
-    """
+    """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
     birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}
@@ -117,7 +105,7 @@ def read_log(run):
     path = run / "metrics.jsonl"
     if not path.exists():
         return
-    check_regular(path, LARGEST_LOG)
+    check_regular(path, 2**27)  # bytes: half a million steps
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)

@@ -22,7 +22,6 @@ from lib.settings import RunSettings, UserError
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
 PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that ranks wait for one another
-LEAST_GAIN = 1.5  # in speed of products, from which on bfloat16 is worth its casts
 
 
 def start(settings: RunSettings):
@@ -31,9 +30,7 @@ def start(settings: RunSettings):
     Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
     a device that is not there, or a folder that cannot be written.
     """
-    device = torch.device("cpu")
-    if isinstance(settings, RunSettings):
-        device = choose_device(settings.device)
+    device = choose_device(getattr(settings, "device", "cpu"))
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
@@ -74,7 +71,7 @@ def choose_dtype(device):
     if rank() == 0:
         gain = matmul_speed(1024, device, torch.bfloat16) / matmul_speed(1024, device, torch.float32)
     gain = sum_over_ranks(torch.tensor(gain)).item()
-    return "bfloat16" if gain >= LEAST_GAIN else "float32"
+    return "bfloat16" if gain >= 1.5 else "float32"  # from there on it is worth its casts
 
 
 def default_batch_size(device, sequence_length):

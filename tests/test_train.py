@@ -409,7 +409,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped):
         assert same_bits(copied, stopped)
     for step in checkpoint.steps(copied):
         (step / "state.json").write_text("{")
-    assert_refused(run_here("train.py", "--resume", "--out", copied), "can be resumed", str(newest))
+    assert_refused(run_here("train.py", "--resume", "--out", copied), "can be resumed")
 
 
 def test_another_data_set_is_refused(copied):

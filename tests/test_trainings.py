@@ -89,7 +89,7 @@ def test_one_run_alone(quick):
     done = run_here("reproduce.trainings", "train", "runs/calibrations/backcopy-none-57")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in Path("runs").iterdir()] == ["calibrations"]
-    assert_refused(run_here("reproduce.trainings", "train", "runs/nowhere"), "no run runs/nowhere")
+    assert_refused(run_here("reproduce.trainings", "train", "runs/nowhere"), "unknown run")
 
 
 def test_mistakes_before_hours_of_training(tmp_path, monkeypatch):
