@@ -17,7 +17,6 @@ and a half width, the column `band`, shaded.
 
 import itertools
 import math
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -63,10 +62,7 @@ class Settings(VectorSettings):
 
 
 class Births(Experiment):
-    """An experiment on newborns, with sequences of some lengths: the user's, or its own that all can read.
-
-    UserError for a length of the user's that is too long, and for models that are no newborns.
-    """
+    """An experiment on newborns, with sequences of some lengths: the user's, or its own that all can read."""
 
     def __init__(self, name, paper, settings: VectorSettings, lengths=(64,)):
         self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
@@ -135,7 +131,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
 
 
-# ---- which sublayer contracts? (BB 4.1) --------------------------------------------------------------------
+# ---- the story (BB 4) --------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -158,9 +154,6 @@ def sublayers_apart(settings, model, T):
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
         yield kind, part, count_layers(part, T, settings.num_sequences, settings.input_seed)
-
-
-# ---- the MLP's asymmetric activation begins it (BB 4.2) ----------------------------------------------------
 
 
 @torch.inference_mode()
@@ -193,9 +186,6 @@ def mlp_stacks(standard, scheme):
         yield stack, model.model.layers, predicted  # blocks without attention, with norm and residual
 
 
-# ---- attention amplifies it (BB 4.3) -----------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def amplify(settings: Settings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)
@@ -222,9 +212,6 @@ def amplify(settings: Settings):
     return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
 
 
-# ---- from weights to favourite tokens (Finding 2.2, and ours) ----------------------------------------------
-
-
 @torch.inference_mode()
 def predict(settings: Settings):
     """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; a minute)"""
@@ -232,31 +219,20 @@ def predict(settings: Settings):
     points = []
     for key, model, T in births.each():
         counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
-        row, predicted, direction = predict_direction(model, T, counts)
+        direction = F.normalize(counts.cosines.direction().cpu(), dim=0)  # (d,), as counted
+        foreseen = theory.mean_field(model, T)  # (d,), from the weights
+        row = key | {"sequence_length": T} | preference(model, counts)
+        row["direction_count"] = int(counts.tokens[row["direction_token"]])
+        row["predicted_token"] = int(model.unembed(foreseen.to(model.head_weight)).argmax())
+        row["direction_cosine"] = float(foreseen @ direction)
         row["predicted_cosine"] = theory.kernel_recursion(model.config, T, settings.init)[-1]
-        births.rows.append(key | {"sequence_length": T} | row)
-        pairs = zip(predicted.tolist(), direction.tolist())
-        points += [{"model": key["model"], "predicted": x, "measured": y} for x, y in pairs]
+        births.rows.append(row)
+        for x, y in zip(foreseen.tolist(), direction.tolist()):
+            points.append({"model": key["model"], "predicted": x, "measured": y})
     births.forget(("predicted_cosine",))
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
     plot(births, points, question, "predicted", "model", {"predicted": "exactly"}, "measured", style=".")
     return births.save(births.rows, (*SHOWN, "predicted_token", "direction_cosine"))
-
-
-def predict_direction(model, T, counts):
-    """Columns of a row; and the contraction direction, (d,) of norm 1, from the weights and as counted."""
-    direction = F.normalize(counts.cosines.direction().cpu(), dim=0)
-    row = preference(model, counts)
-    begun = time.perf_counter()
-    predicted = theory.mean_field(model, T)
-    row["seconds"] = time.perf_counter() - begun
-    row["direction_count"] = int(counts.tokens[row["direction_token"]])
-    row["predicted_token"] = int(model.unembed(predicted.to(model.head_weight)).argmax())
-    row["direction_cosine"] = float(predicted @ direction)
-    return row, predicted, direction
-
-
-# ---- the cure (ours) ---------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -405,9 +381,6 @@ def width(settings: WidthSettings):
     question = "How does one block's contraction depend on its width?"
     plot(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
     return experiment.save(rows)
-
-
-# ---- the command line --------------------------------------------------------------------------------------
 
 
 def run_all(settings: RunSettings) -> None:

@@ -103,9 +103,6 @@ class IdentifySettings(OutputSettings):
     seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 
-# ---- the verdict -------------------------------------------------------------------------------------------
-
-
 def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Seconds for tiny models, 15 for 135M parameters.
 
@@ -148,22 +145,17 @@ def matrix(settings: CompareSettings):
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_pair(a, b, *numbers)
         rows.append({"a": a.name, "b": b.name} | row)
-        closeness.append(closeness_of(row))
+        kinship = 0.0  # unrelated language models share units, but are not close
+        if row["verdict"] == SAME_BIRTH:
+            kinship = row["body_r"] if row["distance"] is None else 1 - row["distance"]
+        closeness.append(kinship)
     names = [model.name for model in models]
     label = "closeness: 1 - distance if of one birth, else 0"
     family_tree(experiment.folder / "matrix.png", names, squareform(closeness) + np.eye(len(names)), label)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
 
 
-def closeness_of(row):
-    """How close two models are, from 0 to 1: unrelated language models share units, but are not close."""
-    if row["verdict"] != SAME_BIRTH:
-        return 0.0
-    return row["body_r"] if row["distance"] is None else 1 - row["distance"]
-
-
 def check_several(names) -> None:
-    """UserError for fewer than two models."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
 
@@ -171,9 +163,6 @@ def check_several(names) -> None:
 def open_model(name, settings: CompareSettings):
     """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
     return read_model(name, parse_spec(name, settings.init).open(any_architecture=True))
-
-
-# ---- the paper's test (BB 6.1.1, Algorithm 1) --------------------------------------------------------------
 
 
 def paper(settings: PaperSettings):
@@ -231,9 +220,6 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
     return torch.cat(outputs)
 
 
-# ---- which seed? -------------------------------------------------------------------------------------------
-
-
 def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
@@ -260,9 +246,6 @@ def identify(settings: IdentifySettings):
         none = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
         print(f"{settings.models[0]}: {f'seed {answer}' if is_certain else none}")
     return result
-
-
-# ---- a life ------------------------------------------------------------------------------------------------
 
 
 def persistence(settings: PersistenceSettings):

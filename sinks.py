@@ -38,13 +38,10 @@ from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
-from measure.attention import EPSILON
 from measure.units import ablate, hidden_units, observe, replace_units
 
-LENGTHS = (32, 64, 128, 256, 512)  # of `rate`, by default
 FIRST_TOKENS = 24  # that `first` tries
 ACTIVE = 0.1  # from this share of its mean activation at position 1 on, a builder counts as active (ours)
-MOST_BUILDERS = 64  # that `silence` sets to zero by default
 LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
 
@@ -59,7 +56,7 @@ class Settings(TextSettings):
 @dataclass
 class RateSettings(Settings):
     sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
-    epsilon: Annotated[float, Meta(ge=0, le=1)] = EPSILON  # of a sink head, alpha_1 is above this (Gu et al.)
+    epsilon: Annotated[float, Meta(ge=0, le=1)] = attention.EPSILON  # alpha_1 of a sink head is above this
 
 
 @dataclass
@@ -115,7 +112,7 @@ def rate(settings: RateSettings):
 def sink_rates(settings: RateSettings, spec, model):
     """A row for each length, with the rate's 95 % interval; and alpha_1 of all heads."""
     context = model.config.context_length
-    lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
+    lengths = settings.sequence_length or [T for T in (32, 64, 128, 256, 512) if T <= context] or [context]
     rows, heads = [], []
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
@@ -144,10 +141,7 @@ def first(settings: Settings):
 
 
 def by_first_token(settings: Settings, spec, model):
-    """A row for each head: its alpha_1 where each of some tokens of the text takes position 1 in turn.
-
-    `token_share` is the share of these tokens whose alpha_1 is above 0.3.
-    """
+    """A row for each head: its alpha_1 where each of some tokens of the text takes position 1 in turn."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     there = tokens[:, 1:].unique().cpu()
     places = np.linspace(0, len(there) - 1, min(FIRST_TOKENS, len(there)))
@@ -167,7 +161,7 @@ def by_first_token(settings: Settings, spec, model):
                 "least": alpha.min().item(),
                 "least_token": int(candidates[alpha.argmin()]),
                 "largest": alpha.max().item(),
-                "token_share": (alpha > EPSILON).float().mean().item(),
+                "token_share": (alpha > attention.EPSILON).float().mean().item(),
                 "uniform_alpha1": attention.uniform_alpha(settings.sequence_length),
             }
             rows.append(row)
@@ -208,10 +202,7 @@ def dissect(settings: Settings, spec, model):
 
 
 def summarise(layer, block, chain, activity, links):
-    """A layer's links at position 1; `norm_ratio` and `value_ratio` are those of `attention.sink_statistics`.
-
-    A layer where disparity jumps also has the dimension that dominates from there on, and four builders.
-    """
+    """A layer's links at position 1; `norm_ratio` and `value_ratio` as in `attention.sink_statistics`."""
     at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
     row = {
         "layer": layer,
@@ -328,7 +319,7 @@ def every_silence(settings: SilenceSettings, spec, model):
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
-    count = settings.num_builders or min(MOST_BUILDERS, activity.num_needed(activity.layer, share=0.99))
+    count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
     units = named_units(settings, spec) or activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, units)
     cases = []

@@ -234,7 +234,6 @@ class Training:
         runs.prune(self.run, self.settings.keep, self.step)
 
     def print_progress(self, row) -> None:
-        """Print a step's loss, its speed, and the time left."""
         speed = row["tokens_per_second"]
         last = self.settings.max_iters
         left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
@@ -328,10 +327,7 @@ def model_config(settings: Settings, vocab_size):
 
 
 def completed_settings(settings: Settings, flags):
-    """What a command line with these flags means: to resume, what it leaves out is as in settings.json.
-
-    UserError for flags that --init-from would leave without effect.
-    """
+    """What a command line with these flags means: to resume, what it leaves out is as in settings.json."""
     of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")

@@ -25,6 +25,7 @@ STYLE = {
     "axes.prop_cycle": cycler(color=COLOURS),
 }
 DASHES = ("--", ":")  # of the first theory, and the second
+LONGEST_NAME = 36  # characters of a model's path in a figure
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
@@ -71,7 +72,7 @@ def short_names(names):
     """What to call the models of one figure: of long paths the last part, unless two have the same."""
     shown = []
     for name in map(str, names):
-        if len(name) > 36:  # characters of a path
+        if len(name) > LONGEST_NAME:
             name = name.split("/")[-1].removesuffix(".gguf")
         shown.append(name)
     return shown if len(set(shown)) == len(set(names)) else names
@@ -95,12 +96,12 @@ def curves(
         drawn = points
         if panel:
             drawn = [point for point in points if point[panel] == value]
-            axes.set_title(f"{panel.replace('_', ' ')}: {name}", fontsize=10)
+            axes.set_title(f"{plain(panel)}: {name}", fontsize=10)
         plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
         for name, key in (("x", x), ("y", y)):
             if name in log and max(point[key] for point in points) > 0:
                 axes.set(**{f"{name}scale": "log"})
-        axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
+        axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()
     for key, dash in zip(theories or {}, DASHES):
@@ -136,6 +137,11 @@ def plot_series(axes, points, names, x, y, series, style, band, theories) -> Non
 def unique(points, key):
     """The values of a key, each once, in the points' order."""
     return list(dict.fromkeys(point[key] for point in points))
+
+
+def plain(key):
+    """A column's name, in words."""
+    return key.replace("_", " ")
 
 
 def draw_preferences(path, rows, tokens, dimensions) -> None:

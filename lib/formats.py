@@ -64,6 +64,7 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
+LARGEST_WIDTH = 2**20  # of a residual stream
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -96,7 +97,10 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     (r"^adapter_config\.json$|lora_[AB]\b", "{} is a LoRA adapter's: merge it into its base, and save that"),
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
-    (r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$", "`seedprint.py compare` reads one file if named, as {}"),
+    (
+        r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
+        "`seedprint.py compare` reads one file if named, as {}",
+    ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
     (CUT, "it is shorter than it says of itself: download it again"),
 )
@@ -340,12 +344,14 @@ def gguf_rope(file, family, head_dim):
 def config_from_hf(raw, place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     if raw is None:
-        raise ForeignArchitecture(f"{place.parent / 'config.json'} is missing")
+        path = place.parent / "config.json"
+        raise ForeignArchitecture(f"{path} is missing")
     family = raw.get("model_type")
     if family == "bornbiased":
         return checked_config({key: value for key, value in raw.items() if key != "model_type"}, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; expected {', '.join(FAMILIES)}")
+        known = f"expected {', '.join(FAMILIES)}"
+        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{place}: rope_parameters cannot be {rope!r}")
@@ -470,7 +476,7 @@ def foreign_checkpoint(place, raw, tensors):
     for name, tensor in tensors.items():
         if width is None and TABLE.search(name) and len(tensor.shape) == 2:
             width = tensor.shape[1]
-    if type(width) is not int or not 0 < width < 2**20:
+    if type(width) is not int or not 0 < width < LARGEST_WIDTH:
         said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
         raise UserError(f"{said} beside it")
     # names of a .gguf file say nothing of norms: gains stand there as they are

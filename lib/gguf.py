@@ -23,6 +23,8 @@ from lib.settings import INSTALL, UserError
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
+MOST_LAYERS = 256  # whose tensors' names are listed
+PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
 PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 NAMES = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({PARTS}))|lm_head")  # Hugging Face's
@@ -119,7 +121,7 @@ def hugging_face_names(values):
 
     architecture = values["general.architecture"]
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    num_layers = min(values.get(f"{architecture}.block_count", 0), 256)  # whose tensors' names are listed
+    num_layers = min(values.get(f"{architecture}.block_count", 0), MOST_LAYERS)
     known = gguf.get_tensor_name_map(kinds.get(architecture, gguf.MODEL_ARCH.LLAMA), num_layers).mapping
     return {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
 
@@ -131,7 +133,7 @@ def unpacked(path, place, size, shape, kind, heads):
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     packed = np.fromfile(path, np.uint8, size, offset=place).reshape(-1, block_bytes)
     numbers = np.empty((len(packed), block), np.float32)
-    step = 2**18 // block  # so many numbers stay in the cache, and threads gain nothing
+    step = PIECE // block
     for start in range(0, len(packed), step):
         row = packed[start : start + step].reshape(1, -1)  # the package is slow where rows are short
         numbers[start : start + step] = gguf.dequantize(row, kind).reshape(-1, block)

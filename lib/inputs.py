@@ -21,6 +21,9 @@ from lib.files import check_regular
 from lib.settings import RunSettings, UserError, at_least
 from lib.tokenizers import load_tokenizer
 
+LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
+SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
+
 
 def random_streams(kind, input_seed, indices):
     """A generator for each sequence number, a function of (kind, input_seed, number) alone."""
@@ -71,7 +74,9 @@ def read_tokens(settings: TextSettings, spec, T):
     """What the model of a spec reads, (n, T) int64 on the settings' device; UserError for too few."""
     count = settings.num_sequences
     tokenizer = settings.tokenizer or spec.tokenizer_file
-    text = settings.text or ("docstrings" if tokenizer else None)
+    text = settings.text
+    if text is None and tokenizer is not None:
+        text = "docstrings"
     if text is None:
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
     elif isdir(text):
@@ -116,7 +121,7 @@ def first_token(word, tokenizer, spec):
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
     if isfile(text):
-        check_regular(Path(text), 2**26)  # bytes; a data set may have any number
+        check_regular(Path(text), LARGEST_TEXT)
         content = "".join(piece.text for piece in read(Path(text)))
     else:
         content = ""
@@ -124,7 +129,7 @@ def encode(text, tokenizer):
             if piece.begins and content:
                 content += "\n\n"
             content += piece.text
-            if len(content) >= 2**19:  # enough of a source
+            if len(content) >= SOURCE_CHARACTERS:
                 break
         content += "\n\n"
     (tokens,) = load_tokenizer(tokenizer).encode([content])
@@ -134,5 +139,7 @@ def encode(text, tokenizer):
 def check_tokenizer(spec, data) -> None:
     """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
     path = spec.tokenizer_file
-    if path and load_tokenizer(str(path)).content != data.tokenizer_file.read_bytes():
+    if path is None:
+        return
+    if load_tokenizer(str(path)).content != data.tokenizer_file.read_bytes():
         raise UserError(f"{data.folder} was made by another tokenizer than {path}")

@@ -73,21 +73,16 @@ def select(weights, orders, prefix="") -> None:
             weights[name] = weight
 
 
-def rotation(config, generator):
-    """A random orthogonal matrix, (d, d); one that leaves a LayerNorm's mean where it is."""
-    d = config.d_model
-    if config.norm == "rmsnorm":
-        Q = ortho_group.rvs(d, random_state=generator)
-    else:
-        basis = null_space(np.ones((1, d)))  # (d, d - 1): of all vectors of mean 0
-        Q = basis @ ortho_group.rvs(d - 1, random_state=generator) @ basis.T + 1 / d
-    return torch.from_numpy(Q)
-
-
 def rotate(weights, config, generator):
     """Turn the residual stream by a random orthogonal matrix; a tied head is untied, its gain went in."""
     weights.setdefault(HEAD, weights[TOKEN_TABLE])
-    Q = rotation(config, generator)
+    d = config.d_model
+    if config.norm == "rmsnorm":
+        Q = ortho_group.rvs(d, random_state=generator)
+    else:  # a LayerNorm's mean stays where it is
+        basis = null_space(np.ones((1, d)))  # (d, d - 1): of all vectors of mean 0
+        Q = basis @ ortho_group.rvs(d - 1, random_state=generator) @ basis.T + 1 / d
+    Q = torch.from_numpy(Q)
     for name, weight in weights.items():
         if weight.ndim == 2 and axes_of(name)[0] == "stream":
             weights[name] = Q.T @ weight
@@ -153,7 +148,6 @@ def disguised(source, transforms=tuple(TRANSFORMS)):
 
 
 def weights_of(source):
-    """All tensors of a checkpoint, by name."""
     return {name: source.read(name) for name in source.shapes}
 
 
@@ -227,7 +221,6 @@ def cut(source, layers):
 
 
 def save(folder, source, tokenizer=None) -> None:
-    """Write a checkpoint of ours as a folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
     checkpoint.save(Path(folder), model, tokenizer=tokenizer)

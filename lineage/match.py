@@ -9,19 +9,11 @@
     >>> match.found, match.units
     (704, 704)
 
-A model can be disguised: its residual basis rotated, the hidden units of every MLP reordered, rescaled, and
-their signs flipped, without any change in what it computes. What none of this alters is what a unit reads of
-the embedding matrix and writes to the head: its *views* (`lineage/views.py`).
-
-In each view, two units of two models are partners if each is the other's nearest neighbour by |correlation|.
-A unit is *matched* if two views name the same partner. If the models are unrelated, what one view says of a
-unit's partner has nothing to do with what another says, and less than one unit a layer is matched by chance.
-If they are of one birth, nearly all are. (But models that learnt to predict the same words come to share
-units near the head: `lineage/verdict.py`.)
-
-The closest relative is phi_MATCH (Zhu et al. 2025, arXiv 2502.12292), which pairs gated units by activations
-on texts; MDIR (arXiv 2508.06309) and AWM (2510.06738) estimate the rotation first. Matching cannot see a unit
-that was split into several, nor new MLPs on copied attention.
+In each of their views (`lineage/views.py`), two units of two models are partners if each is the other's
+nearest neighbour by |correlation|. A unit is *matched* if two views name the same partner. If the models are
+unrelated, what one view says of a unit's partner has nothing to do with what another says, and less than one
+unit a layer is matched by chance. If they are of one birth, nearly all are. (But models that learnt to
+predict the same words come to share units near the head: `lineage/verdict.py`.)
 """
 
 import itertools
@@ -100,7 +92,6 @@ class Match:
 
     @property
     def share(self):
-        """The share of units that are matched."""
         return self.found / max(1, self.units)
 
 

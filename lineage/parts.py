@@ -288,10 +288,7 @@ def stores_inputs_first(source):
 
 
 def residual_rows(weight: Tensor, name, width, inputs_first=False) -> Tensor:
-    """A matrix, or a stack, as rows along the residual stream, (n, width): a writer's are its columns.
-
-    The stream's axis is the one that is `width` long; where both are, the name decides.
-    """
+    """A matrix, or a stack, as rows along the residual stream, (n, width): a writer's are its columns."""
     by_columns = weight.shape[-1] == width
     if by_columns and weight.shape[-2] == width:
         writes = WRITES.search(name) is not None

@@ -78,8 +78,6 @@ def judge(facts):
 
 @dataclass
 class Model:
-    """A model as it is compared."""
-
     name: str
     source: object
     units: list  # its hidden units, by each LayoutHypothesis
@@ -127,7 +125,6 @@ class Facts:
 
     @property
     def body_agrees(self):
-        """Do the coordinates of the blocks' weights agree?"""
         return self.body is not None and self.body["same"]
 
     @property

@@ -204,9 +204,6 @@ class Chain:
         }
 
 
-# ---- what is changed (SO's interventions) ------------------------------------------------------------------
-
-
 def replace_heads(model, k, changed, kind, factor):
     """An `on_heads` that replaces o_k, what heads put out at position k, in the `changed` layer, or in "all".
 
@@ -230,9 +227,6 @@ def replace_heads(model, k, changed, kind, factor):
         return torch.cat((heads[:, :, : k - 1], o_k, heads[:, :, k:]), dim=2)
 
     return on_heads
-
-
-# ---- the stream and the heads ------------------------------------------------------------------------------
 
 
 def disparity(states: Tensor) -> Tensor:

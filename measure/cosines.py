@@ -4,8 +4,7 @@
     >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
     -88.6
 
-Probabilities are logs: p itself underflows (the paper prints 0.00). `mean_cosine` is of pairs of different
-states; only in `contraction.py intra` are states also paired with themselves, as in BB.
+Probabilities are logs: p itself underflows (the paper prints 0.00). `mean_cosine` is of different states.
 """
 
 import functools
@@ -42,11 +41,10 @@ class CosineStatistics:
         self.sum += unit.sum(dim=0)
         self.outer.addmm_(unit.T, unit)
 
-    def reduce(self) -> "CosineStatistics":
+    def reduce(self) -> None:
         """Sum over the ranks, in place."""
         for tensor in (self.count, self.sum, self.outer):
             sum_over_ranks(tensor)
-        return self
 
     def direction(self) -> Tensor:
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""

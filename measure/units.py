@@ -70,7 +70,6 @@ class Activity:
         return (1 + is_jump.nonzero().flatten()).tolist()
 
     def dimension(self, layer):
-        """The sink's dimension after a layer."""
         return self.state[layer].abs().argmax().item()
 
     def contributions(self, layer) -> Tensor:

@@ -15,8 +15,12 @@ TABLES = ("model.embed_tokens", "lm_head")
 @torch.inference_mode()
 def similarities(a, b, tokens):
     """All four of two models with attention and MLPs, by name; REEF reads tokens (n, T)."""
-    numbers = (intrinsic(a, b), reef(a, b, tokens), pcs(a, b), ics(a, b))
-    return dict(zip(BASELINES, numbers))
+    return {
+        "intrinsic": intrinsic(a, b),
+        "reef": reef(a, b, tokens),
+        "pcs": pcs(a, b),
+        "ics": ics(a, b),
+    }
 
 
 def cosine(x, y):
@@ -50,10 +54,15 @@ def reef(a, b, tokens):
 
 def block_kernels(model, tokens):
     """Products of all pairs of last states after each block, centred: (n, n). Their cosine is CKA."""
-    states = []
-    model.hidden(tokens, last_only=True, on_state=lambda layer, x: states.append(x[:, -1].double()))
-    centred = [x - x.mean(0) for x in states[1:]]  # (n, d) each; the first is of the embeddings
-    return [x @ x.T for x in centred]
+    kernels = []
+
+    def keep(layer, x) -> None:
+        x = x[:, -1].double()  # (n, d)
+        x = x - x.mean(0)
+        kernels.append(x @ x.T)
+
+    model.hidden(tokens, last_only=True, on_state=keep)
+    return kernels[1:]  # the first is of the embeddings
 
 
 def pcs(a, b):

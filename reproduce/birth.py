@@ -31,6 +31,8 @@ from reproduce.text import reading_of
 from train import Settings as RunSettings
 
 DRAWS = 9999  # random sets of units, beside the builders
+LARGEST_SHARE = 0.99  # of the dimension, that the builders make together,
+MOST_BUILDERS = 8  # unless that takes more of them
 LINKS = {  # of a row, as the figure calls them
     "builders": "builders: activation at position 1",
     "dimension": "their dimension at position 1",
@@ -56,7 +58,7 @@ def measure(folder):
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
     layer = activity.layer
-    builders = activity.builders(layer, min(8, activity.num_needed(layer, share=0.99)))  # 8 of them at most
+    builders = activity.builders(layer, min(MOST_BUILDERS, activity.num_needed(layer, LARGEST_SHARE)))
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # the largest at least
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1

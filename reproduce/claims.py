@@ -22,6 +22,8 @@ from model import PRESETS
 from reproduce.baselines import BASELINES, THRESHOLD
 
 LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
+NANO_VOCABULARY = PRESETS["nano_gpt2"].vocab_size
+PAPER_SEQUENCES = 10_000  # behind each row of BB Table 1
 
 
 class NotRun(Exception):
@@ -203,7 +205,7 @@ def preference(rows):
     for row in rows:
         texts.append(f"{row['ratio']:.4g} x, log10 p {row['log10_p']:.1f}")
         is_beyond = row["log10_p"] < LOG10_LEVEL
-        cases.append(is_beyond if is_beyond or row["num_sequences"] >= 10_000 else None)  # BB Table 1's
+        cases.append(is_beyond if is_beyond or row["num_sequences"] >= PAPER_SEQUENCES else None)
     return ", ".join(texts), cases
 
 
@@ -329,7 +331,7 @@ CLAIMS = [  # of each, what the paper says; the result that is read, and by whic
     Claim("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer", "",
         "layers", lambda r: apart(select(r, variant="full"), "sequence_length", rises)),
     Claim("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", "",
-        "predict", lambda r: more_often(select(r), "direction_matches", 1 / PRESETS["nano_gpt2"].vocab_size)),
+        "predict", lambda r: more_often(select(r), "direction_matches", 1 / NANO_VOCABULARY)),
     Claim("Table 2", "final cosine: full > MLP only > attention only, which is about 0", "",
         "ablation", lambda r: ordered(select(r), "variant", "full", "mlp", "attention", along="seed")),
     Claim("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", "",

@@ -37,6 +37,8 @@ TESTS |= {"embedding matrices": "coordinates of embedding matrices"}
 LEVEL = 0.01  # from here on down, a test calls two models related
 INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
+FEW = 12  # births where unrelated models share what they read, and few show what happens
+LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
 
 
 @dataclass
@@ -67,7 +69,7 @@ def errors(settings: Settings):
 
 def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     """The p of all pairs of newborns, by each form of the paper's test."""
-    count = settings.num_births if inputs == "own embedding" else min(12, settings.num_births)  # few show it
+    count = settings.num_births if inputs == "own embedding" else min(FEW, settings.num_births)
     embedding_seed = 0 if inputs == "shared embedding" else None
     reading = PaperSettings(inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences)
     outputs = []
@@ -88,7 +90,7 @@ def p_of_weights(newborns):
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):
         a, b = models[i], models[j]
-        match = match_models(a, b, equal_ids(a, b), units=256, layers=2, key=(i, j))
+        match = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
         p["units"].append(float(row_of(Facts(match))["verdict"] == NO_EVIDENCE))
         correlations, _ = coordinates.weight_correlations(newborns[i], newborns[j])
         for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
