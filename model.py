@@ -317,5 +317,5 @@ class Transformer(nn.Module):
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        # F.cross_entropy of the logits, of which it never holds all
+        # F.cross_entropy of the logits, some at a time: both gradients are made on the way, and kept
         return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())

@@ -15,8 +15,9 @@ What scripts share, from lib/:
 
     Command         a function, its default settings, what completes them, and flags that were renamed. Of the
                     settings, a dataclass, `run_script` makes the flags: RunSettings has --out, --device and
-                    --dtype. A UserError is a mistake of the user's and ends the script with a line and status
-                    2; that of an unknown or renamed flag, or name in a config file, has the right name.
+                    --dtype. A config file, X.py before the flags, is run and sets them by name; flags win. A
+                    UserError, a mistake of the user's, ends the script with status 2 and a line of rank 0's,
+                    which has the closest name for an unknown flag, setting, subcommand or preset.
     chosen_models   a Spec for each model that the user names, a preset once for each seed: what is known
                     (`name`; `label`, the name with its seed; `config`; `is_newborn`) before `load` makes the
                     model, or `open` reads its matrices one by one. PRESET@SEED has an embedding matrix of
@@ -24,8 +25,8 @@ What scripts share, from lib/:
     Experiment      chooses device and dtype where they are "auto", joins torchrun's processes if there are
                     any, and makes the folder `out`; `save(rows, columns, shown, **more)` writes rows and more
                     into the JSON, and prints these columns of the rows that are shown (by default all).
-    random_tokens   sequences by number, each the same in any batch; random_vectors: N(0, 0.02^2) in place
-                    of embedded tokens.
+    random_tokens   sequences by number, each of a stream keyed by --input-seed and number, so the same in any
+                    batch; random_vectors: N(0, 0.02^2) in place of embedded tokens.
     shard           this rank's contiguous part of a number of batches; sum_over_ranks adds up what all found.
 """
 

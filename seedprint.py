@@ -22,9 +22,10 @@ which stay as they are if the stream is rotated, or units are shuffled. A unit o
 suspect match if each has its largest |correlation| with the other in two views, or in both without a gate.
 
     share, r        how many of a layer's units match, and the median of their |correlations|
-    units_found     the fewest matches in any layer that is the base's; if none is, the most in any layer
-    distance        1 minus the correlation of matched units' weights; since bases may differ, it is told from
-                    how well the cosines between units of one model agree with those of the other
+    units_found     that number in the layer shown: of those that are the base's, as below, the one with the
+                    least share; if none is, the one with the largest
+    distance        1 minus the correlation of matched units' weights, in any basis: 1 - sqrt(cos(G, G')),
+                    G and G' the cosines between these units in the base, and in the suspect
     body_r, body_z  correlation of weights of one name, number by number, the embedding matrix aside; how far
                     it is beyond those with coordinates relabelled (embedding_z: of the embedding matrix)
 
@@ -36,8 +37,9 @@ A layer of the suspect is the base's (the thresholds stand at the top of lineage
     coordinates     each of its matrices correlates by at least 0.1 with that of its name, number by number
 
     same birth      two layers are the base's, or the only one
-    inconclusive    one layer of several is; or none, but a share is above 10 % in the middle of both models,
-                    20 % in that of one, 50 % elsewhere; or no child could be seen, as without common tokens
+    inconclusive    one layer of several is; or none, but a share is above 10 % (both layers in the middle of
+                    their models), 20 % (one of them) or 50 % (neither); or a child could not have been seen,
+                    as where the models share too few tokens
     no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
 """
 

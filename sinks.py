@@ -15,8 +15,9 @@ of it away its *removers*. What summaries of SO leave undefined is called ours.
 Each subcommand gives `measure_models` a function of settings, a Spec and its model, which returns lists of
 rows by name; `rows` are printed, and all lists are in the JSON. A model with a tokenizer reads the standard
 library's docstrings, one without random tokens: `read_tokens` draws --num-sequences windows of the text, or
-takes a data set's held-out ones; --first-token begins each. `interval` is Student's, over sequences. On a
-first reading leave out `first` and `intervene`.
+takes a data set's held-out ones; --first-token begins each (these, --tokenizer and --input-seed are the flags
+of TextSettings; 100 windows by default). `interval` is Student's, over sequences. On a first reading leave
+out `first` and `intervene`.
 """
 
 import itertools
@@ -97,9 +98,6 @@ def names_of(units):
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
 
 
-# ---- where? (BB Figure 12) ---------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
@@ -122,9 +120,6 @@ def sink_rates(settings: RateSettings, spec, model):
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
-
-
-# ---- on a position, or on a token? (ours) ------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -166,9 +161,6 @@ def by_first_token(settings: Settings, spec, model):
             }
             rows.append(row)
     return {"rows": rows}
-
-
-# ---- why? (Equation 2; SO's chain) -------------------------------------------------------------------------
 
 
 def anatomy(settings: Settings):
@@ -220,9 +212,6 @@ def summarise(layer, block, chain, activity, links):
         row["dimension"] = activity.dimension(layer)
         row["builders"] = names_of(activity.builders(layer, 4))
     return row
-
-
-# ---- moved (SO's interventions) ----------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -284,9 +273,6 @@ def alpha_row(alpha, is_active):
     for name, some in (("alpha_k_woke", alpha[is_active]), ("alpha_k_asleep", alpha[~is_active])):
         row[name] = some.mean().item() if len(some) else None
     return row
-
-
-# ---- ended (ours) ------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -9,9 +9,9 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 steps that --keep names, and the newest two; `runs.prune` removes the others. A checkpoint is written under
 another name and renamed when it is whole, so that a kill leaves a whole one or none; `runs.load_newest` goes
-back to the newest whose files have the sums that it was written with, and `runs.begin` removes rows and steps
-after it, and what a kill left under other names. `merged_settings` are those that the run was begun with, but
-for what MAY_CHANGE: any other change is a UserError. On a first reading leave out what resuming merges.
+back to the newest whose files have the SHA-256 that its state.json says, and `runs.begin` removes rows and
+steps after it, and what a kill left under other names. `merged_settings` are those that the run was begun
+with, but for what MAY_CHANGE: any other change is a UserError. On a first reading leave out what is merged.
 
 The training windows are shuffled anew for each epoch, by the data seed, and a step takes the next ones
 (`TokenData.batch`), the same for any number of ranks and micro-batches. So resuming needs no random state: on
@@ -261,8 +261,7 @@ def micro_batches(count, size):
 def loss_sum(model, inputs, targets, device, dtype):
     """Summed cross-entropy, in nats, of windows (n, T).
 
-    In bfloat16 are the products of the blocks and the stream between them; final norm, logits and loss are
-    in float32.
+    In bfloat16 are products, the head's too, and the stream between blocks; norm and loss are in float32.
     """
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
         return model(inputs.to(device), targets.to(device))

@@ -136,17 +136,18 @@ def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    The last three do to R what they do to S, with the same D. Products are of entries, but for M. Before they
-    are made to sum to 1, weights of positions i, j on keys a, b vary together by e^(t^2 C_ij C_ab) - 1, with
-    t^2 the variance of a logit; here v C_ij C_ab, v = e^(t^2) - 1, which is exact at 0 and 1. That they sum
-    to 1 takes (M C M^T)^2 away. A gated k_0, of order 1/d, is kept. Without `residual`, as in `intra`,
-    sublayers replace their input.
+    The last three do to R what they do to S, with the same D. Products are of entries, but for M. A_ij is the
+    sum over keys a, b of E[w_ia w_jb] C_ab. Logits of i on a and of j on b, of variance t^2, have covariance
+    t^2 C_ij C_ab, so that weights not yet made to sum to 1 have E[w w] = e^(t^2 C_ij C_ab) M_ia M_jb, or
+    about (1 + v C_ij C_ab) M_ia M_jb, v = e^(t^2) - 1, exactly for C_ij C_ab = 0 and 1. Times C_ab, they sum
+    to M C M^T + v C_ij M C^2 M^T; that weights sum to 1 takes (M C M^T)^2 away. Without `residual`, as in
+    `intra`, sublayers replace their input.
     """
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance  # fan-ins times variances
     g_m = config.d_ff * residual_variance
-    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit q k^T / sqrt(Dh), for inputs of RMS 1
+    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit, q's times k's: sqrt(d) 0.02 each
     v = math.expm1(t**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
@@ -237,10 +238,12 @@ def mlp_update(mlp: MLP, m: Tensor, g: Tensor, C: Tensor):
 def hidden_moments(mlp: MLP, m: Tensor, noise: Tensor):
     """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs N(m, diag(noise)).
 
-    For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order.
+    For two such inputs whose noise has correlation rho, Cov(h, h') is slope times rho, to first order: slope
+    sums (E[h x])^2 over the normal variables x in h, z and what z leaves open of u.
 
         h = phi(gate m + s z) u        s^2 = gate^2 noise        z ~ N(0, 1)
-        given z, u is normal: mean up m + (c / s) z, variance up^2 noise - (c / s)^2, c = gate noise up
+        given z, u is normal: mean up m + (c / s) z, variance up^2 noise - (c / s)^2
+        c = gate noise up, the covariance of the two sums
 
     Without a gate, up is it, and u = 1.
     """
