@@ -5,8 +5,7 @@
 
 A sink's end is known: at the last step a run has sink heads, a dimension that dominates at position 1, and
 builders, hidden units that make nearly all of it (`sinks.py silence`). Each earlier step is asked for the
-same heads, dimension and units. All of it is of 64 held-out tokens, the first of them BOS if the run trained
-so.
+same heads, dimension and units. All is of 64 held-out tokens, the first of them BOS if the run trained so.
 """
 
 import json
@@ -127,6 +126,7 @@ def percentiles(scores):
 def birth(settings: Settings):
     """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
     experiment = Experiment("birth", "ours", settings)
+    Path(settings.numbers).mkdir(parents=True, exist_ok=True)
     for folder in settings.runs:
         write_log(Path(settings.numbers, f"birth_{Path(folder).name}.jsonl"), measure(folder))
     rows, points, builders, order = [], [], [], []

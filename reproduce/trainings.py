@@ -2,7 +2,8 @@
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
-    python -m reproduce.trainings text                               # the same on text, five hours
+    python -m reproduce.trainings text                               # the same on text, six hours
+    python -m reproduce.trainings text runs/text/none-42 --out mine  # one run of these, a quarter of an hour
     python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
     python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
 
@@ -59,6 +60,11 @@ class PerplexitySettings(RunSettings):
 @dataclass
 class TrainSettings:
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of runs, like runs/lineage/tiny_llama-1000
+
+
+@dataclass
+class TextRunsSettings(RunSettings):
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs, like runs/text/none-42; none: all
 
 
 def training(name, config="", **changes) -> train.Settings:
@@ -240,10 +246,13 @@ def text_loss(text, spec, model):
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 
 
-def text(settings: RunSettings) -> None:
-    """What do the calibrations do to sinks on text? Trains all runs; notes what each came to (five hours)"""
+def text(settings: TextRunsSettings) -> None:
+    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (all: six hours)"""
     runtime.start(settings)
-    for key, run in text_runs().items():
+    runs = {run.out: (key, run) for key, run in text_runs().items()}
+    for folder in settings.folders or runs:
+        check_choice(folder, runs, "run")
+        key, run = runs[folder]
         train_all([run])
         path = Path(settings.out, "-".join(map(str, key)) + ".jsonl")
         write_log(path, record(run, *key))
@@ -274,7 +283,7 @@ def record(run: train.Settings, *key):
 COMMANDS = {
     "lineage": Command(lineage, RunSettings(dtype="float32")),
     "calibrations": Command(calibrations, RunSettings(dtype="float32")),
-    "text": Command(text, RunSettings(out="results/text", dtype="float32")),
+    "text": Command(text, TextRunsSettings(out="results/text", dtype="float32")),
     "perplexity": Command(perplexity, PerplexitySettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }

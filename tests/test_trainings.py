@@ -151,7 +151,9 @@ def test_text_and_birth(quick, monkeypatch):
     monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
     monkeypatch.setattr(trainings, "RUNGS", {})
     monkeypatch.setattr(trainings, "CALIBRATIONS", ("none", "attenuate"))
-    trainings.text(RunSettings(out="numbers", **CPU))
+    trainings.text(trainings.TextRunsSettings(folders=("runs/text/attenuate-42",), out="numbers", **CPU))
+    assert len(list(Path("numbers").iterdir())) == 1  # the run that was named
+    trainings.text(trainings.TextRunsSettings(out="numbers", **CPU))
     found = text.text(text.Settings(numbers="numbers", out="out"))
     run = trainings.text_runs()["text_sink", "attenuate", 42]
     log = list(read_log(Path(run.out)))
