@@ -213,7 +213,7 @@ class Training:
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
-        windows, _ = data.TokenData(self.tokens.folder).held_out(SINK_WINDOWS, lengths[0])  # (n, T)
+        windows, _ = data.TokenData(self.tokens.folder).held_out(SINK_WINDOWS, lengths[0])  # (n, T), no BOS
         texts = {False: windows}
         if self.tokenizer.bos is not None:
             texts[True] = windows.clone()
