@@ -38,8 +38,7 @@ A layer of the suspect is the base's (the thresholds stand at the top of lineage
 
     same birth      two layers are the base's, or the only one
     inconclusive    one layer of several is; or none, but a share is above 10 % (both layers in the middle of
-                    their models), 20 % (one of them) or 50 % (neither); or a child could not have been seen,
-                    as where the models share too few tokens
+                    their models), 20 % (one of them) or 50 % (neither); or a child could not have been seen
     no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
 """
 

@@ -101,10 +101,9 @@ def read_command(commands, words, document):
 
 
 def read_settings(defaults, words, document, subcommand="", has_config=True):
-    """The settings of a command line: `defaults`, then config files' values, then flags.
+    """The settings of a command line: `defaults`, then files' values (words in .py before the flags), flags.
 
-    A config file is a word ending in .py before the first flag. A mistake in a flag ends the process with
-    status 2, as tyro has it; other mistakes raise UserError.
+    A mistake in a flag ends the process with status 2, as tyro has it; other mistakes raise UserError.
     """
     before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     positional = []

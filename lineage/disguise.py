@@ -148,6 +148,7 @@ def disguised(source, transforms=tuple(TRANSFORMS)):
 
 
 def weights_of(source):
+    """All tensors of a checkpoint, by name."""
     return {name: source.read(name) for name in source.shapes}
 
 
@@ -221,6 +222,7 @@ def cut(source, layers):
 
 
 def save(folder, source, tokenizer=None) -> None:
+    """Write a checkpoint of ours as a folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
     checkpoint.save(Path(folder), model, tokenizer=tokenizer)
