@@ -2,7 +2,7 @@
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
-    python -m reproduce.trainings text                               # the same on text, four hours
+    python -m reproduce.trainings text                               # the same on text, five hours
     python -m reproduce.trainings text runs/text/none-42 --out mine  # one run of these, a quarter of an hour
     python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
     python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
@@ -247,7 +247,7 @@ def text_loss(text, spec, model):
 
 
 def text(settings: TextRunsSettings) -> None:
-    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (all: four hours)"""
+    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (all: five hours)"""
     runtime.start(settings)
     runs = {run.out: (key, run) for key, run in text_runs().items()}
     for folder in settings.folders or runs:
