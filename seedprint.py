@@ -24,7 +24,7 @@ suspect match if each has its largest |correlation| with the other in two views,
     share, r        how many of a layer's units match, and the median of their |correlations|
     units_found     that number in the layer shown: of those that are the base's, as below, the one with the
                     least share; if none is, the one with the largest
-    distance        1 minus the correlation of matched units' weights, in any basis: 1 - sqrt(cos(G, G')),
+    distance        1 minus the correlation of what matched units read, in any basis: 1 - sqrt(cos(G, G')),
                     G and G' the cosines between these units in the base, and in the suspect
     body_r, body_z  correlation of weights of one name, number by number, the embedding matrix aside; how far
                     it is beyond those with coordinates relabelled (embedding_z: of the embedding matrix)

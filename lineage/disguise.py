@@ -1,7 +1,6 @@
 """What can be done to a checkpoint, so that it still computes what it did, or nearly, and looks like another?
 
     python -m lineage.disguise runs/default --transforms rotate neurons signs --out disguised
-    python seedprint.py compare tiny_llama@42 disguised
 
 `rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices
 that read it; `neurons` shuffles each layer's hidden units and heads; `signs` flips the sign of half of the
@@ -9,6 +8,7 @@ units of gated MLPs (others stay as they are) and rescales them a little. The lo
 rounding. The other changes are felt: noise, pruning, rounding, less width, layers cut.
 """
 
+import shlex
 from dataclasses import dataclass, replace
 from os.path import lexists
 from pathlib import Path
@@ -236,7 +236,7 @@ def disguise(settings: Settings) -> None:
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
     save(settings.out, disguised(spec.open(), settings.transforms), tokenizer)
     print(f"{settings.out} computes what {spec.label} does, disguised; compare them:")
-    print(f"python seedprint.py compare {spec.label} {settings.out}")
+    print(shlex.join(["python", "seedprint.py", "compare", spec.label, settings.out]))
 
 
 COMMANDS = {"": Command(disguise, Settings())}

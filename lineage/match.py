@@ -37,6 +37,7 @@ SETTLED = 0.5  # share of units matched in some layer, from which on it is no ch
 CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another one to be taken
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
+TOO_ALIKE = 0.5  # from here on unrelated tables of so few tokens are too alike to tell
 
 
 def matched_units(neighbours):
@@ -105,7 +106,7 @@ class ModelMatch:
     has_same_depth: bool
     num_tokens: int  # that the models share
     widths: tuple  # of base and suspect
-    table_likeness: float  # of the embedding matrices, in any basis: 1, or about 0 of unrelated ones
+    table_likeness: float | None  # of embedding matrices, in any basis: 1, or about 0; None of few tokens
 
 
 def equal_ids(base: Units, suspect: Units):
@@ -197,7 +198,7 @@ def match_models(
     layer_map["share"] = np.transpose(shares).tolist()
     widths = (base.width, suspect.width)
     alike = basis["up"].square().sum().item() / min(widths)
-    by_chance = min(0.999, max(widths) / len(ids_a))  # the mean of random tables: they share dimensions
+    by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
     return ModelMatch(
         matches=matches,
         layer_map=layer_map,
@@ -205,7 +206,7 @@ def match_models(
         has_same_depth=len(base.layers) == len(suspect.layers),
         num_tokens=len(ids_a),
         widths=widths,
-        table_likeness=(alike - by_chance) / (1 - by_chance),
+        table_likeness=(alike - by_chance) / (1 - by_chance) if by_chance <= TOO_ALIKE else None,
     )
 
 

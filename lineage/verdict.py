@@ -7,11 +7,9 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Facts are gathered, `judge` has the rules (seedprint.py tells them), and each fact is told once. Unrelated
-language models share nothing in the middle of their depth, and up to 34 % of the units of the last layer,
-weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all units in every
-layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours; `python -m reproduce.robustness`
-measures what they rest on.
+Unrelated language models share nothing in the middle of their depth, and up to 34 % of the units of the last
+layer, weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all units in
+every layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours (`reproduce/robustness.py`).
 """
 
 import functools
@@ -45,7 +43,7 @@ CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
 ROUNDING = 1e-6  # and up to here of a change of basis, which computes the same
-SAME_TABLE, CHANGED_TABLE = 0.99, 0.5  # how alike embedding matrices are, in any basis
+SAME_TABLE, CHANGED_TABLE = 0.99, 0.75  # how alike embedding matrices are, in any basis (0.61: strangers)
 WIDE = 1024  # wider models take seconds a layer: fewer are read,
 MANY = 64  # as of models with more MLPs, or experts
 LAYERS_OF_LARGE_MODELS = 8
@@ -369,9 +367,10 @@ def changes(facts: Facts):
         yield "its hidden units stand in another order"
     far = mean_distance(found)
     if far is not None and far > COPY:
-        yield f"its weights are at a distance of {far:.2g}, by training, merging, noise or rounding"
+        yield f"what matched units read is at a distance of {far:.2g}, by training, merging or noise"
     elif far is not None:
-        yield f"its weights are the base's, {f'to {far:.1g}' if far > ROUNDING else 'up to rounding'}"
+        nearness = f"to {far:.1g}" if far > ROUNDING else "up to rounding"
+        yield f"what matched units read is the base's, {nearness}"
 
 
 def coordinates_phrase(body):
@@ -384,13 +383,15 @@ def coordinates_phrase(body):
 
 def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
-    likeness = facts.match.table_likeness if facts.match else 0.0
-    if likeness > SAME_TABLE:
+    likeness = facts.match.table_likeness if facts.match else None
+    if likeness is not None and likeness > SAME_TABLE:
         return "the base's embedding matrix"
     has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
     # Units are matched as the base's matrix alone shows them.
-    if has_same_coordinates or likeness > CHANGED_TABLE or facts.base_matches:
+    if has_same_coordinates or facts.base_matches or (likeness or 0.0) > CHANGED_TABLE:
         return "the base's embedding matrix, changed"
+    if facts.match and likeness is None:
+        return "too few shared tokens to compare embedding matrices"
     if facts.are_enough or (facts.match is None and facts.embedding is None):
         return "embedding matrices that do not agree, or number tokens otherwise"
     return "a different embedding matrix"

@@ -3,12 +3,10 @@
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
     python -m reproduce.trainings text                               # the same on text, five hours
-    python -m reproduce.trainings text runs/text/none-42 --out mine  # one run of these, a quarter of an hour
     python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
-    python -m reproduce.trainings train runs/lineage/tiny_qwen-1000  # one run alone
+    python -m reproduce.trainings train RUN ...                      # some runs alone
 
-Each run is made once, in runs/, and reused; one that was stopped is taken up again. It has one thread: hours
-are of one core, and several `train` share runs among several.
+Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
 """
 
 from dataclasses import dataclass, replace
