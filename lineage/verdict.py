@@ -367,7 +367,7 @@ def changes(facts: Facts):
         yield "its hidden units stand in another order"
     far = mean_distance(found)
     if far is not None and far > COPY:
-        yield f"what matched units read is at a distance of {far:.2g}, by training, merging or noise"
+        yield f"what matched units read is at distance {far:.2g}, by training, merging, noise or rounding"
     elif far is not None:
         nearness = f"to {far:.1g}" if far > ROUNDING else "up to rounding"
         yield f"what matched units read is the base's, {nearness}"
@@ -383,15 +383,17 @@ def coordinates_phrase(body):
 
 def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
-    likeness = facts.match.table_likeness if facts.match else None
-    if likeness is not None and likeness > SAME_TABLE:
-        return "the base's embedding matrix"
+    likeness = facts.match.table_likeness if facts.match else 0.0
     has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
-    # Units are matched as the base's matrix alone shows them.
-    if has_same_coordinates or facts.base_matches or (likeness or 0.0) > CHANGED_TABLE:
-        return "the base's embedding matrix, changed"
-    if facts.match and likeness is None:
+    if likeness is None and has_same_coordinates:
+        likeness = facts.embedding["matched"]
+    if likeness is None:
         return "too few shared tokens to compare embedding matrices"
+    if likeness > SAME_TABLE:
+        return "the base's embedding matrix"
+    # Units are matched as the base's matrix alone shows them.
+    if has_same_coordinates or facts.base_matches or likeness > CHANGED_TABLE:
+        return "the base's embedding matrix, changed"
     if facts.are_enough or (facts.match is None and facts.embedding is None):
         return "embedding matrices that do not agree, or number tokens otherwise"
     return "a different embedding matrix"

@@ -1,7 +1,6 @@
 """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)
 
     python -m reproduce.text                         # rows and figure, in seconds, from results/text/*.jsonl
-    python -m reproduce.trainings text               # makes these: trains for four to five hours of one core
 
 A file holds what one run of configs/text_sink.py came to: what it was made with; each evaluation, with the
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.

@@ -4,7 +4,6 @@
     python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
     python -m reproduce.trainings text                               # the same on text, five hours
     python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
-    python -m reproduce.trainings train RUN ...                      # some runs alone
 
 Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
 """

@@ -637,3 +637,11 @@ def test_tables_of_few_tokens_are_not_compared(base, suspect):
     """Of 257 tokens 256 dimensions span nearly all: any two tables look alike."""
     answer, sentence = judged(checkpoint.parse_spec(base).open(), checkpoint.parse_spec(suspect).open())
     assert answer == NO_EVIDENCE and sentence.endswith("too few shared tokens to compare embedding matrices")
+
+
+def test_of_few_tokens_a_copied_table_is_told_by_its_coordinates():
+    few = Newborn(replace(CONFIG, vocab_size=100), 1)
+    assert judged(few, few)[1].endswith("; the base's embedding matrix")
+    assert judged(few, disguise.noised(few, 0.3))[1].endswith("; the base's embedding matrix, changed")
+    turned = disguise.disguised(few, ("rotate",))
+    assert judged(few, turned)[1].endswith("too few shared tokens to compare embedding matrices")
