@@ -34,7 +34,7 @@ from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import attention, theory
 from measure.cosines import floored_cosine, pairwise_cosine
 from model import ModelConfig, rope_table
-from probe import SHOWN, count_layers, count_predictions, preference
+from probe import SHOWN, count_predictions, preference
 
 WIDTHS = (128, 256, 512, 1024)  # of `width`
 COSINES = ("mean_cosine", "std_cosine")  # columns that are measured
@@ -42,6 +42,8 @@ COSINES = ("mean_cosine", "std_cosine")  # columns that are measured
 
 @dataclass
 class WidthSettings(RunSettings):
+    """What `width` is asked, and with more the other experiments."""
+
     seed: tuple[int, ...] = tuple(range(42, 50))  # seeds of the weights
     input_seed: int = 0  # seed of the random inputs
     num_sequences: at_least(2) = 300  # random sequences, or vectors, for each seed and length
@@ -49,12 +51,16 @@ class WidthSettings(RunSettings):
 
 @dataclass
 class VectorSettings(WidthSettings):
+    """What experiments at one length are asked."""
+
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn; in `cure`, what is compared with gpt2
 
 
 @dataclass
 class Settings(VectorSettings):
+    """What experiments at several lengths are asked."""
+
     sequence_length: tuple[int, ...] | None = None  # positions in a sequence; None: the experiment's own
 
 
@@ -153,7 +159,8 @@ def sublayers_apart(settings, model, T):
     """(kind, model, counts) of the full model, of its MLPs only and of its attention only."""
     for kind in ("full", "mlp", "attention"):
         part = variant(model, sublayers=kind)
-        yield kind, part, count_layers(part, T, settings.num_sequences, settings.input_seed)
+        counts = count_predictions(part, T, settings.num_sequences, settings.input_seed, of_vectors=True)
+        yield kind, part, counts
 
 
 @torch.inference_mode()
@@ -262,8 +269,7 @@ def ablation(settings: Settings):
             births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
     question = "Which sublayer gives a newborn its favourite token?"
     options = {"y": "ratio", "style": "o", "ylabel": "its count / that of uniform draws' favourite"}
-    options["columns"] = ("variant", *SHOWN)
-    return births.finish(question, "variant", "model", {}, measured=(), **options)
+    return births.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
 
 
 @torch.inference_mode()
@@ -343,10 +349,8 @@ def variance(settings: Settings):
             model.hidden(x, on_heads=spread.on_heads)
         predicted = theory.aggregated_std(model.config, T).tolist()
         for i, std in enumerate(spread.std(1).tolist(), start=1):
-            row = key | {"position": i, "std": std}
-            births.rows.append(
-                row | {"uniform_theory": predicted[0] / math.sqrt(i), "theory": predicted[i - 1]}
-            )
+            row = key | {"position": i, "std": std, "uniform_theory": predicted[0] / math.sqrt(i)}
+            births.rows.append(row | {"theory": predicted[i - 1]})
     question = "Do the values that attention aggregates shrink along the positions?"
     theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
     options = {"y": "std", "ylabel": "std of aggregated values", "style": "-", "log": "xy"}

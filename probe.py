@@ -55,6 +55,8 @@ SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # 
 
 @dataclass
 class Settings(RunSettings):
+    """What `probe` is asked."""
+
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, or checkpoints
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     embedding_seed: int = 0  # seed of embedding and head, the same for all seeds (BB B.2)
@@ -125,31 +127,23 @@ class Counts:
 
 
 @torch.inference_mode()
-def count_predictions(model, T, num_sequences, input_seed=0) -> Counts:
-    """Feed random sequences of T tokens. Under torchrun each rank takes a shard, and all return the sums."""
+def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -> Counts:
+    """Feed random sequences of T tokens. Under torchrun each rank takes a shard, and all return the sums.
+
+    `of_vectors`: Gaussian vectors in place of embedded tokens, and the cosines of all layers (BB 4.1).
+    """
     device = model.head_weight.device
-    counts = Counts(model.config, device)
-    for indices in batches_of(num_sequences, T, device):
-        counts.update(model, random_tokens(input_seed, indices, T, model.config.vocab_size).to(device))
-    return counts.reduce()
-
-
-@torch.inference_mode()
-def count_layers(model, T, num_sequences, input_seed=0) -> Counts:
-    """The same with Gaussian vectors in place of embedded tokens, and the cosines of all layers (BB 4.1)."""
-    device = model.head_weight.device
-    counts = Counts(model.config, device, with_layers=True)
-    for indices in batches_of(num_sequences, T, device):
-        counts.update(model, random_vectors(input_seed, indices, T, model.config.d_model).to(device))
-    return counts.reduce()
-
-
-def batches_of(num_sequences, T, device):
-    """The numbers of the sequences of each of this rank's batches."""
+    counts = Counts(model.config, device, with_layers=of_vectors)
     batch_size = default_batch_size(device, T)
     batches = shard(math.ceil(num_sequences / batch_size))  # whole ones: the same for any number of ranks
     for batch in progress(batches, desc=f"{T} tokens", unit=" sequences", unit_scale=batch_size):
-        yield range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
+        indices = range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
+        if of_vectors:
+            inputs = random_vectors(input_seed, indices, T, model.config.d_model)
+        else:
+            inputs = random_tokens(input_seed, indices, T, model.config.vocab_size)
+        counts.update(model, inputs.to(device))
+    return counts.reduce()
 
 
 @torch.inference_mode()

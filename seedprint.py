@@ -37,8 +37,8 @@ A layer of the suspect is the base's (the thresholds stand at the top of lineage
     coordinates     each of its matrices correlates by at least 0.1 with that of its name, number by number
 
     same birth      two layers are the base's, or the only one
-    inconclusive    one layer of several is; or none, but a share is above 10 % (both layers in the middle of
-                    their models), 20 % (one of them) or 50 % (neither); or a child could not have been seen
+    inconclusive    one layer of several is; or none, but a share reaches 10 % (both layers in the middle of
+                    their models), 20 % (one), 50 % (neither); coordinates agree; or a child could not be seen
     no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
 """
 
@@ -74,6 +74,8 @@ Names = Annotated[
 
 @dataclass
 class CompareSettings(OutputSettings):
+    """What `compare` and `matrix` are asked."""
+
     models: Names = ()  # BASE and SUSPECTs: checkpoint folders, files, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
@@ -84,6 +86,8 @@ class CompareSettings(OutputSettings):
 
 @dataclass
 class PaperSettings(RunSettings):
+    """What `paper` is asked."""
+
     models: Names = ()  # BASE and SUSPECTs: checkpoint folders, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     input_seed: int = 0  # seed of the random sequences
@@ -94,12 +98,16 @@ class PaperSettings(RunSettings):
 
 @dataclass
 class PersistenceSettings(PaperSettings):
+    """What `persistence` is asked, `paper`'s test with it."""
+
     models: Names = ()  # one run folder
     stranger: str | None = None  # run of another birth; None: a newborn of another seed
 
 
 @dataclass
 class IdentifySettings(OutputSettings):
+    """What `identify` is asked."""
+
     models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
     seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
@@ -157,6 +165,7 @@ def matrix(settings: CompareSettings):
 
 
 def check_several(names) -> None:
+    """UserError if there is nothing to compare."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
 
@@ -225,8 +234,7 @@ def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
     `answer` is the seed, if its log10 p, corrected for the number of candidates (`family_log10_p`), is -6 or
-    less, and null otherwise: then only the closest candidate is printed. It knows births of init.py, in their
-    basis, by the cosine of a matrix's first numbers with those that each seed draws (`closest_births`).
+    less, and null otherwise: then only the closest candidate is printed. A changed basis hides a birth.
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")

@@ -15,9 +15,8 @@ of it away its *removers*. What summaries of SO leave undefined is called ours.
 Each subcommand gives `measure_models` a function of settings, a Spec and its model, which returns lists of
 rows by name; `rows` are printed, and all lists are in the JSON. A model with a tokenizer reads the standard
 library's docstrings, one without random tokens: `read_tokens` draws --num-sequences windows of the text, or
-takes a data set's held-out ones; --first-token begins each (these, --tokenizer and --input-seed are the flags
-of TextSettings; 100 windows by default). `interval` is Student's, over sequences. On a first reading leave
-out `first` and `intervene`.
+takes a data set's held-out ones; --first-token begins each (flags of TextSettings). `interval` is Student's,
+over sequences. On a first reading leave out `first` and `intervene`.
 """
 
 import itertools
@@ -48,6 +47,8 @@ LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
 @dataclass
 class Settings(TextSettings):
+    """What `first` and `anatomy` are asked, and with more the other subcommands."""
+
     model: tuple[str, ...] = ("smollm2",)  # presets, PRESET@SEED, checkpoints, .gguf files
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
@@ -56,18 +57,24 @@ class Settings(TextSettings):
 
 @dataclass
 class RateSettings(Settings):
+    """What `rate` is asked."""
+
     sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
     epsilon: Annotated[float, Meta(ge=0, le=1)] = attention.EPSILON  # alpha_1 of a sink head is above this
 
 
 @dataclass
 class InterveneSettings(Settings):
+    """What `intervene` is asked."""
+
     position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
     factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, which multiplies the variation, or the values
 
 
 @dataclass
 class SilenceSettings(Settings):
+    """What `silence` is asked."""
+
     num_builders: at_least(1) | None = None  # to set to zero; None: 99 % of the dimension, 64 at most
     hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
 
@@ -229,8 +236,7 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
-    Each is made in all layers at once (`changed` is "all"), then in layer 1. All sequences run at once, for
-    the mean over them of `amplify`, SO's intervention.
+    Each is made in all layers ("all"), then in layer 1, of all sequences at once: `amplify` takes their mean.
     """
     if spec.config.num_layers == 1:
         raise UserError(f"{spec.label} has one layer: no other one can tell what was changed in it")
@@ -300,8 +306,7 @@ def named_units(settings: SilenceSettings, spec):
 def every_silence(settings: SilenceSettings, spec, model):
     """Sink rate, alpha_1 and loss (nats/token) with sets of hidden units at zero, or held constant.
 
-    `left` is the share that remains of the sink's dimension at position 1, after the layer where disparity is
-    largest; `disparity` is that of the stream there.
+    `left`: the share left of the sink's dimension at position 1 after `activity.layer`; `disparity`: there.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)

@@ -7,11 +7,10 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-steps that --keep names, and the newest two; `runs.prune` removes the others. A checkpoint is written under
-another name and renamed when it is whole, so that a kill leaves a whole one or none; `runs.load_newest` goes
-back to the newest whose files have the SHA-256 that its state.json says, and `runs.begin` removes rows and
-steps after it, and what a kill left under other names. `merged_settings` are those that the run was begun
-with, but for what MAY_CHANGE: any other change is a UserError. On a first reading leave out what is merged.
+steps that --keep names, and the newest two. A checkpoint is written under another name and renamed when it is
+whole, so that a kill leaves a whole one or none; `runs.load_newest` goes back to the newest that is whole,
+and `runs.begin` removes the rows after it. `merged_settings` are those that the run was begun with, but for
+what MAY_CHANGE: any other change is a UserError. On a first reading leave out what is merged.
 
 The training windows are shuffled anew for each epoch, by the data seed, and a step takes the next ones
 (`TokenData.batch`), the same for any number of ranks and micro-batches. So resuming needs no random state: on
@@ -44,6 +43,8 @@ SINK_WINDOWS = 100  # that --track-sinks reads (Gu et al.: 100)
 
 @dataclass
 class Settings(RunSettings):
+    """What a run is told; its folder keeps them in settings.json."""
+
     model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train; its vocabulary is the tokenizer's
     num_layers: at_least(1) | None = None  # blocks; None, here and below: the preset's
     num_heads: at_least(1) | None = None  # heads of attention, each with keys and values of its own
@@ -157,7 +158,6 @@ class Training:
         """Make the step after `self.step`, the number of those made. Returns its row, and whether to stop."""
         settings = self.settings
         begun = time.perf_counter()
-        # learning rate of this step
         rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -176,12 +176,10 @@ class Training:
         # ranks sum their losses and signals, so that all stop together
         sums = torch.stack([loss, loss.new_tensor(len(signals))])
         loss, num_signals = runtime.sum_over_ranks(sums).tolist()
-        # clip
         parameters = self.raw_model.parameters()
         grad_norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise runs.diverged(self.run, self.step, f"loss {loss}, gradient norm {grad_norm}")
-        # step
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -336,20 +334,14 @@ def completed_settings(settings: Settings, flags):
     in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}
     begun = runs.begun_settings(settings)
     settings = runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_config)
-    if settings.max_iters != begun.max_iters:
-        tell_jump(settings, begun)
-    return settings
-
-
-def tell_jump(settings: Settings, begun: Settings) -> None:
-    """Say which learning rate another --max-iters gives the next step."""
-    folders = checkpoint.steps(settings.out)
-    step = int(folders[-1].name.removeprefix("step_")) if folders else 0
-    before = learning_rate(max(0, step - 1), begun)
-    after = learning_rate(step, settings)
-    change = f"--max-iters {settings.max_iters} in place of {begun.max_iters} changes the schedule"
-    if is_first_process():
+    if settings.max_iters != begun.max_iters and is_first_process():
+        folders = checkpoint.steps(settings.out)
+        step = int(folders[-1].name.removeprefix("step_")) if folders else 0
+        before = learning_rate(max(0, step - 1), begun)
+        after = learning_rate(step, settings)
+        change = f"--max-iters {settings.max_iters} in place of {begun.max_iters} changes the schedule"
         print(f"{change}: the learning rate was {before:.3g} at step {step}, and is {after:.3g} at the next")
+    return settings
 
 
 COMMANDS = {

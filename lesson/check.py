@@ -40,6 +40,8 @@ VOCABULARY = 4096  # of every tiny preset
 
 @dataclass
 class Settings:
+    """Which exercises are checked."""
+
     exercise: tyro.conf.Positional[Literal[*range(9)]] = 0  # its number in lesson/README.md; 0: all
 
 

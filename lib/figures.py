@@ -1,7 +1,4 @@
-"""How is a result drawn? What was measured in colour, theory dashed in black, the question as title.
-
-curves(rows, path, "Which sublayer contracts?", x="layer", y="mean_cosine", series="variant")
-"""
+"""How is a result drawn? What was measured in colour, theory dashed in black, the question as title."""
 
 import math
 import textwrap

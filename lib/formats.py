@@ -8,9 +8,8 @@
     512
 
 A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
-.gguf file, which has all of that in it, may be named in a folder's place. Nothing in it is ever executed: a
-.safetensors or .gguf file is a table of names before the numbers, and of a pickle torch's own `weights_only`
-allows tensors and plain values alone.
+.gguf file, which has all in it, may be named in its place. Nothing is executed: a .safetensors or .gguf file
+is a table of names before the numbers, and of a pickle `weights_only` allows tensors and plain values alone.
 """
 
 import contextlib
@@ -402,7 +401,7 @@ class CheckpointReader:
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
         self.width = width  # of the residual stream
-        self.family = family  # config.json's model_type
+        self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 

@@ -34,7 +34,7 @@ class LazyTensor(NamedTuple):
     """A tensor in a file, of any format; `read()` reads it, and whoever changes it copies it first."""
 
     shape: tuple
-    kind: str  # of its numbers, as the file calls it
+    kind: str  # of its numbers, as `read` finds them
     read: Callable
 
 

@@ -1,4 +1,4 @@
-"""What does a model read while it is measured? Random tokens, random vectors, held-out text.
+"""What does a model read while it is measured? Random tokens, random vectors, text.
 
 >>> from lib import inputs
 >>> inputs.random_tokens(0, range(2), 5, 50257).shape
@@ -51,6 +51,8 @@ def random_vectors(input_seed, indices, T, d):
 
 @dataclass
 class TextSettings(RunSettings):
+    """What a command is asked whose models read a text."""
+
     text: str | None = None  # text file, source of lib.data or data set; None: docstrings, or random tokens
     tokenizer: str | None = None  # tokenizer of --text, as in python -m lib.data; None: the model's own
     first_token: str | None = None  # put this token at position 1: its number, or bos

@@ -1,7 +1,6 @@
 """How are attention and rotation computed quickly on a CPU, and a loss in little memory?
 
-The functions give what `model.causal_attention`, `model.rotate` and torch's cross-entropy say; tests hold
-both against each other. This file imports nothing of ours.
+The functions give what `model.causal_attention`, `model.rotate` and torch's cross-entropy say, in tests too.
 """
 
 import torch

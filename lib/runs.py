@@ -1,8 +1,4 @@
-"""What does a run folder hold, and how does it stay whole?
-
-runs/laptop/settings.json     what the run was told            metrics.jsonl   a line for each step
-runs/laptop/step_0000100/     a checkpoint (lib/checkpoint.py)  loss.png        both losses by step
-"""
+"""What does a run folder hold, and how does it stay whole?"""
 
 import contextlib
 import json
@@ -67,8 +63,6 @@ def sole_owner(folder):
             lock.acquire()
         except filelock.Timeout:
             raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
-        except NotImplementedError:
-            pass  # a file system without locks
         remove_leftovers(folder)
     try:
         yield
@@ -89,7 +83,7 @@ def load_newest(run):
 
 
 def begin(run, settings, step, tokens) -> None:
-    """Make a run whole, as it is after a step: of later ones a kill leaves rows of the log, and folders."""
+    """Make a run whole, as it is after a step: a kill leaves later rows of the log, and folders to prune."""
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
     birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}

@@ -1,7 +1,4 @@
-"""What does a model write? Tokens drawn one after another.
-
-python train.py sample runs/laptop --prompt "def " --top-k 50
-"""
+"""What does a model write? Tokens drawn one after another."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +13,8 @@ from lib.tokenizers import load_tokenizer
 
 @dataclass
 class SampleSettings:
+    """What `train.py sample` is asked."""
+
     model: Positional[str] = "runs/default"  # a run, a checkpoint folder, a .gguf file, or smollm2
     prompt: str = ""  # text to go on with; BOS stands before it
     tokens: at_least(1) = 200  # to write at most; EOS ends a text, too

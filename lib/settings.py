@@ -47,11 +47,15 @@ class Command(NamedTuple):
 
 @dataclasses.dataclass
 class OutputSettings:
+    """What every command that writes results is asked."""
+
     out: str = "results"  # folder that receives the JSON and PNG files
 
 
 @dataclasses.dataclass
 class RunSettings(OutputSettings):
+    """What every command that runs a model is asked."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where faster
 

@@ -8,10 +8,9 @@
     >>> coordinates.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: unrelated
 
 Birth draws every coordinate of the residual stream alike, and element-wise optimisers treat them alike:
-without a common birth, a trained model is as likely as itself with its coordinates relabelled. Relabelling
-one of two models therefore gives the exact distribution of whatever compares them, however trained and
-however dependent the rows (ours; BB compares with Gaussian matrices). A rotated basis escapes this test, but
-not `lineage/match.py`.
+without a common birth, a trained model is as likely as itself with its coordinates relabelled. So relabelling
+one of two gives the exact distribution of whatever compares them, however trained and however dependent the
+rows (ours; BB compares with Gaussian matrices). A rotated basis escapes this, but not `lineage/match.py`.
 """
 
 import functools

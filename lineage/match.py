@@ -41,10 +41,9 @@ TOO_ALIKE = 0.5  # from here on unrelated tables of so few tokens are too alike 
 
 
 def matched_units(neighbours):
-    """The units of an MLP that are matched in another: their places, their partners', and the strengths.
+    """The units of an MLP matched in another: places, their partners', and strengths (the smaller of two).
 
-    `neighbours` are the `mutual_neighbours` of each view. Of all pairs of views the one counts that matches
-    most. A unit's strength is the smaller of its two.
+    `neighbours` are `mutual_neighbours` of each view. Of all pairs of views the one counts that matches most.
     """
     best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
     for (partners, sizes), (others, other_sizes) in itertools.combinations(neighbours, 2):
@@ -85,7 +84,7 @@ class Match:
     mlp: parts.MLP
     base_mlp: parts.MLP
     found: int
-    units: int  # that could be: of up to 1,024 those that live, in the MLP with fewer
+    units: int  # that could be: those read that live, in the MLP with fewer
     r: float  # the median strength of those matched
     by_chance: int  # matched where one model's tokens are permuted: this pair's own null
     in_place: int  # of those matched: they stand where they stood
@@ -174,10 +173,9 @@ def match_models(
 ):
     """Which units of each MLP of a suspect are matched in the closest of a base, and the map: a ModelMatch.
 
-    `tokens` are the ids (n,) of the tokens that both have, for each, and `basis` is their
-    `basis_correlations`. Up to `units` units of an MLP are looked for, in up to `layers` layers (None: all).
-    `key` permutes one model's tokens, which breaks what ties the two and nothing within each. If `exchanged`,
-    the suspect's gates are called up, and its ups gate.
+    `tokens` are the ids (n,) of the tokens that both have, for each, `basis` their `basis_correlations`. Up
+    to `units` units of an MLP are looked for, in up to `layers` layers (None: all). `key` permutes one
+    model's tokens, which breaks what ties the two alone. If `exchanged`, the suspect's gates are called up.
     """
     ids_a, ids_b = tokens
     order = torch.from_numpy(keyed_generator("null of units", key).permutation(len(ids_b)))

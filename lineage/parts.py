@@ -7,8 +7,7 @@
     ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
 
 Projects name the same things differently, so each kind of thing has a pattern here; where names say nothing,
-shapes do. A checkpoint has `shapes` by name, `width` (d, of the residual stream), `family` (config.json's
-model_type) and `read(name)`.
+shapes do. A checkpoint has `shapes` by name, `width` (d, of the stream), `family` and `read(name)`.
 """
 
 import re
@@ -76,7 +75,7 @@ class MLP:
 
     @property
     def is_middle(self):
-        """Is it where unrelated models share nothing: before the last quarter, and not `is_first`?"""
+        """Is it where unrelated models share little: before the last quarter, and not `is_first`?"""
         return not self.is_first and self.place < LATE
 
 
@@ -90,7 +89,7 @@ class Parts:
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors
-    unknown: list  # matrices outside of MLPs, where none was found, that are not plainly attention's
+    unknown: list  # matrices among which an MLP may be: neither tables nor plainly attention's
 
     @property
     def missing(self):
@@ -159,11 +158,11 @@ def tables_and_heads(matrices, named, width):
 
 
 def mlps_of_layer(source, names, width):
-    """The MLPs of a layer, and matrices of which nothing is known. `names` are full ones by their rest.
+    """A layer's MLPs, and its matrices that are not plainly attention's. `names` are full ones by their rest.
 
     A layer with {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} has one MLP, of
     owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}. An MLP comes
-    as its label behind the layer's number, full names by role, its number in a stack of experts, and norms.
+    as its label behind the layer's number, names by role, whether names told, its number in a stack, norms.
     """
     shapes = {}
     for rest, name in names.items():

@@ -7,8 +7,8 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Unrelated language models share nothing in the middle of their depth, and up to 34 % of the units of the last
-layer, weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all units in
+Unrelated language models share at most 6 % of the units in the middle of their depth, and up to 34 % in the
+last layer, weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all in
 every layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours (`reproduce/robustness.py`).
 """
 
@@ -76,6 +76,8 @@ def judge(facts):
 
 @dataclass
 class Model:
+    """What is read of a model before it is compared, by `read_model`."""
+
     name: str
     source: object
     units: list  # its hidden units, by each LayoutHypothesis
@@ -181,8 +183,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 def detectability(base: Model, suspect: Model, match):
     """Could a child have been seen, if its basis was changed?
 
-    Returns what hidden units lack ("" if nothing), whether both models have MLPs or matrices that may be
-    some, and on what equal tokens rest.
+    Returns what hidden units lack ("" if nothing), if both may have MLPs, and on what equal tokens rest.
     """
     lacks = []
     may_have_mlps = True

@@ -8,8 +8,7 @@
 
 A unit's gate, up and down weights each give a number for every token: what it reads of the embedding matrix,
 and what it writes to the head. These are its three *views*; MLPs without a gate have two. A centred table of
-V tokens is Q R, so that d numbers, R times a unit's weights, say all that the V numbers do, but for Q, which
-all units share.
+V tokens is Q R, so that d numbers, R times a unit's weights, say all but Q, which all units share.
 """
 
 import functools
@@ -115,8 +114,7 @@ class Units:
     def compute_views(self, number):
         """The views of an MLP's units by name, (d, m) float32 each: columns of norm 1, or 0 for dead units.
 
-        Q of the view's table (the Q of its QR decomposition, centred over tokens) times a column is what the
-        unit reads of, or writes to, each token, decorrelated from other units.
+        Q of a view's table times a column is what a unit reads of, or writes to, each token, decorrelated.
         """
         mlp = self.parts.mlps[number]
         rows = {view: self.rows(number, view) for view in mlp.views}

@@ -21,9 +21,6 @@ from model import Transformer, causal_attention
 EPSILON = 0.3  # a head with alpha_1 above this in a sequence is a sink head (Gu et al., arXiv 2410.10781)
 
 
-# ---- attention without T x T matrices ----------------------------------------------------------------------
-
-
 def weights_on(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
     """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
@@ -67,9 +64,6 @@ def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=No
 def uniform_alpha(T):
     """alpha_1 of uniform attention: the mean of 1/i over the queries i = 1..T."""
     return (1 / torch.arange(1, T + 1).double()).mean().item()
-
-
-# ---- sinks -------------------------------------------------------------------------------------------------
 
 
 def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
@@ -208,8 +202,7 @@ def replace_heads(model, k, changed, kind, factor):
     """An `on_heads` that replaces o_k, what heads put out at position k, in the `changed` layer, or in "all".
 
     `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`, no calibration:
-    mu + factor (o_k - mu), mu the mean of o_k over all sequences, for each head and dimension. `scale`:
-    factor o_k. `none`: o_k as it is.
+    mu + factor (o_k - mu), mu the mean of o_k over all sequences. `scale`: factor o_k. `none`: o_k as it is.
     """
 
     def on_heads(layer, heads, q, key, v):

@@ -25,8 +25,7 @@ from lib.settings import UserError
 class CosineStatistics:
     """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
 
-    For unit vectors u, the cosines of all ordered pairs i != j sum to |sum u|^2 - n, and their squares to
-    |sum u u^T|_F^2 - n.
+    Unit vectors' cosines of ordered pairs i != j sum to |sum u|^2 - n, their squares to |sum u u^T|_F^2 - n.
     """
 
     def __init__(self, d, device="cpu"):

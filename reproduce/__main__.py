@@ -76,6 +76,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
 
 @dataclass
 class Settings(OutputSettings):
+    """Which results are to be made."""
+
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make; None: all
     keep: bool = False  # keep results that were made by other code than today's, or changed by hand
 

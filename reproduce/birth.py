@@ -44,6 +44,8 @@ LINKS = {  # of a row, as the figure calls them
 
 @dataclass
 class Settings(OutputSettings):
+    """Whose sinks are followed from birth."""
+
     runs: Positional[tuple[str, ...]] = ()  # run folders to measure anew; none: those that were measured
     numbers: str = "results/text"  # folder of what was measured, .jsonl
 
@@ -136,13 +138,12 @@ def birth(settings: Settings):
         builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
         order.append(key | {link: half_way(steps, link) for link in LINKS})
         for step in steps:
+            place = max(0.5, step["step"])  # birth, on a logarithmic axis
             for link, value in step.items():
                 if link not in ("run", "step"):
                     rows.append(key | {"step": step["step"], "link": link, "value": value})
-        for link, label in LINKS.items():
-            for step in steps:
-                place = max(0.5, step["step"])  # birth, on a logarithmic axis
-                points.append(key | {"link": label, "step": place, "size": step[link] / steps[-1][link]})
+                if link in LINKS:
+                    points.append(key | {"link": LINKS[link], "step": place, "size": value / steps[-1][link]})
     if not rows:
         raise UserError(f"nothing measured in {settings.numbers}: name runs, as runs/text/none-42")
     question = "How is a sink born? (each link over its value at the last step)"

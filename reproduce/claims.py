@@ -259,16 +259,12 @@ def lower(rows, first, second, key):
     mean, low, high = interval(differences).values()
     text = f"{first} minus {second}: {bounded(mean, low, high)}, {len(seeds)} seeds"
     if below(low, high) is None:
-        text += f"; {seeds_needed(differences)} would tell, if mean and deviation stayed"
+        counts = np.arange(len(seeds) + 1, 10_000)  # with how many seeds would the interval be without zero?
+        half = student.ppf(0.975, counts - 1) * np.std(differences, ddof=1) / np.sqrt(counts)
+        enough = counts[half < abs(mean)]
+        needed = f"{enough[0]:,}" if len(enough) else "more than 10,000"
+        text += f"; {needed} would tell, if mean and deviation stayed"
     return text, [below(low, high)]
-
-
-def seeds_needed(differences):
-    """How many values of this mean and deviation would have an interval without zero, as text."""
-    counts = np.arange(len(differences) + 1, 10_000)
-    half = student.ppf(0.975, counts - 1) * np.std(differences, ddof=1) / np.sqrt(counts)
-    enough = counts[half < abs(np.mean(differences))]
-    return f"{enough[0]:,}" if len(enough) else "more than 10,000"
 
 
 def above_zero(rows, key):

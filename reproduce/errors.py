@@ -43,6 +43,8 @@ LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
 
 @dataclass
 class Settings(RunSettings):
+    """Which newborns the tests are tried on."""
+
     model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")  # presets to be born
     schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")  # how they are drawn
     num_births: at_least(3) = 45  # newborns with embedding matrices of their own; all pairs are compared

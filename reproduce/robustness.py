@@ -43,6 +43,8 @@ COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "d
 
 @dataclass
 class Settings(OutputSettings):
+    """Whose children and strangers are compared."""
+
     models: tyro.conf.Positional[tuple[str, ...]] = ("smollm2",)  # BASE, and models that it never met
     text: str = "python"  # what children learn; random tokens where BASE has no tokenizer
     steps: at_least(1) = 300  # of training the hard child, of a sequence of 128 tokens each

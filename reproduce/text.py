@@ -25,6 +25,8 @@ CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fo
 
 @dataclass
 class Settings(OutputSettings):
+    """Where the numbers of the runs are."""
+
     numbers: str = "results/text"  # folder of what each run came to, .jsonl
 
 
@@ -87,20 +89,17 @@ def draw(path, rows, ends) -> None:
     ]
     for axes, (points, x, y, title, scale) in zip(grid.flat, panels):
         for kind, colour in zip(CALIBRATIONS, COLOURS):
-            draw_mean(axes, [point for point in points if point["calibration"] == kind], x, y, colour, kind)
+            chosen = [point for point in points if point["calibration"] == kind]
+            places = sorted({point[x] for point in chosen})
+            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
+            axes.plot(places, means, color=colour, lw=1.5, label=kind)
+            seeds = [point[y] for point in chosen]
+            axes.plot([point[x] for point in chosen], seeds, ".", color=colour, ms=3)
         axes.set_title(title, fontsize=10)
         axes.set(xlabel=x.replace("_", " "), xscale=scale)
     grid[1, 0].axhline(0, color="black", lw=0.6)
     legend_below(figure, grid[0, 0])
     save_figure(figure, path)
-
-
-def draw_mean(axes, points, x, y, colour, label) -> None:
-    """Draw the mean over seeds as a line, and each seed as a dot."""
-    places = sorted({point[x] for point in points})
-    means = [np.mean([point[y] for point in points if point[x] == place]) for place in places]
-    axes.plot(places, means, color=colour, lw=1.5, label=label)
-    axes.plot([point[x] for point in points], [point[y] for point in points], ".", color=colour, ms=3)
 
 
 def differences(rows, key):

@@ -51,16 +51,22 @@ MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | 
 
 @dataclass
 class PerplexitySettings(RunSettings):
+    """What `perplexity` is asked."""
+
     text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
 
 
 @dataclass
 class TrainSettings:
+    """What `train` is asked."""
+
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of runs, like runs/lineage/tiny_llama-1000
 
 
 @dataclass
 class TextRunsSettings(RunSettings):
+    """What `text` is asked."""
+
     folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs, like runs/text/none-42; none: all
 
 
@@ -186,9 +192,8 @@ def calibrations(settings: RunSettings):
     runs = calibration_runs()
     train_all(list(runs.values()))
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    rows = []
-    for key, run in runtime.progress(runs.items(), desc="calibrations", unit=" runs"):
-        rows.append(end_of(run, *key)[0])
+    bar = runtime.progress(runs.items(), desc="calibrations", unit=" runs")
+    rows = [end_of(run, *key)[0] for key, run in bar]
     for run, _ in read_runs(TEXT):
         if run["config"] == CONFIG:
             rows.append({name: run[name] for name in rows[0]})
