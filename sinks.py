@@ -236,7 +236,7 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """alpha_k after each intervention, in the layers that can tell; and a point for each sequence.
 
-    Each is made in all layers ("all"), then in layer 1, of all sequences at once: `amplify` takes their mean.
+    Each is made in all layers (`changed`: "all"), then in layer 1, of all sequences, for `amplify`'s mean.
     """
     if spec.config.num_layers == 1:
         raise UserError(f"{spec.label} has one layer: no other one can tell what was changed in it")
