@@ -8,6 +8,7 @@
 | embedding, head, q, k, v, gate, up    | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
+| an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
 Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: every row of an MLP
 down projection loses its mean, so that a mean output common to all hidden units cannot pass (`contraction.py
@@ -64,7 +65,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
-    if name.endswith("bias"):
+    if name.endswith(("bias", "sink_value")):
         return torch.zeros(shape)
     if "norm" in name:
         return torch.ones(shape)

@@ -71,6 +71,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     sublayers: str = "full"  # what a block consists of (BB 4.1)
     attn_calibration: str = "none"  # of the aggregated heads (BB 6.2)
+    explicit_sink: bool = False  # every query may attend to a constant key and value, too (arXiv 2410.10781)
 
     @property
     def kv_heads(self):
@@ -154,12 +155,23 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each head's weighted mean of the values up to its query: softmax(q k^T / sqrt(Dh), causal) v.
 
     q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query is the last position's, which
-    sees every key.
+    sees every key. If there is one key more than queries, the first one is a constant, which all queries see.
     """
+    if 1 < q.shape[2] < k.shape[2]:
+        q = torch.cat((q[:, :, :1], q), dim=2)  # a query for the constant, so that each other one has its key
+        return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
     is_causal = q.shape[2] > 1
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
+
+
+def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
+    """Keys or values x (B, G, T, Dh) behind a constant (G Dh,), (B, G, 1 + T, Dh); x itself without one."""
+    if constant is None:
+        return x
+    constant = constant.to(x.dtype).view(1, x.shape[1], 1, -1)  # (1, G, 1, Dh)
+    return torch.cat((constant.expand(len(x), -1, -1, -1), x), dim=2)
 
 
 class Attention(nn.Module):
@@ -177,6 +189,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
+        self.sink_key = self.sink_value = None
+        if config.explicit_sink:  # vectors, which weight decay leaves alone
+            self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
+            self.sink_value = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
 
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
@@ -188,7 +204,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
         q = rotate(self.q_norm(q), cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
         k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)  # (B, G, T, Dh)
-        heads = self.calibrate(causal_attention(q, k, v), T)  # (B, H, Q, Dh)
+        heads = causal_attention(q, in_front(self.sink_key, k), in_front(self.sink_value, v))
+        heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
         if on_heads is not None:
             replacement = on_heads(heads, q, k, v)
             heads = heads if replacement is None else replacement

@@ -186,7 +186,7 @@ def anatomy(settings: Settings):
 def dissect(settings: Settings, spec, model):
     """SO's chain: a row for each layer and position, a summary of each layer, builders and removers."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    chain = attention.Chain(len(tokens))
+    chain = attention.Chain(model, len(tokens))
     activity = observe(model, tokens, chain)
     links = chain.links()  # (L, T) each
     rows, layers = [], []

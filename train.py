@@ -18,6 +18,7 @@ a CPU a run that was killed ends with the same bits as one that was not. On SIGT
 its step, saves, and exits with 0.
 """
 
+import contextlib
 import itertools
 import math
 import time
@@ -55,6 +56,7 @@ class Settings(RunSettings):
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of aggregated heads (BB 6.2)
+    explicit_sink: bool = False  # give every head a constant key and value to attend to
     data: str | None = None  # prepared data set; None: that of source and tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of the default data set, as in python -m lib.data
     tokenizer: str = "bpe:4096"  # tokenizer of the default data set, as in python -m lib.data
@@ -84,8 +86,11 @@ MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sink
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
-def train(settings: Settings):
-    """What becomes of a newborn? A line every --log-every steps tells the time left."""
+def train(settings: Settings, while_training=contextlib.nullcontext):
+    """What becomes of a newborn? A line every --log-every steps tells the time left.
+
+    The context `while_training(model)` lasts as long as the training; `reproduce.birth` silences units in it.
+    """
     if checkpoint.steps(settings.out) and not settings.resume:
         raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
     settings, device, dtype = runtime.start(settings)
@@ -93,7 +98,9 @@ def train(settings: Settings):
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     run = Path(settings.out)
     with runs.sole_owner(run):
-        Training(settings, run, device, dtype).go_on()
+        training = Training(settings, run, device, dtype)
+        with while_training(training.raw_model):
+            training.go_on()
     return run
 
 
@@ -219,7 +226,8 @@ class Training:
         rows = []
         for (bos_first, text), T in itertools.product(texts.items(), lengths):
             found, alpha = attention.sink_statistics(self.raw_model, text[:, :T].to(self.device))
-            row = {"sequence_length": T, "bos_first": bos_first, "sink_rate": found["sink_rate"]}
+            row = {"sequence_length": T, "bos_first": bos_first}
+            row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
             by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
             rows.append(row | {"alpha1": by_head.tolist()})
         return rows
@@ -299,6 +307,8 @@ def load_model(settings: Settings, tokens):
         model = spec.load()
         if settings.attn_calibration not in ("none", model.config.attn_calibration):
             raise UserError(f"--init-from {spec.label} has the calibration {model.config.attn_calibration}")
+        if settings.explicit_sink and not model.config.explicit_sink:
+            raise UserError(f"--init-from {spec.label} has no explicit sink: `sinks.py transplant` makes one")
     else:
         config = model_config(settings, tokens.vocab_size)
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
@@ -312,6 +322,7 @@ def load_model(settings: Settings, tokens):
 def model_config(settings: Settings, vocab_size):
     """The preset in the sizes that were asked for; UserError if they do not fit one another."""
     changes = {"attn_calibration": settings.attn_calibration, "vocab_size": vocab_size}
+    changes["explicit_sink"] = settings.explicit_sink
     for name in SIZES:
         if getattr(settings, name) is not None:
             changes[name] = getattr(settings, name)

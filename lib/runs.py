@@ -96,14 +96,20 @@ def begin(run, settings, step, tokens) -> None:
 
 def read_log(run):
     """The rows of metrics.jsonl, one for each step; what is no row, as after a full disk, is left out."""
-    path = run / "metrics.jsonl"
+    for row in read_rows(run / "metrics.jsonl"):
+        if type(row.get("step")) is int:
+            yield row
+
+
+def read_rows(path):
+    """The rows of a file that `write_log` wrote, dictionaries; none of a file that is not there."""
     if not path.exists():
         return
     check_regular(path, 2**27)  # bytes: half a million steps
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
-            if type(row["step"]) is int:
+            if isinstance(row, dict):
                 yield row
 
 

@@ -16,44 +16,56 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 from lib.runtime import default_batch_size, progress
-from model import Transformer, causal_attention
+from model import Transformer, causal_attention, in_front
 
 EPSILON = 0.3  # a head with alpha_1 above this in a sequence is a sink head (Gu et al., arXiv 2410.10781)
 
 
-def weights_on(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
+def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
     """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
-    Attention is linear in the values: given one-hot values it returns its weights. So the fused kernel finds
-    them in O(T) memory (on CPUs it wants values as wide as the queries, hence Dh positions at a time).
+    `sink_key` (G Dh,) is a layer's explicit sink, if it has one, and its position is 0. Attention is linear
+    in the values: given one-hot values it returns its weights. So the fused kernel finds them in O(T) memory
+    (on CPUs it wants values as wide as the queries, hence Dh positions at a time).
     """
-    values = torch.zeros_like(k)
-    values[:, :, positions - 1, torch.arange(len(positions))] = 1
-    return causal_attention(q, k, values)[..., : len(positions)]
+    keys = in_front(sink_key, k)
+    first = k.shape[2] + 1 - keys.shape[2]  # the position of the first key: 1, or 0 with an explicit sink
+    values = torch.zeros_like(keys)
+    values[:, :, positions - first, torch.arange(len(positions))] = 1
+    return causal_attention(q, keys, values)[..., : len(positions)]
 
 
-def mean_attention(q: Tensor, k: Tensor, positions) -> Tensor:
+def mean_attention(q: Tensor, k: Tensor, positions, sink_key=None) -> Tensor:
     """alpha (B, H, K): the mean over queries i >= p of the weight on p (BB 6.2.1; Gu et al. 2025)."""
     positions = torch.as_tensor(positions, device=k.device)
-    parts = [weights_on(q, k, part).sum(2, dtype=torch.float32) for part in positions.split(k.shape[3])]
-    queries = k.shape[2] + 1 - positions  # those before p pay it nothing
+    parts = []
+    for part in positions.split(k.shape[3]):
+        parts.append(weights_on(q, k, part, sink_key).sum(2, dtype=torch.float32))
+    queries = k.shape[2] + 1 - positions.clamp(min=1)  # those before p pay it nothing
     return torch.cat(parts, dim=2) / queries
+
+
+def sink_key(model: Transformer, layer):
+    """The key (G Dh,) of a layer's explicit sink; None for a model that has none."""
+    return model.model.layers[layer - 1].self_attn.sink_key
 
 
 @torch.inference_mode()
 def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
     """alpha_k, what queries i >= k pay to position k on average, of K positions k >= 1: (B, L, H, K).
 
-    Tokens are (B, T); ValueError for a position outside 1..T. `on_heads` and `on_state` are those of
-    `Transformer.hidden`: weights are read before heads are replaced.
+    Position 0 is the constant of a model that has an explicit sink. Tokens are (B, T); ValueError for another
+    position outside 1..T. `on_heads` and `on_state` are those of `Transformer.hidden`: weights are read
+    before heads are replaced.
     """
     T = tokens.shape[1]
-    if min(positions) < 1 or max(positions) > T:
-        raise ValueError(f"expected positions in 1 to {T}, not {tuple(positions)}")
+    least = 0 if model.config.explicit_sink else 1
+    if min(positions) < least or max(positions) > T:
+        raise ValueError(f"expected positions in {least} to {T}, not {tuple(positions)}")
     layers = []
 
     def watch(layer, heads, q, k, v):
-        layers.append(mean_attention(q, k, positions))
+        layers.append(mean_attention(q, k, positions, sink_key(model, layer)))
         if on_heads is not None:
             return on_heads(layer, heads, q, k, v)
 
@@ -71,7 +83,9 @@ def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
 
     `norm_ratio` is the norm of the stream at position 1 over the median of the other positions, in the mean
     of sequences and layers (`sinks.py anatomy` has each layer's); `value_ratio` that of each head's values.
+    `constant_alpha` is what an explicit sink gets, in the mean of heads; 0 in a model without one.
     """
+    positions = (1, 0) if model.config.explicit_sink else (1,)
     alphas, norms, values = [], [], []
 
     def on_state(layer, x):
@@ -82,12 +96,13 @@ def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
         values.append(ratio_of_first(v).mean(1))
 
     for part in batches(tokens):
-        alphas.append(attention_to(model, part, on_heads=on_heads, on_state=on_state)[..., 0])
-    alpha = torch.cat(alphas).cpu()
+        alphas.append(attention_to(model, part, positions, on_heads, on_state))
+    alpha, *constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha, epsilon).mean().item(),
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
+        "constant_alpha": constant[0].mean().item() if constant else 0.0,
         "norm_ratio": torch.cat(norms).mean().item(),
         "value_ratio": torch.cat(values).mean().item(),
     }
@@ -156,7 +171,8 @@ class Chain:
     its key is the same (`key_alignment`), its value small (`value_norm`), and queries find it (`alpha`).
     """
 
-    def __init__(self, num_sequences):
+    def __init__(self, model: Transformer, num_sequences):
+        self.model = model
         self.heads = RunningStd(num_sequences)
         self.norm = LayerMean(num_sequences)  # of the stream after each layer, (T,)
         self.disparity = LayerMean(num_sequences)  # of it, (T,)
@@ -184,7 +200,8 @@ class Chain:
         self.value_norm.add(layer, v.float().norm(dim=3).mean(1))
         self.value_ratio.add(layer, ratio_of_first(v).mean(1))
         self.key.add(layer, F.normalize(k.float(), dim=3))
-        self.alpha.add(layer, mean_attention(q, k, range(1, k.shape[2] + 1)).mean(1))
+        positions = range(1, k.shape[2] + 1)
+        self.alpha.add(layer, mean_attention(q, k, positions, sink_key(self.model, layer)).mean(1))
 
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key: 1 if all keys are one (ours)."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measure.attention import LayerMean, batches, disparity, mean_attention
+from measure.attention import LayerMean, batches, disparity, mean_attention, sink_key
 from model import Transformer
 
 CHUNK = 128  # positions whose logits exist at a time: 78 MB of Qwen's 151,936 tokens
@@ -179,7 +179,7 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state, streams=None, s
     alphas, total = defaultdict(list), 0.0
 
     def on_heads(layer, heads, q, k, v):
-        alphas[layer].append(mean_attention(q, k, (1,))[..., 0].cpu())
+        alphas[layer].append(mean_attention(q, k, (1,), sink_key(model, layer))[..., 0].cpu())
 
     for number, part in enumerate(batches(tokens)):
         inputs = streams[number] if start > 1 else part

@@ -21,6 +21,7 @@ from lib.settings import Command, OutputSettings, UserError, run_script
 
 CONFIG = "text_sink"  # the runs that the figure compares; others are harder rungs
 CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
+KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
 
 
 @dataclass
@@ -88,7 +89,7 @@ def draw(path, rows, ends) -> None:
         (by_layer, "layer", "effective_rank", "effective rank of the stream", "linear"),
     ]
     for axes, (points, x, y, title, scale) in zip(grid.flat, panels):
-        for kind, colour in zip(CALIBRATIONS, COLOURS):
+        for kind, colour in zip(KINDS, COLOURS):
             chosen = [point for point in points if point["calibration"] == kind]
             places = sorted({point[x] for point in chosen})
             means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
@@ -104,8 +105,8 @@ def draw(path, rows, ends) -> None:
 
 def differences(rows, key):
     """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
-    base = {(row["seed"], row["step"]): row[key] for row in rows if row["calibration"] == "none"}
-    pairs = [(row, base.get((row["seed"], row["step"]))) for row in rows if row["calibration"] != "none"]
+    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
+    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
     return [row | {key: row[key] - other} for row, other in pairs if other is not None]
 
 
@@ -115,27 +116,28 @@ def draw_calibrations(path, rows) -> None:
     title = "Which calibration ends sinks, and what does it cost? (a dot: a seed; bars: 95 % of the mean)"
     figure, grid = new_figure(title, 2, len(configs), height=2.8)
     for (rates, costs), config in zip(grid.T, configs):
-        chosen = [row | {"step": None} for row in rows if row["config"] == config]
+        chosen = [row for row in rows if row["config"] == config]
         seeds = len({row["seed"] for row in chosen})
+        kinds = [kind for kind in KINDS if any(row["calibration"] == kind for row in chosen)]
         rates.set_title(f"{config}: {seeds} seeds of each", fontsize=10)
-        draw_strips(rates, chosen, "sink_rate")
-        draw_strips(costs, differences(chosen, "val_loss"), "val_loss")
+        draw_strips(rates, chosen, "sink_rate", kinds)
+        draw_strips(costs, differences(chosen, "val_loss"), "val_loss", kinds)
         costs.axhline(0, color="black", lw=0.6)
     grid[0, 0].set_ylabel("share of heads that sink")
     grid[1, 0].set_ylabel("held-out loss, minus none's (nats/token)")
     save_figure(figure, path)
 
 
-def draw_strips(axes, rows, key) -> None:
+def draw_strips(axes, rows, key, kinds) -> None:
     """Draw `key` of each seed, side by side for each calibration, and the interval of the mean."""
-    for place, (kind, colour) in enumerate(zip(CALIBRATIONS, COLOURS)):
+    for place, (kind, colour) in enumerate(zip(kinds, COLOURS)):
         values = [row[key] for row in rows if row["calibration"] == kind]
         spread = place + np.linspace(-0.3, 0.3, max(2, len(values)))[: len(values)]
         axes.plot(spread, values, "o", ms=3.5, color=colour, alpha=0.7)
         if len(values) > 1:
             mean, low, high = interval(values).values()
             axes.errorbar(place, mean, [[mean - low], [high - mean]], color="black", capsize=4, fmt="_")
-    axes.set_xticks(range(len(CALIBRATIONS)), CALIBRATIONS, fontsize=8)
+    axes.set_xticks(range(len(kinds)), kinds, fontsize=8)
 
 
 COMMANDS = {"": Command(text, Settings())}

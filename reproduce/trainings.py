@@ -8,7 +8,9 @@
 Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +22,23 @@ import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
 from lib.inputs import TextSettings, read_tokens
-from lib.results import Experiment
-from lib.runs import begun_settings, merged_settings, read_log, write_log
-from lib.settings import Command, RunSettings, UserError, check_choice, read_config_file, run_script
+from lib.results import Experiment, interval
+from lib.runs import begun_settings, merged_settings, read_log, read_rows, write_log
+from lib.settings import (
+    Command,
+    OutputSettings,
+    RunSettings,
+    UserError,
+    check_choice,
+    read_config_file,
+    run_script,
+)
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
 from reproduce.baselines import BASELINES, similarities
-from reproduce.text import CALIBRATIONS, CONFIG, draw_calibrations, read_runs, reading_of
+from reproduce.birth import later_builders, silenced
+from reproduce.text import CALIBRATIONS, CONFIG, KINDS, differences, draw_calibrations, read_runs, reading_of
 from seedprint import PaperSettings, last_outputs
 
 SEEDS = (42, 123, 1000, 2000)
@@ -39,11 +50,14 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "qwen": ("9", "10", "11", "12"),
 }
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
+CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
+CALIBRATION_NUMBERS = "calibrations.jsonl"  # what each of these runs came to
 TEXT = "results/text"  # what the runs on text came to
 TEXT_SEEDS = range(42, 45)
 RUNGS = {  # harder than configs/text_sink.py: a seed of each
     "text_eight_layers": {"num_layers": 8, "max_iters": 3072},
     "text_as_it_falls": {"bos_first": False, "max_iters": 6144},
+    "text_without_builders": {},  # those that none-42 has at its end are zero from birth on
 }
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
@@ -64,10 +78,10 @@ class TrainSettings:
 
 
 @dataclass
-class TextRunsSettings(RunSettings):
-    """What `text` is asked."""
+class NotedRunsSettings(OutputSettings):
+    """What `text` and `calibrations` are asked."""
 
-    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs, like runs/text/none-42; none: all
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs to make, like runs/text/none-42
 
 
 def training(name, config="", **changes) -> train.Settings:
@@ -95,16 +109,21 @@ def lineage_runs():
     return runs
 
 
+def calibrated(kind):
+    """The settings of one of KINDS."""
+    return {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
+
+
 def calibration_runs():
     """Runs of every calibration by (configuration, calibration, seed)."""
     runs = {}
     for config, seeds in CALIBRATION_SEEDS.items():
-        for kind in CALIBRATIONS:
+        for kind in CALIBRATION_KINDS[config]:
             for seed in seeds:
                 name = f"calibrations/{config}-{kind}-{seed}"
                 if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
                     name = config
-                changes = {"seed": seed, "attn_calibration": kind, "keep": "last", "track_sinks": False}
+                changes = calibrated(kind) | {"seed": seed, "keep": "last", "track_sinks": False}
                 runs[config, kind, seed] = training(name, config, **changes)
     return runs
 
@@ -113,8 +132,8 @@ def text_runs():
     """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and harder rungs."""
     runs = {}
     for seed in TEXT_SEEDS:
-        for kind in CALIBRATIONS:
-            changes = {"seed": seed, "attn_calibration": kind}
+        for kind in KINDS:
+            changes = calibrated(kind) | {"seed": seed}
             runs[CONFIG, kind, seed] = training(f"text/{kind}-{seed}", CONFIG, **changes)
     for rung, changes in RUNGS.items():
         runs[rung, "none", 42] = training(f"text/{rung}-42", CONFIG, **changes)
@@ -140,10 +159,17 @@ def train_all(runs) -> None:
             run = merged_settings(run, begun_settings(run), (), vars(run).keys() - MAY_DIFFER)
         last = Path(run.out, f"step_{run.max_iters:07}")
         if not last.exists():
-            train.train(run)
+            train.train(run, context_of(run))
         if not last.exists():
             raise KeyboardInterrupt  # what stopped the training stops whoever asked for it
     torch.set_num_threads(threads)
+
+
+def context_of(run):
+    """What lasts as long as a run's training: silence, in one of them."""
+    if Path(run.out).name != "text_without_builders-42":
+        return contextlib.nullcontext
+    return partial(silenced, later_builders(TEXT, "none-42"))
 
 
 def lineage(settings: RunSettings):
@@ -186,19 +212,44 @@ def table_pairs(style, runs):
     return pairs
 
 
-def calibrations(settings: RunSettings):
-    """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; SO)"""
-    runtime.start(settings)
-    runs = calibration_runs()
-    train_all(list(runs.values()))
+def calibrations(settings: NotedRunsSettings):
+    """Which scaling of heads ends with fewer sinks, and a lower loss? Trains what is not noted (BB Figure 12)
+
+    <out>/calibrations.jsonl notes what each run came to.
+    """
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    bar = runtime.progress(runs.items(), desc="calibrations", unit=" runs")
-    rows = [end_of(run, *key)[0] for key, run in bar]
+    path = Path(settings.out, CALIBRATION_NUMBERS)
+    runs = calibration_runs()
+    by_folder = {run.out: key for key, run in runs.items()}
+    noted = {(row["config"], row["calibration"], row["seed"]): row for row in read_rows(path)}
+    for folder in settings.folders:
+        check_choice(folder, by_folder, "run")
+        noted.pop(by_folder[folder], None)
+    chosen = [by_folder[folder] for folder in settings.folders] or [key for key in runs if key not in noted]
+    for key in chosen:
+        train_all([runs[key]])
+        noted[key] = end_of(runs[key], *key)[0]
+        write_log(path, [noted[each] for each in runs if each in noted])
+    rows = list(read_rows(path))
     for run, _ in read_runs(TEXT):
         if run["config"] == CONFIG:
-            rows.append({name: run[name] for name in rows[0]})
+            rows.append({name: run.get(name) for name in rows[0]})
     draw_calibrations(experiment.folder / "calibrations.png", rows)
-    return experiment.save(rows)
+    return experiment.save(rows, differences=paired_differences(rows))
+
+
+def paired_differences(rows):
+    """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
+    found = []
+    for key in ("sink_rate", "val_loss", "mean_loss"):
+        for config in dict.fromkeys(row["config"] for row in rows):
+            paired = differences([row for row in rows if row["config"] == config], key)
+            for kind in dict.fromkeys(row["calibration"] for row in paired):
+                values = [row[key] for row in paired if row["calibration"] == kind]
+                if len(values) > 1:
+                    row = {"config": config, "calibration": kind, "of": key, "seeds": len(values)}
+                    found.append(row | interval(values))
+    return found
 
 
 @torch.inference_mode()
@@ -210,7 +261,8 @@ def end_of(run: train.Settings, config, kind, seed):
     """
     log = list(read_log(Path(run.out)))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = {"config": config, "calibration": kind, "seed": seed, "threads": log[0]["threads"]}
+    row = {"config": config, "calibration": kind, "seed": seed}
+    row |= {name: log[0][name] for name in ("threads", "commit")}
     row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
     row["uniform_alpha1"] = attention.uniform_alpha(64)
     reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
@@ -248,7 +300,7 @@ def text_loss(text, spec, model):
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 
 
-def text(settings: TextRunsSettings) -> None:
+def text(settings: NotedRunsSettings) -> None:
     """What do the calibrations do to sinks on text? Trains runs, notes what each came to (all: five hours)"""
     runtime.start(settings)
     runs = {run.out: (key, run) for key, run in text_runs().items()}
@@ -284,8 +336,8 @@ def record(run: train.Settings, *key):
 
 COMMANDS = {
     "lineage": Command(lineage, RunSettings(dtype="float32")),
-    "calibrations": Command(calibrations, RunSettings(dtype="float32")),
-    "text": Command(text, TextRunsSettings(out="results/text", dtype="float32")),
+    "calibrations": Command(calibrations, NotedRunsSettings()),
+    "text": Command(text, NotedRunsSettings(out="results/text")),
     "perplexity": Command(perplexity, PerplexitySettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }

@@ -1,6 +1,7 @@
 """measure/attention.py against T x T matrices, transformers, closed forms, and what a process takes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,35 @@ def test_attention_is_what_transformers_puts_out(name, tmp_path):
     torch.testing.assert_close(alpha, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("T", [1, 33, 600])
+def test_attention_to_an_explicit_sink(T):
+    """Each query's weights on the constant and on the positions up to its own sum to 1."""
+    model = random_model(replace(KINDS["llama_gqa"], explicit_sink=True))
+    tokens = random_tokens(1, range(2), T, 97)
+    seen = []
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=lambda layer, *tensors: seen.append(tensors))
+    positions = torch.arange(T + 1)
+    for layer, (_, q, k, _) in enumerate(seen, start=1):
+        assert k.shape[2] == T
+        key = attention.sink_key(model, layer)
+        parts = [attention.weights_on(q, k, part, key) for part in positions.split(8)]
+        weights = torch.cat(parts, dim=3)  # (B, H, T, 1 + T)
+        # float32 sums of up to 601 numbers
+        torch.testing.assert_close(weights.sum(3), torch.ones(weights.shape[:3]), atol=1e-5, rtol=0)
+    alpha = attention.attention_to(model, tokens, (0, 1, T))
+    torch.testing.assert_close(alpha[:, -1, :, 0], weights[..., 0].mean(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(alpha[:, -1, :, 2], weights[:, :, -1, T], atol=1e-6, rtol=0)
+    if T > 1:
+        row, _ = attention.sink_statistics(model, tokens)
+        assert row["constant_alpha"] == pytest.approx(alpha[..., 0].mean().item(), rel=1e-5)
+        chain = attention.Chain(model, 2)
+        with torch.inference_mode():
+            model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
+        expected = alpha[..., 1:].mean((0, 2))  # (L, 2), of positions 1 and T
+        torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
+
+
 def test_uniform_attention_is_the_mean_of_1_over_i():
     model = init.newborn("tiny_llama", 0)
     for block in model.model.layers:
@@ -110,6 +140,7 @@ def test_statistics_against_a_plain_recomputation(name):
         "sink_rate": (alpha1 > 0.25).double().mean().item(),
         "mean_alpha1": alpha1.mean().item(),
         "max_alpha1": alpha1.max().item(),
+        "constant_alpha": 0.0,
         "norm_ratio": np.mean([ratio(x) for x in states[1:]]),  # states[0] is the input
         "value_ratio": np.mean([ratio(v) for v in values]),
     }

@@ -76,6 +76,7 @@ def test_gpt2_style_equals_gpt_neox():
 
 CHANGES = [{"sublayers": kind} for kind in ("attention", "mlp")]
 CHANGES += [{"attn_calibration": kind} for kind in ("amplify", "attenuate", "headnorm")]
+CHANGES += [{"explicit_sink": True}]
 SHORTCUTS = [(name, T, {}) for name in KINDS for T in (1, 60, 600)]
 SHORTCUTS += [("qwen3", 60, change) for change in CHANGES]
 
@@ -99,6 +100,55 @@ def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
         future = torch.ones_like(scores).triu(1 + k.shape[2] - q.shape[2]) > 0
         heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, group])
     return torch.stack(heads, dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_gqa", "qwen3"])
+@pytest.mark.parametrize("T", [1, 2, 60, 530])
+def test_explicit_sink_by_a_loop_over_queries(name, T):
+    """Each query's softmax over the constant and the keys up to its own, one after another, in float64."""
+    model = random_model(replace(KINDS[name], explicit_sink=True))
+    seen = []
+    with torch.no_grad():
+        model.hidden(torch.randint(97, (2, T)), on_heads=lambda layer, *tensors: seen.append(tensors))
+    for block, (heads, q, k, v) in zip(model.model.layers, seen, strict=True):
+        attention = block.self_attn
+        for head in range(q.shape[1]):
+            group = head * k.shape[1] // q.shape[1]
+            key, value = (x.view(k.shape[1], -1)[group] for x in (attention.sink_key, attention.sink_value))
+            keys = torch.cat((key.expand(2, 1, -1), k[:, group]), dim=1).double()  # (2, 1 + T, Dh)
+            values = torch.cat((value.expand(2, 1, -1), v[:, group]), dim=1).double()
+            for i in {*range(min(T, 60)), T - 1}:
+                scores = keys[:, : i + 2] @ q[:, head, i, :, None].double() / math.sqrt(q.shape[3])
+                expected = (scores.softmax(1) * values[:, : i + 2]).sum(1)
+                # float32 sums of up to 531 numbers
+                torch.testing.assert_close(heads[:, head, i].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_explicit_sink_in_bfloat16_and_in_training():
+    config = replace(KINDS["llama_gqa"], explicit_sink=True)
+    model = random_model(config)
+    with torch.no_grad():
+        exact = model.hidden(TOKENS)
+        rough = random_model(config).cast_blocks(torch.bfloat16).hidden(TOKENS)
+    assert torch.nn.functional.cosine_similarity(exact, rough, dim=-1).min() > 0.99  # 8 bits of mantissa
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(TOKENS, TOKENS.roll(-1, 1))
+    loss.backward()
+    for block in model.model.layers:
+        for vector in (block.self_attn.sink_key, block.self_attn.sink_value):
+            assert vector.ndim == 1 and vector.grad.abs().sum() > 0  # learnt, without weight decay
+
+
+def test_what_an_explicit_sink_does_not_change():
+    """Without it the weights compute what they did; a model that has none cannot be asked for it."""
+    config = KINDS["llama_gqa"]
+    plain = init.newborn(config, 1)
+    with_sink = init.newborn(replace(config, explicit_sink=True), 1)
+    with torch.no_grad():
+        assert torch.equal(init.variant(with_sink, explicit_sink=False)(TOKENS), plain(TOKENS))
+        assert not torch.equal(with_sink(TOKENS), plain(TOKENS))
+    with pytest.raises(ValueError, match="sink_key"):
+        init.variant(plain, explicit_sink=True)
 
 
 @pytest.mark.parametrize("calibration", ["none", "amplify", "attenuate", "headnorm"])

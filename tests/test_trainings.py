@@ -17,7 +17,7 @@ from lib import checkpoint, data
 from lib.inputs import TextSettings, read_tokens
 from lib.runs import read_log
 from lib.settings import RunSettings, UserError
-from measure.units import observe
+from measure.units import hidden_units, observe, replace_units
 from model import PRESETS
 from reproduce import birth, text, trainings
 
@@ -66,7 +66,7 @@ def test_a_run_is_taken_up_where_it_was_stopped(quick, monkeypatch):
 def test_a_run_that_was_stopped_stops_what_asked_for_it(tmp_path, monkeypatch):
     """A signal ends `train` early and without an error: nothing must be measured then."""
 
-    def stopped(run):
+    def stopped(run, while_training):
         checkpoint.save(tmp_path / "run/step_0000003", newborn("backcopy", 1))
 
     monkeypatch.setattr(train, "train", stopped)
@@ -138,22 +138,39 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 def test_calibrations(quick, monkeypatch):
     """All of them, two steps long: rows from the logs."""
     monkeypatch.setattr(trainings, "CALIBRATION_SEEDS", {"backcopy": (42, 123)})
-    rows = trainings.calibrations(RunSettings(out="out", **CPU))["rows"]
-    for row, run in zip(rows, trainings.calibration_runs().values(), strict=True):
+    runs = trainings.calibration_runs()
+    one = trainings.NotedRunsSettings(folders=("runs/calibrations/backcopy-amplify-123",), out="out")
+    (alone,) = trainings.calibrations(one)["rows"]  # the run that was named
+    found = trainings.calibrations(trainings.NotedRunsSettings(out="out"))
+    rows = found["rows"]
+    assert alone in rows
+    monkeypatch.setattr(trainings, "train_all", None)  # what is noted is not trained again
+    assert trainings.calibrations(trainings.NotedRunsSettings(out="out"))["rows"] == rows
+    for row, run in zip(rows, runs.values(), strict=True):
         log = list(read_log(Path(run.out)))
-        assert row["calibration"] == run.attn_calibration
+        kind = "explicit" if run.explicit_sink else run.attn_calibration
+        assert row["calibration"] == kind
+        assert (row["constant_alpha"] > 0) == (kind == "explicit")
         assert row["val_loss"] == row["mean_loss"] == log[-1]["val_loss"] < log[0]["val_loss"]
-        assert row["mean_alpha1"] == pytest.approx(row["uniform_alpha1"], rel=0.15)
+        uniform = row["uniform_alpha1"]
+        if kind == "explicit":  # query i has i + 1 keys
+            uniform = sum(1 / (i + 1) for i in range(1, 65)) / 64
+        assert row["mean_alpha1"] == pytest.approx(uniform, rel=0.15)
+    losses = {(row["calibration"], row["seed"]): row["val_loss"] for row in rows}
+    for row in found["differences"]:
+        if row["of"] == "val_loss":
+            by_seed = [losses[row["calibration"], seed] - losses["none", seed] for seed in (42, 123)]
+            assert row["mean"] == pytest.approx(np.mean(by_seed)) and row["low"] <= row["mean"] <= row["high"]
 
 
 def test_text_and_birth(quick, monkeypatch):
     """Two steps on letters in place of code: what is committed of a run is what its folder says."""
     monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
     monkeypatch.setattr(trainings, "RUNGS", {})
-    monkeypatch.setattr(trainings, "CALIBRATIONS", ("none", "attenuate"))
-    trainings.text(trainings.TextRunsSettings(folders=("runs/text/attenuate-42",), out="numbers", **CPU))
+    monkeypatch.setattr(trainings, "KINDS", ("none", "attenuate", "explicit"))
+    trainings.text(trainings.NotedRunsSettings(folders=("runs/text/attenuate-42",), out="numbers"))
     assert len(list(Path("numbers").iterdir())) == 1  # the run that was named
-    trainings.text(trainings.TextRunsSettings(out="numbers", **CPU))
+    trainings.text(trainings.NotedRunsSettings(out="numbers"))
     found = text.text(text.Settings(numbers="numbers", out="out"))
     run = trainings.text_runs()["text_sink", "attenuate", 42]
     log = list(read_log(Path(run.out)))
@@ -188,6 +205,24 @@ def test_text_and_birth(quick, monkeypatch):
         assert 1e-4 <= row["p"] <= 1
     again = birth.birth(birth.Settings(numbers="numbers", out="out"))  # from what was measured
     assert again["rows"] == found["rows"] and Path("out/birth.png").exists()
+
+
+def test_silenced_units_are_never_born(quick, monkeypatch):
+    """The builders of a run at zero from the first step on: what a checkpoint computes is without them."""
+    units = [(1, 3), (2, 7), (4, 100)]
+    monkeypatch.setattr(trainings, "later_builders", lambda *names: units)
+    run = trainings.text_runs()["text_without_builders", "none", 42]
+    trainings.train_all([run])
+    first, *_, last = [checkpoint.load(step) for step in checkpoint.steps(run.out)]
+    tokens = torch.arange(32)[None]
+    with torch.inference_mode(), hidden_units(last, replace_units(units)):
+        silent = last(tokens)
+    with torch.inference_mode():
+        assert torch.equal(last(tokens), silent)
+    whole = newborn(last.config, 42).model.layers[0].mlp.up_proj.weight
+    assert torch.equal(first.model.layers[0].mlp.up_proj.weight, whole)
+    trained = last.model.layers[0].mlp.up_proj.weight
+    assert not torch.equal(trained[4], whole[4])  # others learn
 
 
 def test_half_of_the_way():
