@@ -79,7 +79,7 @@ def test_attention_to_an_explicit_sink(T):
     positions = torch.arange(T + 1)
     for layer, (_, q, k, _) in enumerate(seen, start=1):
         assert k.shape[2] == T
-        key = attention.sink_key(model, layer)
+        key = attention.sink_key(model, layer).detach()
         parts = [attention.weights_on(q, k, part, key) for part in positions.split(8)]
         weights = torch.cat(parts, dim=3)  # (B, H, T, 1 + T)
         # float32 sums of up to 601 numbers
