@@ -22,7 +22,9 @@ over sequences. On a first reading leave out `first` and `intervene`.
 import itertools
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import lexists
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -31,16 +33,18 @@ from msgspec import Meta
 
 from init import keyed_generator
 from lib import figures
-from lib.checkpoint import check_lengths, chosen_models, shortest_context
+from lib.checkpoint import check_lengths, chosen_models, save, shortest_context
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens, text_of
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
+from lib.tokenizers import load_tokenizer
 from measure import attention
-from measure.units import ablate, hidden_units, observe, replace_units
+from measure.units import ablate, alpha_and_loss, hidden_units, observe, replace_units, rounded_inputs
 
 FIRST_TOKENS = 24  # that `first` tries
+TRANSPLANTED = ("unchanged", "builders at zero", "transplanted", "transplanted, builders at zero")
 ACTIVE = 0.1  # from this share of its mean activation at position 1 on, a builder counts as active (ours)
 LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
@@ -77,6 +81,17 @@ class SilenceSettings(Settings):
 
     num_builders: at_least(1) | None = None  # to set to zero; None: 99 % of the dimension, 64 at most
     hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
+
+
+@dataclass
+class TransplantSettings(Settings):
+    """What `transplant` is asked."""
+
+    sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
+    constants_text: str | None = None  # its sequences' first tokens give the constants; None: docstrings
+    num_constants: at_least(1) = 16  # such sequences; of the text that is measured, others than are measured
+    controls: bool = True  # also constants in some layers, wrong ones, and two tokens more in front
+    save: str | None = None  # new folder for the model with its constants
 
 
 def measure_models(name, paper, settings: Settings, measure):
@@ -189,15 +204,21 @@ def dissect(settings: Settings, spec, model):
     chain = attention.Chain(model, len(tokens))
     activity = observe(model, tokens, chain)
     links = chain.links()  # (L, T) each
-    rows, layers = [], []
-    for layer, block in enumerate(model.model.layers, start=1):
-        layers.append(summarise(layer, block, chain, activity, links))
+    rows, layers = [], summaries(model, chain, activity)
+    for layer in range(1, len(layers) + 1):
         for position in range(1, settings.sequence_length + 1):
             values = {name: link[layer - 1, position - 1].item() for name, link in links.items()}
             rows.append({"layer": layer, "position": position} | values)
     units = activity.builders(activity.layer, LISTED)
     units += reversed(activity.removers(LISTED // 2))
     return {"rows": rows, "layers": layers, "super_neurons": activity.describe(units)}
+
+
+def summaries(model, chain, activity):
+    """A row for each layer, by what a Chain and an Activity have observed."""
+    links = chain.links()
+    blocks = enumerate(model.model.layers, start=1)
+    return [summarise(layer, block, chain, activity, links) for layer, block in blocks]
 
 
 def summarise(layer, block, chain, activity, links):
@@ -356,12 +377,154 @@ def silence_row(kind, units, activity, alpha, loss, state):
     return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
+@torch.inference_mode()
+def transplant(settings: TransplantSettings):
+    """Does a constant end the sink? Heads get position 1's mean key and value (ours; two minutes)"""
+    if settings.save and (len(settings.model) > 1 or lexists(settings.save)):
+        raise UserError(f"--save {settings.save}: expected a new folder, and one model")
+    experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants)
+    figures.draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
+    columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
+    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
+    return experiment.save(**lists, columns=columns)
+
+
+def transplants(settings: TransplantSettings, spec, model):
+    """A row for each length and case; of the first four cases also one for each layer, and each sequence."""
+    if spec.config.explicit_sink:
+        raise UserError(f"{spec.label} has an explicit sink already")
+    lists = defaultdict(list)
+    for T in settings.sequence_length:
+        tokens, others = measured_and_others(settings, spec, T)
+        activity = observe(model, tokens)
+        builder = activity.builders(activity.layer, 1)[0]
+        cases = transplant_cases(settings, model, activity, others)
+        for kind, changed, units, token in progress(cases, desc="transplant", unit=" cases", leave=False):
+            key = {"kind": kind, "sequence_length": T}
+            reading = tokens
+            if token is not None:
+                reading = torch.cat((torch.full_like(tokens[:, :1], token), tokens), dim=1)
+            before = reading.shape[1] - T
+            with hidden_units(changed, replace_units(units)):
+                row, largest, sequences = effects(changed, reading, builder, before)
+                if kind in TRANSPLANTED or token is not None:
+                    row |= rounded_losses(changed, reading, before)
+                if kind in TRANSPLANTED:
+                    chain = attention.Chain(changed, len(tokens))
+                    layers = summaries(changed, chain, observe(changed, tokens, chain))
+                    lists["layers"] += [key | link | {"largest": largest[link["layer"]]} for link in layers]
+                    lists["sequences"] += [key | sequence for sequence in sequences]
+            lists["rows"].append(key | row)
+            if kind == "transplanted" and T == settings.sequence_length[0] and settings.save:
+                tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
+                save(Path(settings.save), changed, tokenizer=tokenizer)
+    return lists
+
+
+def measured_and_others(settings: TransplantSettings, spec, T):
+    """Sequences to measure, (n, T), and others, (c, T), whose first tokens give the constants."""
+    count = settings.num_constants
+    text = settings.constants_text or (spec.tokenizer_file and "docstrings")
+    if text == text_of(settings, spec) or text == settings.text:
+        both = replace(settings, num_sequences=settings.num_sequences + count)
+        return read_tokens(both, spec, T).split((settings.num_sequences, count))
+    others = replace(settings, text=text, num_sequences=count)
+    return read_tokens(settings, spec, T), read_tokens(others, spec, T)
+
+
+def transplant_cases(settings: TransplantSettings, model, activity, others):
+    """The (kind, model, hidden units at zero, token in front or None) that `transplant` measures."""
+    keys, values = attention.constants_at(model, others)
+    whole = attention.with_constants(model, keys, values)
+    units = activity.selective()
+    tokens = others.unique()
+    places = np.linspace(0, len(tokens) - 1, 5)[1:-1] if settings.controls else [len(tokens) // 2]
+    cases = [("unchanged", model, [], None), ("builders at zero", model, units, None)]
+    cases += [("transplanted", whole, [], None), ("transplanted, builders at zero", whole, units, None)]
+    for token in tokens[np.array(places).astype(int)].tolist():
+        cases.append((f"token in front: {token}", model, [], token))
+    if not settings.controls:
+        return cases
+    builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
+    if set(builders) != set(units):
+        cases.append(("builders of 99 % at zero", model, builders, None))
+    L = model.config.num_layers
+    jump = (activity.jumps() or [activity.layer])[0]
+    some_layers = {"layer 1": [1], f"layers 1 to {jump}": range(1, jump + 1)}
+    some_layers[f"from layer {jump + 1}"] = range(jump + 1, L + 1)
+    for name, layers in some_layers.items():
+        partly = attention.with_constants(model, keys, values, layers)
+        cases.append((f"transplanted, {name}", partly, [], None))
+    wrong = {"constants of position 2": attention.constants_at(model, others, position=2)}
+    G = model.config.kv_heads
+    if G > 1:  # each head has its neighbour's
+        wrong["constants of other heads"] = [x.view(L, G, -1).roll(1, 1).flatten(1) for x in (keys, values)]
+    generator = keyed_generator("transplant", settings.input_seed)
+    wrong["drawn constants"] = [drawn_like(x.view(L, G, -1), generator).flatten(1) for x in (keys, values)]
+    for kind, constants in wrong.items():
+        cases.append((kind, attention.with_constants(model, *constants), [], None))
+    return cases
+
+
+def drawn_like(vectors, generator):
+    """Random vectors as long as these, (..., Dh)."""
+    drawn = torch.from_numpy(generator.standard_normal(vectors.shape, np.float32))
+    return drawn / drawn.norm(dim=-1, keepdim=True) * vectors.norm(dim=-1, keepdim=True)
+
+
+def effects(model, tokens, builder, before):
+    """What a case comes to: its row, the largest |number| by layer, and a row for each sequence (n, T).
+
+    The first `before` tokens stand in front of the text. `disparity` is the largest of the layers', at
+    position 1; `largest` that of the stream after any layer, at any position.
+    """
+    disparities = attention.LayerMean(len(tokens))
+    largest = defaultdict(float)  # by layer
+    activations = []
+
+    def on_units(layer, units):
+        if layer == builder[0]:
+            activations.append(units[:, 0, builder[1]].float().abs().cpu())
+
+    def on_state(layer, x):
+        if layer > 0:  # 0 is the input
+            largest[layer] = max(largest[layer], x.abs().amax().item())
+            disparities.add(layer, attention.disparity(x[:, 0]))
+
+    with hidden_units(model, on_units):
+        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before=before)
+    activation = torch.cat(activations)  # (n,)
+    sink_share = attention.sink_share(alpha)  # (n,)
+    row = {
+        "sink_rate": sink_share.mean().item(),
+        "alpha1": alpha.mean().item(),
+        "constant_alpha": constant_alpha.mean().item(),
+        "builder_activation": activation.mean().item(),
+        "disparity": disparities.stack().max().item(),
+        "largest": max(largest.values()),
+    }
+    sequences = []
+    for first, size, share in zip(tokens[:, 0].tolist(), activation.tolist(), sink_share.tolist()):
+        sequences.append({"first_token": first, "builder_activation": size, "sink_rate": share})
+    return row | losses, largest, sequences
+
+
+def rounded_losses(model, tokens, before):
+    """The loss with all projections' inputs in 8 bits, by what has a scale of its own."""
+    losses = {}
+    for scale in ("tensor", "token"):
+        with rounded_inputs(model, scale):
+            losses[f"loss_8bit_{scale}"] = alpha_and_loss(model, tokens, None, before=before)[2]["loss"]
+    return losses
+
+
 RENAMED = {"--units": "--num-builders", "--unit": "--hidden-units"}
 COMMANDS = {
     "rate": Command(rate, RateSettings()),
     "first": Command(first, Settings()),
     "anatomy": Command(anatomy, Settings()),
     "intervene": Command(intervene, InterveneSettings()),
+    "transplant": Command(transplant, TransplantSettings()),
     "silence": Command(silence, SilenceSettings(), renamed=RENAMED),
 }
 COMMANDS[""] = COMMANDS["rate"]

@@ -263,6 +263,29 @@ def draw_silence(path, rows) -> None:
     save_figure(figure, path)
 
 
+def draw_transplants(path, rows, layers) -> None:
+    """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
+    names = {"unchanged": "as it is", "transplanted": "a constant key and value for each head"}
+    names["transplanted, builders at zero"] = "and its builders at zero"
+    models = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    question = "Does a constant to attend to end the sink? (largest |number| of the stream)"
+    figure, (panels,) = new_figure(question, 1, len(models), width=5, height=4)
+    for axes, model in zip(panels, models):
+        of_model = [row for row in rows if row["checkpoint"] == model]
+        T = of_model[0]["sequence_length"]
+        by_kind = {row["kind"]: row for row in of_model if row["sequence_length"] == T}
+        for kind, name in names.items():
+            row = by_kind[kind]
+            points = [layer for layer in layers if layer["checkpoint"] == model and layer["kind"] == kind]
+            sizes = [point["largest"] for point in points if point["sequence_length"] == T]
+            label = f"{name}: {row['sink_rate']:.1%} of heads sink, loss {row['loss']:.2f}"
+            axes.semilogy(range(1, len(sizes) + 1), sizes, ".-", label=label)
+        axes.set(xlabel="layer", title=short_names([model])[0])
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.5), frameon=False, fontsize=9)
+    panels[0].set_ylabel("largest |number| of the stream")
+    save_figure(figure, path)
+
+
 def lineage_figure(path, base, rows, details) -> None:
     """Draw how much of each suspect's layers is the base's, and the maps of layers that tell more."""
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"

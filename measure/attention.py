@@ -9,6 +9,7 @@ torch.Size([8, 6, 8, 1])
 """
 
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,9 @@ def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor
     """
     keys = in_front(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # the position of the first key: 1, or 0 with an explicit sink
+    (there,) = torch.nonzero(positions >= first, as_tuple=True)
     values = torch.zeros_like(keys)
-    values[:, :, positions - first, torch.arange(len(positions))] = 1
+    values[:, :, positions[there] - first, there] = 1
     return causal_attention(q, keys, values)[..., : len(positions)]
 
 
@@ -140,6 +142,39 @@ class LayerMean:
     def stack(self) -> Tensor:
         """(layers, ...), the lowest layer first."""
         return torch.stack([self.means[layer] for layer in sorted(self.means)])
+
+
+@torch.inference_mode()
+def constants_at(model: Transformer, tokens: Tensor, position=1):
+    """The keys and the values, (L, G Dh) each, that a position has in the mean over sequences (n, T)."""
+    keys, values = LayerMean(len(tokens)), LayerMean(len(tokens))
+
+    def on_heads(layer, heads, q, k, v):
+        keys.add(layer, k[:, :, position - 1].flatten(1))
+        values.add(layer, v[:, :, position - 1].flatten(1))
+
+    for part in batches(tokens[:, :position]):  # later ones cannot change it
+        model.hidden(part, on_heads=on_heads)
+    return keys.stack(), values.stack()
+
+
+def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None) -> Transformer:
+    """The same weights in the same memory, with keys and values (L, G Dh) as explicit sinks.
+
+    Given `layers`, from 1, others have none: such a model is there to be measured, and cannot be saved.
+    """
+    with torch.device("meta"):
+        other = Transformer(replace(model.config, explicit_sink=True))
+    weights = model.state_dict()
+    for layer, (key, value) in enumerate(zip(keys, values)):
+        attention = f"model.layers.{layer}.self_attn"
+        like = weights[f"{attention}.k_proj.weight"]
+        weights |= {f"{attention}.sink_key": key.to(like), f"{attention}.sink_value": value.to(like)}
+    other.load_state_dict(weights, assign=True)
+    for layer, block in enumerate(other.model.layers, start=1):
+        if layers is not None and layer not in layers:
+            block.self_attn.sink_key = block.self_attn.sink_value = None
+    return other.eval()
 
 
 class RunningStd:

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lib import kernels
 from measure.attention import LayerMean, batches, disparity, mean_attention, sink_key
 from model import Transformer
 
-CHUNK = 128  # positions whose logits exist at a time: 78 MB of Qwen's 151,936 tokens
+PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, those to the eighth, those after it
+SELECTIVITY = 20
+LEAST_SHARE = 0.001
 LEAST_DISPARITY = 50  # a dimension dominates from where disparity doubles and passes this (ours)
 
 
@@ -82,6 +84,17 @@ class Activity:
         """The (layer, unit) that build most of the dimension after a layer, most first; at most `count`."""
         added = self.contributions(layer)[:layer]
         return ranked(added, max(1, min(count, (added > 0).sum().item())))
+
+    def selective(self):
+        """The builders that are active at position 1 alone, most first (ours).
+
+        There they are SELECTIVITY times as active as elsewhere, and each makes LEAST_SHARE of the dimension.
+        """
+        added = self.contributions(self.layer)[: self.layer]
+        needed = LEAST_SHARE * self.state[self.layer].abs().max()
+        is_selective = self.at_1.abs()[: self.layer] >= SELECTIVITY * self.elsewhere[: self.layer]
+        count = int((is_selective & (added >= needed)).sum())
+        return ranked(added * is_selective, count)
 
     def num_needed(self, layer, share):
         """How many builders make a share of the dimension after a layer."""
@@ -170,25 +183,56 @@ def replace_units(units, means=None):
     return on_units
 
 
-@torch.inference_mode()
-def alpha_and_loss(model: Transformer, tokens: Tensor, on_state, streams=None, start=1):
-    """alpha_1 (n, layers, H) on the CPU, and the mean loss in nats/token, of tokens (n, T).
+@contextlib.contextmanager
+def rounded_inputs(model: Transformer, scale):
+    """While this lasts, what each projection of the blocks reads is rounded to 8 bits (255 levels).
 
-    If `start` is above 1, `streams` (B, T, d) in front of that layer, one a batch, take the tokens' place.
+    One scale serves a `token`, or a sequence's whole `tensor`: its largest |number| is 127.
     """
-    alphas, total = defaultdict(list), 0.0
+    axes = {"token": (2,), "tensor": (1, 2)}[scale]
+
+    def hook(module, inputs):
+        (x,) = inputs  # (B, T, d)
+        step = x.abs().amax(axes, keepdim=True).clamp(min=1e-30) / 127
+        return (x / step).round() * step
+
+    with contextlib.ExitStack() as stack:
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                stack.enter_context(module.register_forward_pre_hook(hook))
+        yield
+
+
+@torch.inference_mode()
+def alpha_and_loss(model: Transformer, tokens: Tensor, on_state, streams=None, start=1, before=0):
+    """What queries pay to position 1, and the losses in nats/token, of tokens (n, T).
+
+    Returns alpha_1 (n, layers, H), what an explicit sink gets, alike (0 without one), and a dictionary: the
+    mean `loss`, that of the first prediction, and of those from the ninth on (None where there are none). The
+    first `before` tokens are in front of the text: predictions of them, and of the token that follows, do not
+    count. If `start` is above 1, `streams` (B, T, d) in front of that layer, one a batch, take the tokens'
+    place.
+    """
+    alphas = defaultdict(list)
+    totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v):
-        alphas[layer].append(mean_attention(q, k, (1,), sink_key(model, layer))[..., 0].cpu())
+        alphas[layer].append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
 
     for number, part in enumerate(batches(tokens)):
         inputs = streams[number] if start > 1 else part
         states = model.hidden(inputs, on_heads=on_heads, on_state=on_state, start=start)
-        predictions = states[:, :-1].flatten(0, 1).split(CHUNK)  # (CHUNK, d): logits of all would not fit
-        for some, targets in zip(predictions, part[:, 1:].flatten().split(CHUNK)):
-            total += F.cross_entropy(model.unembed(some), targets, reduction="sum").item()
-    alpha = torch.stack([torch.cat(parts) for parts in alphas.values()], dim=1)
-    return alpha, total / tokens[:, 1:].numel()
+        states = states[:, before:-1]
+        targets = part[:, before + 1 :]
+        for place, some in enumerate(PREDICTIONS):
+            chosen = (states[:, some].flatten(0, 1), model.head_weight, targets[:, some].flatten())
+            totals[place] += kernels.summed_cross_entropy(*chosen).item()
+    alpha_1, alpha_0 = torch.stack([torch.cat(parts) for parts in alphas.values()], dim=1).unbind(-1)
+    n = len(tokens)
+    count = tokens.shape[1] - before - 1  # predictions of a sequence
+    losses = {"loss": totals.sum().item() / (n * count), "loss_first": totals[0].item() / n}
+    losses["loss_from_ninth"] = totals[2].item() / (n * (count - 8)) if count > 8 else None
+    return alpha_1, alpha_0, losses
 
 
 def ablate(model: Transformer, tokens: Tensor, seen, cases):
@@ -196,7 +240,7 @@ def ablate(model: Transformer, tokens: Tensor, seen, cases):
 
     A case is an `on_units`, and the first layer that it changes: what lies below runs once.
     """
-    streams = {start: [] for _, start in cases}  # (B, T, d) of each batch, in front of a layer
+    streams = {start: [] for _, start in cases if start > 1}  # (B, T, d) of each batch, in front of a layer
     at_1 = []
 
     def see(layer, x):
@@ -208,12 +252,12 @@ def ablate(model: Transformer, tokens: Tensor, seen, cases):
         if layer + 1 in streams:
             streams[layer + 1].append(x)
 
-    whole, loss = alpha_and_loss(model, tokens, see_and_keep)
+    whole, _, losses = alpha_and_loss(model, tokens, see_and_keep)
     state = torch.cat(at_1)
-    yield whole, loss, state
+    yield whole, losses["loss"], state
     for on_units, start in cases:
         at_1.clear()
         with hidden_units(model, on_units):
-            alpha, loss = alpha_and_loss(model, tokens, see, streams[start], start)
+            alpha, _, losses = alpha_and_loss(model, tokens, see, streams.get(start), start)
         changed = torch.cat(at_1) if start <= seen else state
-        yield torch.cat((whole[:, : start - 1], alpha), dim=1), loss, changed
+        yield torch.cat((whole[:, : start - 1], alpha), dim=1), losses["loss"], changed
