@@ -33,7 +33,7 @@ def start(settings: RunSettings):
     device = choose_device(getattr(settings, "device", "cpu"))
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
+        join_group(backend, timedelta(seconds=PATIENCE))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
@@ -48,6 +48,14 @@ def start(settings: RunSettings):
             print(f"--dtype auto: {dtype} on {device.type}")
     settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
     return settings, device, getattr(torch, dtype)
+
+
+def join_group(backend, patience) -> None:
+    """Join torchrun's processes. After a restart its store still holds the addresses of those before them."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=patience))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines: each of several counts restarts for itself
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group(backend, timeout=patience, world_size=size, rank=rank, store=store)
 
 
 def choose_device(name):
