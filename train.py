@@ -77,7 +77,7 @@ class Settings(RunSettings):
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
     keep: Literal["powers", "all", "last"] = "powers"  # checkpoints: steps 1, 2, 4, ..; and all saved; none
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
-    resume: bool = False  # go on from the newest whole checkpoint in --out, with that run's settings
+    resume: bool = False  # go on from the newest whole checkpoint in --out, if any, with that run's settings
     out: str = "runs/default"  # run folder
 
 
@@ -334,17 +334,15 @@ def model_config(settings: Settings, vocab_size):
         raise UserError(f"sizes that do not fit: {error}") from None
 
 
-def completed_settings(settings: Settings, flags):
-    """What a command line with these flags means: to resume, what it leaves out is as in settings.json."""
+def completed_settings(settings: Settings, flags, in_files):
+    """What a command line of flags and config files means: to resume, the rest is as in settings.json."""
     of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
     if not settings.resume:
         return settings
-    defaults = Settings()
-    in_config = {name for name, value in vars(settings).items() if value != getattr(defaults, name)}
-    begun = runs.begun_settings(settings)
-    settings = runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_config)
+    begun = runs.begun_settings(settings, may_begin=bool(in_files or flags - MAY_CHANGE))
+    settings = runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_files)
     if settings.max_iters != begun.max_iters and is_first_process():
         folders = checkpoint.steps(settings.out)
         step = int(folders[-1].name.removeprefix("step_")) if folders else 0

@@ -8,8 +8,9 @@
 
 A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
 download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
-with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is .txt, .md, .rst and
-.py, where a file is a document, and .jsonl, where the "text" of a line is; all in UTF-8, and .gz of these.
+with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is what TEXT lists: a
+file is a document, but of .jsonl the "text" of a line is; all in UTF-8, and .gz of these. Line ends of files
+become "\\n"; strings in .jsonl keep theirs.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
 .json, or .txt with the name of one that needs no file. Every document begins with BOS, or with EOS if the
@@ -21,6 +22,7 @@ import functools
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -28,6 +30,7 @@ import sysconfig
 import warnings
 import zlib
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import exists, isdir
@@ -44,9 +47,17 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
 from lib.tokenizers import load_tokenizer
 
-PAGE = 2**16  # characters: a longer file is read in pieces, cut at line ends
+PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
-TEXT = (".txt", ".md", ".rst", ".py", ".jsonl")  # endings of files of text, before .gz
+TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text, before .gz
+TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
+END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
+SPLIT = (  # a line of shell
+    "python -c 'import json; "
+    '[print(json.dumps({"text": t.strip()})) for t in open(0).read().split("<|endoftext|>")]'
+    "' <IN.txt >OUT.jsonl"
+)
+NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 OF_A_BUILD = ("version.py", "__config__.py")  # files of theirs that say how a package was built
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
@@ -78,7 +89,7 @@ def pieces_of(name):
     """The Pieces of one name in a source."""
     if name == "backcopy":
         return map(Piece, backcopy())
-    if name not in ("python", "docstrings", "packages"):
+    if name not in NAMES:
         return itertools.chain.from_iterable(map(read, text_files(name)))
     if name == "packages":
         files = package_files()
@@ -106,19 +117,32 @@ def ending(file):
     return Path(file.name.removesuffix(".gz")).suffix.lower()
 
 
-def text_files(name):
-    """The files that a name means, each once: itself, all text in a folder, a glob's; UserError if none."""
-    expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, python, docstrings, packages or backcopy"
+def files_of(name):
+    """The files that a name means, each once: itself, a glob's, or all in a folder but what is hidden."""
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
         if isdir(path):
-            inside = [file for file in sorted(path.rglob("*")) if ending(file) in TEXT and file.is_file()]
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
             files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
-        elif ending(path) in TEXT:
+        else:
             files.append(path)
-    if not files:
-        raise UserError(f"no text in '{name}': expected {expected}")
     return dict.fromkeys(files)
+
+
+def text_files(name):
+    """Those of them that are text; UserError if none."""
+    files = [file for file in files_of(name) if ending(file) in TEXT]
+    if not files:
+        expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, {', '.join(NAMES)}"
+        raise UserError(f"no text in '{name}': expected {expected}")
+    return files
+
+
+def passed_over(source):
+    """The files of a source that are no text, counted by their endings, in words."""
+    files = itertools.chain(*[files_of(name) for name in source if name not in NAMES])
+    endings = Counter(ending(file) for file in files if ending(file) not in TEXT)
+    return ", ".join(f"{count:,} {ending or 'without ending'}" for ending, count in endings.most_common())
 
 
 def read(file):
@@ -156,14 +180,14 @@ def pages(lines):
 
 
 def json_lines(file, lines):
-    """The Pieces of a .jsonl file's lines, a document each."""
+    """The Pieces of the documents that a .jsonl file's lines are."""
     for number, line in enumerate(lines, start=1):
         try:
             text = json.loads(line)["text"] if line.strip() else ""
             text = text.encode("utf-8", "replace").decode()  # without lone surrogates
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
-        yield Piece(text.removeprefix("\ufeff"))  # a byte order mark
+        yield from pages(io.StringIO(text.removeprefix("\ufeff")))  # a byte order mark
 
 
 def docstrings(code):
@@ -215,6 +239,8 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
+    if files := passed_over(settings.source):
+        print(f"passed over, as no text: {files}")
     tokenizer = load_tokenizer(settings.tokenizer, (piece.text for piece in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
@@ -237,6 +263,7 @@ def write_tokens(folder, source, tokenizer, share):
     starts = array("Q")  # of documents, in tokens
     num_bytes = 0
     num_tokens = 0
+    num_ends = 0
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
@@ -250,9 +277,12 @@ def write_tokens(folder, source, tokenizer, share):
                 size = len(piece.text.encode())
                 bar.update(size)
                 num_bytes += size
+                num_ends += piece.text.count(END)
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
+    if num_ends >= len(starts):
+        print(f"{END}, {num_ends:,} times in the text, ends no document. To split a file there:\n{SPLIT}")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
     sizes = split_tokens(folder, dtype, spans)

@@ -15,14 +15,23 @@ from lib import checkpoint, data, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.results import commit
-from lib.settings import LARGEST_NUMBER, UserError, from_values
+from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
 
 
-def begun_settings(settings):
-    """The settings that the run in the folder `out` was begun with; UserError if there is none to resume."""
+def begun_settings(settings, may_begin=False):
+    """The settings that the run in the folder `out` was begun with; where there is none, UserError.
+
+    With `may_begin` these settings begin a run there instead, which is said: so the same command, given again
+    and again, begins a run and goes on with it.
+    """
     path = Path(settings.out, "settings.json")
     if not path.exists() and not checkpoint.steps(settings.out):
-        raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
+        if not may_begin:
+            hint = "check --out, or name a config file, or begin one without --resume"
+            raise UserError(f"no run in {settings.out} to resume: {hint}")
+        if is_first_process():
+            print(f"no run in {settings.out} to resume: it begins")
+        return settings
     return from_values(type(settings), read_json(path), path)
 
 

@@ -6,6 +6,7 @@ Under `torchrun` the same command shares its work among processes; rank 0 prints
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import signal
 import tempfile
@@ -33,7 +34,7 @@ def start(settings: RunSettings):
     device = choose_device(getattr(settings, "device", "cpu"))
     if dist.is_torchelastic_launched() and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
+        join_group(backend, timedelta(seconds=PATIENCE))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
@@ -48,6 +49,14 @@ def start(settings: RunSettings):
             print(f"--dtype auto: {dtype} on {device.type}")
     settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
     return settings, device, getattr(torch, dtype)
+
+
+def join_group(backend, patience) -> None:
+    """Join torchrun's processes. After a restart its store still holds the addresses of those before them."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=patience))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines: each of several counts restarts for itself
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group(backend, timeout=patience, world_size=size, rank=rank, store=store)
 
 
 def choose_device(name):
@@ -67,11 +76,28 @@ def choose_dtype(device):
     """What `--dtype auto` means here; all ranks take rank 0's choice. Flags of a CPU mislead: it is timed."""
     if device.type == "cuda":
         return "bfloat16"
-    gain = 0.0
-    if rank() == 0:
-        gain = matmul_speed(1024, device, torch.bfloat16) / matmul_speed(1024, device, torch.float32)
+    gain = bfloat16_gain() if rank() == 0 else 0.0
     gain = sum_over_ranks(torch.tensor(gain)).item()
     return "bfloat16" if gain >= 1.5 else "float32"  # from there on it is worth its casts
+
+
+@functools.cache
+def bfloat16_gain(size=384, count=40):
+    """How many times as fast a CPU's products (size, size) are in bfloat16 as in float32.
+
+    One thread makes both in turn, each for two milliseconds or less, and the best of each counts. So it does
+    not matter what other processes do, whose turns on a core are longer.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    matrix = torch.randn(size, size)
+    best = {torch.float32: math.inf, torch.bfloat16: math.inf}  # seconds
+    for _ in range(count):
+        for dtype in best:
+            factor = matrix.to(dtype)
+            best[dtype] = min(best[dtype], seconds_of(torch.nn.functional.linear, factor, factor))
+    torch.set_num_threads(threads)
+    return best[torch.float32] / best[torch.bfloat16]
 
 
 def default_batch_size(device, sequence_length):

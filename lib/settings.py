@@ -40,7 +40,7 @@ class Command(NamedTuple):
 
     function: Callable
     defaults: object  # the settings of a command line without words
-    complete: Callable | None = None  # settings, names of the flags that were given -> the settings meant
+    complete: Callable | None = None  # settings, names that flags gave, that files gave -> the settings meant
     has_config: bool = True  # a word that ends in .py, before the flags, is a config file, and run
     renamed: dict[str, str] = {}  # flags of earlier versions, and what they are called now
 
@@ -97,23 +97,26 @@ def read_command(commands, words, document):
     for flag in flags:
         if flag in command.renamed:
             raise UserError(f"{flag} is called {command.renamed[flag]} now")
-    settings = read_settings(command.defaults, words, document, name, command.has_config)
+    settings, in_files = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
         given = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")]
-        settings = command.complete(settings, {name.removeprefix("no_") for name in given})
+        settings = command.complete(settings, {name.removeprefix("no_") for name in given}, in_files)
     return command.function, settings
 
 
 def read_settings(defaults, words, document, subcommand="", has_config=True):
     """The settings of a command line: `defaults`, then files' values (words in .py before the flags), flags.
 
-    A mistake in a flag ends the process with status 2, as tyro has it; other mistakes raise UserError.
+    Returns the names that the files give, too. A mistake in a flag ends the process with status 2, as tyro
+    has it; other mistakes raise UserError.
     """
     before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     positional = []
+    in_files = set()
     for word in before_flags:
         if has_config and word.endswith(".py"):
-            defaults = read_config_file(word, defaults)
+            defaults, names = read_config_file(word, defaults)
+            in_files |= names
         else:
             positional.append(word)
     settings = tyro.cli(
@@ -127,11 +130,11 @@ def read_settings(defaults, words, document, subcommand="", has_config=True):
     for field in dataclasses.fields(settings):
         if getattr(settings, field.name) == () and field.default != ():
             raise UserError(f"{field.name}: expected one value or more")
-    return from_values(type(settings), vars(settings), "command line")
+    return from_values(type(settings), vars(settings), "command line"), in_files
 
 
 def read_config_file(path, defaults):
-    """The settings that a config file gives; `defaults` for what it does not name."""
+    """The settings that a config file gives, `defaults` for what it does not name; and the names it gives."""
     try:
         names = runpy.run_path(path)
     except Exception as error:  # the file is the user's own code, and may fail in any way
@@ -140,7 +143,7 @@ def read_config_file(path, defaults):
     for name, value in names.items():
         if not name.startswith("_") and not isinstance(value, types.ModuleType):
             values[name] = value
-    return from_values(type(defaults), vars(defaults) | values, path)
+    return from_values(type(defaults), vars(defaults) | values, path), values.keys()
 
 
 def from_values(kind, values, place):

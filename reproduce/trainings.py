@@ -88,7 +88,7 @@ def training(name, config="", **changes) -> train.Settings:
     """The run runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
     run = train.Settings()
     if config:
-        run = read_config_file(str(Path(train.__file__).parent / f"configs/{config}.py"), run)
+        run, _ = read_config_file(str(Path(train.__file__).parent / f"configs/{config}.py"), run)
     return replace(run, out=f"runs/{name}", **changes)
 
 

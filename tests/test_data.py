@@ -114,6 +114,44 @@ def test_documents_of_files(tmp_path):
     assert "".join(texts(long)) == long.read_text() and max(map(len, texts(long))) <= 2**17
 
 
+def test_long_documents_of_jsonl(tmp_path):
+    """They are cut as files are, so that a BPE learns from all of them: also from one line of a megabyte."""
+    words = [f"{i * i % 99_991:x}" for i in range(300_000)]
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.txt"
+    cut.write_text(" ".join(words))
+    write_lines(whole, [cut.read_text(), "short\r\n", "", "a\r\nb"])
+    found = list(data.pieces((str(whole),)))
+    long = found[:-2]
+    assert "".join(piece.text for piece in long) == cut.read_text() and len(cut.read_text()) > 2**20
+    assert max(len(piece.text) for piece in long) <= 2**17 and len(long) > 8
+    assert [piece.begins for piece in found] == [True] + [False] * (len(long) - 1) + [True, True]
+    assert [piece.text for piece in found[-2:]] == ["short\r\n", "a\r\nb"]
+    write_lines(whole, [cut.read_text()])
+    files = [prepare(path, tmp_path / path.stem, tokenizer="bpe:400") for path in (whole, cut)]
+    assert len({data.TokenData(folder).meta.fingerprint for folder in files}) == 1
+
+
+def test_line_ends(tmp_path):
+    """Of a file they become "\\n", whatever they were."""
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n\r\n")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "one\\r\\n"}\r\n{"text": "two"}\r\n')
+    assert texts(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\ntwo\nthree\n\n", "one\r\n", "two"]
+
+
+def test_what_ends_no_document_is_said(tmp_path, capsys):
+    """The line of shell that is printed makes documents of what stands between."""
+    stories = tmp_path / "IN.txt"
+    stories.write_text("Once é.\n<|endoftext|>\nTwice.\n<|endoftext|>\n")
+    assert len(documents_of(prepare(stories, tmp_path / "one", held_out=0.9), "train")) == 1
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line == data.SPLIT
+    line = line.replace("python", sys.executable, 1)
+    subprocess.run(line, shell=True, check=True, cwd=tmp_path)
+    assert texts(tmp_path / "OUT.jsonl") == ["Once é.", "Twice."]
+    prepare(tmp_path / "OUT.jsonl", tmp_path / "two")
+    assert data.END not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
 def test_numbers_that_need_more_than_16_bits(tmp_path, size, dtype):
     ids = [[0, size - 1]]
@@ -122,19 +160,26 @@ def test_numbers_that_need_more_than_16_bits(tmp_path, size, dtype):
 
 
 def test_a_folder_means_all_text_in_it(tmp_path):
-    """Also packed; not what is hidden, nor files of other kinds. A byte order mark is no text."""
+    """Also packed; not what is hidden, and files of other kinds are counted. A byte order mark is no text."""
     folder = tmp_path / "books"
     files = {"b.txt": "b", "a/c.md": "\ufeffc", "a/d.py": "d", "e.RST": "e", ".git/f.txt": "f", "g.png": "g"}
+    files |= dict.fromkeys(["l.csv.gz", "m.jsonl.zst", "a/n.CSV", "LICENSE", ".git/config"], "")
+    files["k.tex"] = "k"
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
     (folder / "h.txt.gz").write_bytes(gzip.compress(b"h\r\n"))
     (folder / "i.jsonl").write_text('\ufeff{"text": "i"}\n{"text": "\ufeffj"}')
-    assert texts(folder) == ["c", "d", "b", "e", "h\n", "i", "j"]
+    assert texts(folder) == ["c", "d", "b", "e", "h\n", "i", "j", "k"]
     assert texts(f"{tmp_path}/b*") == texts(folder)
-    assert sorted(texts(f"{folder}/**")) == sorted(
-        texts(folder)
-    )  # a folder, and what is in it: each file once
+    # A folder, and what is in it: each file once.
+    assert sorted(texts(f"{folder}/**")) == sorted(texts(folder))
+    words = ["--tokenizer", "bytes", "--held-out", 0.5, "--out"]
+    for i, name in enumerate([folder, f"{folder}/**"]):
+        printed = run_here("lib.data", name, *words, tmp_path / f"set{i}").stdout
+        counted = printed.split("passed over, as no text: ")[1].splitlines()[0].split(", ")
+        assert counted[0] == "2 .csv" and sorted(counted[1:]) == ["1 .png", "1 .zst", "1 without ending"]
+    assert "passed over" not in run_here("lib.data", folder / "a/c.md", *words, tmp_path / "set").stdout
 
 
 def test_packages(monkeypatch):

@@ -29,10 +29,25 @@ def test_bfloat16_where_it_is_measured_to_be_fast(tmp_path, monkeypatch, capsys)
     """At 1.5 times float32's speed; the choice is the first thing that an experiment says."""
     settings = RunSettings(out=str(tmp_path), device="cpu")
     for gain, expected in ((1.49, "float32"), (1.51, "bfloat16")):
-        speeds = {torch.float32: 1e11, torch.bfloat16: gain * 1e11}
-        monkeypatch.setattr(runtime, "matmul_speed", lambda size, device, dtype, s=speeds: s[dtype])
+        monkeypatch.setattr(runtime, "bfloat16_gain", lambda gain=gain: gain)
         assert runtime.start(settings)[2] == getattr(torch, expected)
         assert capsys.readouterr().out == f"--dtype auto: {expected} on cpu\n"
+
+
+def test_the_gain_is_of_the_best_times_of_one_thread(monkeypatch):
+    """What disturbs one product of a format, or all of a while, does not matter."""
+    seconds = {torch.float32: [9.0, 9.0, 3.0, 4.0], torch.bfloat16: [9.0, 8.0, 1.5, 7.0]}
+    threads = torch.get_num_threads()
+    order = []
+
+    def seconds_of(work, matrix, _):
+        assert torch.get_num_threads() == 1 and matrix.shape == (8, 8)
+        order.append(matrix.dtype)
+        return seconds[matrix.dtype].pop(0)
+
+    monkeypatch.setattr(runtime, "seconds_of", seconds_of)
+    assert runtime.bfloat16_gain.__wrapped__(8, 4) == 2.0
+    assert order == [torch.float32, torch.bfloat16] * 4 and torch.get_num_threads() == threads
 
 
 def test_ranks_take_the_first_ones_choice(tmp_path):
@@ -45,9 +60,7 @@ def test_ranks_take_the_first_ones_choice(tmp_path):
         from lib import runtime
         from lib.settings import RunSettings
         first = int(sys.argv[1])
-        def speed(size, device, dtype):
-            return 1.0 + (runtime.rank() == first) * (dtype is torch.bfloat16)
-        runtime.matmul_speed = speed
+        runtime.bfloat16_gain = lambda: 1.0 + (runtime.rank() == first)
         settings, _, _ = runtime.start(RunSettings(device="cpu", out=sys.argv[2]))
         print(f"{runtime.rank()} {settings.dtype}\\n", end="")  # at once: ranks share a pipe
         torch.distributed.destroy_process_group()

@@ -74,11 +74,16 @@ def test_help_says_what_stands_behind_each_setting(script):
             assert "".join(meaning.split()) in "".join(plain(help_text).split()), meaning
 
 
-def test_flags_that_complete_a_command():
-    """A command may look at which flags were given: also those that give the default."""
-    commands = {"": Command(rate, Settings(), lambda settings, flags: (settings.steps, flags))}
+def test_names_that_complete_a_command(tmp_path):
+    """A command may look at what flags and config files named: also where they give the default."""
+    commands = {"": Command(rate, Settings(), lambda settings, *names: (settings.steps, *names))}
     words = ["--steps", "100", "--no-resume", "--kind=large", "--seed", "-7"]
-    assert read_command(commands, words, "?") == (rate, (100, {"steps", "resume", "kind", "seed"}))
+    flags = {"steps", "resume", "kind", "seed"}
+    assert read_command(commands, words, "?") == (rate, (100, flags, set()))
+    (tmp_path / "c.py").write_text("import math\nsteps = 100\n_rate = math.pi")
+    (tmp_path / "d.py").write_text("name = 'y'")
+    files = [str(tmp_path / "c.py"), str(tmp_path / "d.py")]
+    assert read_command(commands, files + words, "?") == (rate, (100, flags, {"steps", "name"}))
 
 
 def test_config_file_then_flags(tmp_path):

@@ -228,7 +228,7 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
 def test_configs(config):
-    settings = read_config_file(str(config), train.Settings())
+    settings, _ = read_config_file(str(config), train.Settings())
     assert settings.sequence_length <= PRESETS[settings.model].context_length
     assert settings.out == f"runs/{config.stem}"
 
@@ -391,10 +391,72 @@ def test_one_process_group_a_run(stopped):
     assert kill_training.contents(stopped) == before
 
 
-def test_resuming_where_there_is_no_run(stopped, tmp_path):
+def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
+    """What may be a typo is refused; what names a run's settings, the default's too, begins one."""
     for folder in (tmp_path / "typo", checkpoint.steps(stopped)[0]):
-        assert_refused(run_here("train.py", "--resume", "--out", folder), f"no run in {folder}")
+        for words in ([], ["--max-iters", 9, "--no-track-sinks", "--device=cpu"]):
+            assert_refused(run_here("train.py", "--resume", "--out", folder, *words), f"no run in {folder}")
     assert not (tmp_path / "typo").exists()
+    done = run_here("train.py", "--resume", *words_of(small(tokens, tmp_path / "a")))
+    assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: it begins" in done.stdout
+    assert same_bits(tmp_path / "a", whole)
+    config = tmp_path / "config.py"
+    config.write_text(f"resume = True\nout = {str(tmp_path / 'b')!r}\nseed = 42\ndata = {str(tokens)!r}\n")
+    assert_refused(run_here("train.py", config, "--sequence-length", 257), "context")  # seed: as if to begin
+
+
+def test_a_config_file_that_names_the_default(copied, tmp_path):
+    """The run goes on to the file's 600 steps, the default, and not to its own four."""
+    config = tmp_path / "config.py"
+    config.write_text("max_iters = 600\nglobal_batch_size = 4\n")
+    settings, flags = train.Settings(out=str(copied), resume=True, global_batch_size=4), {"resume", "out"}
+    assert train.completed_settings(settings, flags, {"max_iters", "global_batch_size"}).max_iters == 600
+    assert train.completed_settings(settings, flags, set()).max_iters == 4
+    config.write_text("learning_rate = 1e-3\n")  # the default, but not this run's
+    assert_refused(run_here("train.py", config, "--resume", "--out", copied), "--learning-rate 0.002")
+
+
+# A config file, the user's own Python: rank 1 of torchrun's first attempt is killed in its sixth step.
+KILLED = """
+import os
+import signal
+
+import __main__
+from lib import runtime
+
+_rate = __main__.learning_rate
+
+
+def _killed(step, settings):
+    if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (5, "1", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _rate(step, settings)
+
+
+__main__.learning_rate = _killed
+runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes seconds
+"""
+
+
+def test_a_killed_rank_and_torchruns_restart(tokens, tmp_path):
+    """The same command begins a run and goes on with it, to the bits of an undisturbed one.
+
+    That one is made by one process, whose two micro-batches are the two ranks': each sum has two parts.
+    """
+    config = tmp_path / "config.py"
+    config.write_text(KILLED + "".join(f"{name} = {value!r}\n" for name, value in TWELVE.items()))
+    words = ["train.py", config, "--resume", "--data", tokens, "--out", tmp_path / "killed"]
+    done = run_script("--max-restarts=1", *words, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("it begins") == 1 and done.stderr.count("exitcode: -9") == 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as torchrun has it
+    whole = train.train(small(tokens, tmp_path / "whole", micro_batch_size=2))
+    torch.set_num_threads(threads)
+    assert losses(tmp_path / "killed") == losses(whole)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = [checkpoint.steps(run)[-1] / name for run in (tmp_path / "killed", whole)]
+        assert last[0].read_bytes() == last[1].read_bytes()
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped):
