@@ -19,6 +19,7 @@ takes a data set's held-out ones; --first-token begins each (flags of TextSettin
 over sequences. On a first reading leave out `first` and `intervene`.
 """
 
+import contextlib
 import itertools
 import re
 from collections import defaultdict
@@ -44,7 +45,8 @@ from measure import attention
 from measure.units import ablate, alpha_and_loss, hidden_units, observe, replace_units, rounded_inputs
 
 FIRST_TOKENS = 24  # that `first` tries
-TRANSPLANTED = ("unchanged", "builders at zero", "transplanted", "transplanted, builders at zero")
+CHAINED = ("unchanged", "transplanted")  # cases of `transplant` whose chain is measured, too
+ROUNDED = (*CHAINED, "builders at zero", "transplanted, builders at zero", "token in front")  # and in 8 bits
 ACTIVE = 0.1  # from this share of its mean activation at position 1 on, a builder counts as active (ours)
 LISTED = 10  # builders that `anatomy` lists, and half as many removers
 
@@ -390,7 +392,7 @@ def transplant(settings: TransplantSettings):
 
 
 def transplants(settings: TransplantSettings, spec, model):
-    """A row for each length and case; of the first four cases also one for each layer, and each sequence."""
+    """A row for each length and case, and the lists that figure and docs read."""
     if spec.config.explicit_sink:
         raise UserError(f"{spec.label} has an explicit sink already")
     lists = defaultdict(list)
@@ -399,23 +401,22 @@ def transplants(settings: TransplantSettings, spec, model):
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(settings, model, activity, others)
-        for kind, changed, units, token in progress(cases, desc="transplant", unit=" cases", leave=False):
+        for kind, changed, units, in_front in progress(cases, desc="transplant", unit=" cases", leave=False):
+            reading = torch.cat((in_front.expand(len(tokens), -1), tokens), dim=1)
+            before = in_front.shape[1]
             key = {"kind": kind, "sequence_length": T}
-            reading = tokens
-            if token is not None:
-                reading = torch.cat((torch.full_like(tokens[:, :1], token), tokens), dim=1)
-            before = reading.shape[1] - T
             with hidden_units(changed, replace_units(units)):
-                row, largest, sequences = effects(changed, reading, builder, before)
-                if kind in TRANSPLANTED or token is not None:
+                row, largest = effects(changed, reading, builder, before)
+                if kind in ROUNDED:
                     row |= rounded_losses(changed, reading, before)
-                if kind in TRANSPLANTED:
+                if kind in CHAINED:
                     chain = attention.Chain(changed, len(tokens))
-                    layers = summaries(changed, chain, observe(changed, tokens, chain))
-                    lists["layers"] += [key | link | {"largest": largest[link["layer"]]} for link in layers]
-                    lists["sequences"] += [key | sequence for sequence in sequences]
+                    activity = observe(changed, tokens, chain)
+                    lists["chain"] += [key | link for link in summaries(changed, chain, activity)]
+                    lists["first_tokens"] += [key | token for token in by_token(changed, tokens, builder)]
             lists["rows"].append(key | row)
-            if kind == "transplanted" and T == settings.sequence_length[0] and settings.save:
+            lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
+            if kind == "transplanted" and settings.save and T == settings.sequence_length[0]:
                 tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
                 save(Path(settings.save), changed, tokenizer=tokenizer)
     return lists
@@ -433,28 +434,34 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 
 
 def transplant_cases(settings: TransplantSettings, model, activity, others):
-    """The (kind, model, hidden units at zero, token in front or None) that `transplant` measures."""
+    """The (kind, model, hidden units at zero, tokens in front of the text) that `transplant` measures."""
     keys, values = attention.constants_at(model, others)
     whole = attention.with_constants(model, keys, values)
     units = activity.selective()
+    nothing = others[:1, :0]  # (1, 0)
     tokens = others.unique()
-    places = np.linspace(0, len(tokens) - 1, 5)[1:-1] if settings.controls else [len(tokens) // 2]
-    cases = [("unchanged", model, [], None), ("builders at zero", model, units, None)]
-    cases += [("transplanted", whole, [], None), ("transplanted, builders at zero", whole, units, None)]
-    for token in tokens[np.array(places).astype(int)].tolist():
-        cases.append((f"token in front: {token}", model, [], token))
+    ordinary = tokens[[len(tokens) // 2, len(tokens) // 4, 3 * len(tokens) // 4]]
+    cases = [
+        ("unchanged", model, [], nothing),
+        ("builders at zero", model, units, nothing),
+        ("transplanted", whole, [], nothing),
+        ("transplanted, builders at zero", whole, units, nothing),
+        ("token in front", model, [], ordinary[None, :1]),
+    ]
     if not settings.controls:
         return cases
+    for token in ordinary[1:]:
+        cases.append((f"token in front: {token}", model, [], token.view(1, 1)))
     builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
     if set(builders) != set(units):
-        cases.append(("builders of 99 % at zero", model, builders, None))
+        cases.append(("builders of 99 % at zero", model, builders, nothing))
     L = model.config.num_layers
     jump = (activity.jumps() or [activity.layer])[0]
     some_layers = {"layer 1": [1], f"layers 1 to {jump}": range(1, jump + 1)}
     some_layers[f"from layer {jump + 1}"] = range(jump + 1, L + 1)
     for name, layers in some_layers.items():
         partly = attention.with_constants(model, keys, values, layers)
-        cases.append((f"transplanted, {name}", partly, [], None))
+        cases.append((f"transplanted, {name}", partly, [], nothing))
     wrong = {"constants of position 2": attention.constants_at(model, others, position=2)}
     G = model.config.kv_heads
     if G > 1:  # each head has its neighbour's
@@ -462,7 +469,7 @@ def transplant_cases(settings: TransplantSettings, model, activity, others):
     generator = keyed_generator("transplant", settings.input_seed)
     wrong["drawn constants"] = [drawn_like(x.view(L, G, -1), generator).flatten(1) for x in (keys, values)]
     for kind, constants in wrong.items():
-        cases.append((kind, attention.with_constants(model, *constants), [], None))
+        cases.append((kind, attention.with_constants(model, *constants), [], nothing))
     return cases
 
 
@@ -473,40 +480,53 @@ def drawn_like(vectors, generator):
 
 
 def effects(model, tokens, builder, before):
-    """What a case comes to: its row, the largest |number| by layer, and a row for each sequence (n, T).
+    """A case's row for tokens (n, T), the first `before` of them in front of the text; `largest` by layer.
 
-    The first `before` tokens stand in front of the text. `disparity` is the largest of the layers', at
-    position 1; `largest` that of the stream after any layer, at any position.
+    `disparity` is the largest of all layers', at position 1; `largest` the largest |number| of the stream
+    after a layer, at any position.
     """
     disparities = attention.LayerMean(len(tokens))
     largest = defaultdict(float)  # by layer
-    activations = []
-
-    def on_units(layer, units):
-        if layer == builder[0]:
-            activations.append(units[:, 0, builder[1]].float().abs().cpu())
 
     def on_state(layer, x):
         if layer > 0:  # 0 is the input
             largest[layer] = max(largest[layer], x.abs().amax().item())
             disparities.add(layer, attention.disparity(x[:, 0]))
 
-    with hidden_units(model, on_units):
+    with builder_activation(model, builder) as activations:
         alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before=before)
-    activation = torch.cat(activations)  # (n,)
-    sink_share = attention.sink_share(alpha)  # (n,)
     row = {
-        "sink_rate": sink_share.mean().item(),
+        "sink_rate": attention.sink_share(alpha).mean().item(),
         "alpha1": alpha.mean().item(),
         "constant_alpha": constant_alpha.mean().item(),
-        "builder_activation": activation.mean().item(),
+        "builder_activation": torch.cat(activations).mean().item(),
         "disparity": disparities.stack().max().item(),
         "largest": max(largest.values()),
     }
-    sequences = []
-    for first, size, share in zip(tokens[:, 0].tolist(), activation.tolist(), sink_share.tolist()):
-        sequences.append({"first_token": first, "builder_activation": size, "sink_rate": share})
-    return row | losses, largest, sequences
+    return row | losses, largest
+
+
+@contextlib.contextmanager
+def builder_activation(model, builder):
+    """While this lasts, a list takes in the |activation| of a (layer, unit) at position 1, (B,) each time."""
+    activations = []
+
+    def on_units(layer, units):
+        if layer == builder[0]:
+            activations.append(units[:, 0, builder[1]].float().abs().cpu())
+
+    with hidden_units(model, on_units):
+        yield activations
+
+
+def by_token(model, tokens, builder):
+    """The first builder's |activation| at position 1, a row for each token of a text that may stand there."""
+    found = tokens.unique()
+    with builder_activation(model, builder) as activations:
+        for part in attention.batches(found[:, None]):  # position 1 sees no later one
+            model.hidden(part)
+    sizes = torch.cat(activations).tolist()
+    return [{"token": token, "builder_activation": size} for token, size in zip(found.tolist(), sizes)]
 
 
 def rounded_losses(model, tokens, before):

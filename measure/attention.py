@@ -169,7 +169,8 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
     for layer, (key, value) in enumerate(zip(keys, values)):
         attention = f"model.layers.{layer}.self_attn"
         like = weights[f"{attention}.k_proj.weight"]
-        weights |= {f"{attention}.sink_key": key.to(like), f"{attention}.sink_value": value.to(like)}
+        for name, constant in (("sink_key", key), ("sink_value", value)):
+            weights[f"{attention}.{name}"] = constant.to(like).clone()
     other.load_state_dict(weights, assign=True)
     for layer, block in enumerate(other.model.layers, start=1):
         if layers is not None and layer not in layers:
