@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from scipy.special import logsumexp
 from scipy.stats import binom
-from torch import Tensor
 
 from init import keyed_generator
 from lib.runtime import sum_over_ranks
@@ -34,7 +33,7 @@ class CosineStatistics:
         self.sum = torch.zeros(d, dtype=torch.float64, device=device)
         self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
 
-    def update(self, states: Tensor) -> None:
+    def update(self, states) -> None:
         """Add states (n, d)."""
         unit = states.double() / states.double().norm(dim=1, keepdim=True)
         self.count += len(unit)
@@ -46,7 +45,7 @@ class CosineStatistics:
         for tensor in (self.count, self.sum, self.outer):
             sum_over_ranks(tensor)
 
-    def direction(self) -> Tensor:
+    def direction(self):
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
         return self.sum / self.count
 
@@ -58,19 +57,20 @@ class CosineStatistics:
         if not self.sum.isfinite().all():
             raise UserError("the model's states are zero or not finite: check its weights for NaN")
         n = self.count.item()
-        mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
-        mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
+        pairs = n * (n - 1)
+        mean = (self.sum.square().sum().item() - n) / pairs
+        mean_square = (self.outer.square().sum().item() - n) / pairs
         return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
 
 
-def pairwise_cosine(states: Tensor):
+def pairwise_cosine(states):
     """Mean and standard deviation of the cosine over all pairs of states (n, d), as columns of a row."""
     statistics = CosineStatistics(states.shape[1], states.device)
     statistics.update(states)
     return statistics.summary()
 
 
-def floored_cosine(states: Tensor, epsilon):
+def floored_cosine(states, epsilon):
     """`pairwise_cosine` with norms of at least `epsilon`, as torch's `cosine_similarity` computes it.
 
     A state shorter than epsilon gets cosines that are too small.
@@ -90,7 +90,7 @@ def binomial_log10_p(count, n, num_choices):
 
 
 @functools.cache
-def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
+def uniform_counts(n, num_choices, ranks, repetitions=1000):
     """Expected counts of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), by simulation.
 
     The first one is the baseline of BB Figure 1a. For 1,000 draws of a token its standard error is below 1 %.

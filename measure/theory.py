@@ -4,10 +4,10 @@
     >>> [round(c, 4) for c in theory.relu_recursion(3)]  # BB Proposition 2
     [0.0, 0.3183, 0.4937, 0.6048]
 
-Two ideas carry most of it. A layer of random weights is wide, so its pre-activations are Gaussian, and one
-scalar function, the activation's kernel, carries cosines from layer to layer. Attention at birth is close to
-uniform, so position i averages positions 1..i. Each docstring gives the formulas, and the code below it uses
-their order and letters. What the formulas do not describe raises Unknown.
+Most of it follows from two ideas. A layer of random weights is wide, so its pre-activations are Gaussian, and
+one scalar function, the activation's kernel, turns cosines before a layer into cosines after it. Attention at
+birth is close to uniform, so position i averages positions 1..i. Each docstring gives the formulas, and the
+code below it uses their order and letters.
 """
 
 import functools
@@ -15,27 +15,27 @@ import math
 
 import torch
 from numpy.polynomial.polynomial import polyval
-from torch import Tensor, nn
+from torch import nn
 
 from init import STD, residual_std
-from model import ACTIVATIONS, GATED, MLP, ModelConfig, Transformer
+from model import ACTIVATIONS, GATED
 
 KNOWN_SCHEMES = ("gpt2", "normal", "centered")
 KNOWN_NORMS = ("rmsnorm", "layernorm")
 
 
 class Unknown(Exception):
-    """The formulas do not describe a newborn; the message names what they do not know."""
+    """Theory does not describe a newborn; the message names what it does not know."""
 
 
 def check_scheme(scheme) -> None:
-    """Raise Unknown for a scheme of `init.py` that the formulas do not describe."""
+    """Raise Unknown for a scheme of `init.py` that theory does not describe."""
     if scheme not in KNOWN_SCHEMES:
         raise Unknown(f"--init {scheme}")
 
 
-def check_known(config: ModelConfig) -> None:
-    """Raise Unknown for a norm or a calibration that the formulas do not describe."""
+def check_known(config) -> None:
+    """Raise Unknown for a norm or a calibration that theory does not describe; it takes any activation."""
     if config.norm not in KNOWN_NORMS:
         raise Unknown(f"the norm {config.norm}")
     if config.attn_calibration != "none":
@@ -48,13 +48,15 @@ def gaussian_grid(points, device="cpu"):
     An odd number of points has a node at 0, where ReLU has its kink.
     """
     z = torch.linspace(-9, 9, points, dtype=torch.float64, device=device)
-    return z, torch.exp(-z.square() / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
+    step = z[1] - z[0]
+    w = torch.exp(-z.square() / 2) * step / math.sqrt(2 * math.pi)
+    return z, w
 
 
 # ---- one layer: the activation's kernel --------------------------------------------------------------------
 
 
-def hermite_kernel(phi, terms=64) -> Tensor:
+def hermite_kernel(phi, terms=64):
     """The k_n >= 0, (terms,), of E phi(a) phi(b) = sum_n k_n rho^n for normal a, b of correlation rho.
 
         k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
@@ -69,18 +71,20 @@ def hermite_kernel(phi, terms=64) -> Tensor:
     k = torch.zeros(terms, dtype=torch.float64)
     for n in range(terms):
         k[n] = (weight * value * h).sum().square()
-        before, h = h, (z * h - math.sqrt(n) * before) / math.sqrt(n + 1)
+        after = (z * h - math.sqrt(n) * before) / math.sqrt(n + 1)
+        before = h
+        h = after
     k[-1] += (weight * value.square()).sum() - k.sum()
     return k
 
 
-def mlp_kernel(mlp, s, d, scheme="gpt2") -> Tensor:
-    """The k_n, (terms,), of a hidden layer: inputs of cosine rho give units a mean product of sum k_n rho^n.
+def mlp_kernel(mlp, s, d, scheme="gpt2"):
+    """The k_n, (terms,), of an MLP: for inputs of cosine rho, its units have a mean product of sum k_n rho^n.
 
-    `s` is the standard deviation of a pre-activation. Orthogonal inputs leave the MLP with a cosine of
-    k_0 / sum(k), so k_0 > 0 is what makes states contract. The scheme `centered` removes k_0.
+    `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
+    k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
 
-    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. The two rows have a
+    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. The two rows have a small
     cosine r, with E r^2 = 1/d, so that a part of u follows g:
 
         u = r g + sqrt(1 - r^2) v        v is independent of g
@@ -99,8 +103,9 @@ def mlp_kernel(mlp, s, d, scheme="gpt2") -> Tensor:
 
     k = hermite_kernel(unit)
     if mlp in GATED:
-        independent = torch.cat((k.new_zeros(1), k[:-1]))  # times rho: each coefficient moves up by one power
-        return hermite_kernel(aligned_unit) / d + (1 - 1 / d) * s**2 * independent
+        aligned = hermite_kernel(aligned_unit)
+        independent = torch.cat((k.new_zeros(1), k[:-1]))  # the factor rho moves each k_n up by one power
+        return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
         k[0] = 0
     return k
@@ -119,7 +124,8 @@ def relu_recursion(layers, scheme="gpt2"):
     c = 0.0
     cosines = [c]
     for _ in range(layers):
-        kappa = (math.sqrt(1 - c**2) + c * (math.pi - math.acos(c))) / math.pi
+        angle = math.pi - math.acos(c)
+        kappa = (math.sqrt(1 - c**2) + c * angle) / math.pi
         c = (kappa - lost) / (1 - lost)
         cosines.append(c)
     return cosines
@@ -133,13 +139,13 @@ def amplifier(c, T):
 # ---- averaging: what attention does ------------------------------------------------------------------------
 
 
-def average(S: Tensor) -> Tensor:
+def average(S):
     """M S M^T for covariances S (..., T, T) of positions. M averages: M_ij = 1/i for j <= i, else 0."""
     i = torch.arange(1, S.shape[-1] + 1, dtype=S.dtype, device=S.device)
     return S.cumsum(-2).cumsum(-1) / i.outer(i)
 
 
-def scales(S: Tensor, epsilon=0.0) -> Tensor:
+def scales(S, epsilon=0.0):
     """sqrt(D_i D_j), (T, T), where D_i = S_ii + epsilon. S divided by it is a matrix of cosines."""
     D = S.diag() + epsilon
     return D.outer(D).sqrt()
@@ -148,24 +154,25 @@ def scales(S: Tensor, epsilon=0.0) -> Tensor:
 # ---- the whole newborn network -----------------------------------------------------------------------------
 
 
-def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
+def covariances(config, T, scheme="gpt2", residual=True):
     """S and R, (2, T, T), before and after each block, in the limit of infinite width.
 
     S_ij is the covariance of positions i and j of one sequence, R_ij that of position i of one sequence and
-    position j of another. These two matrices describe a newborn completely; `stream` holds both.
+    position j of another. Each block turns these two matrices into the next two; `stream` holds both.
 
         start:      S = 0.02^2 I                R = 0
         norm:       C = S / sqrt(D_i D_j)       D_i = S_ii + epsilon
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    R goes through the last three steps like S, with the D of S. M is a matrix (`average`); every other
-    product and power is taken entry by entry. With residual=False sublayers replace the stream.
+    R takes the last three steps as S does, with the D of S. M is the matrix of `average`; every other product
+    and power is entry by entry. With residual=False a sublayer replaces the stream. Raises Unknown.
     """
     check_known(config)
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
-    g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance  # fan-ins times variances
+    # A matrix has a gain, its fan-in times the variance of its weights. Here are W_V and W_O, and W_down.
+    g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance
     g_m = config.d_ff * residual_variance
     t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: that of q times that of k, sqrt(d) 0.02 each
     v = math.expm1(t**2)
@@ -179,25 +186,26 @@ def covariances(config: ModelConfig, T, scheme="gpt2", residual=True):
             # Query i gives key a the random weight w_ia. A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). The code takes 1 + v x for
-            # e^(t^2 x): the two agree at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
-            # Normalising the weights of each query to the sum 1 subtracts v C (M C M^T)^2, approximately.
+            # e^(t^2 x); the two agree at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
+            # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
             uniform = average(C)  # M C M^T
-            A = uniform + v * C * (average(C * C) - uniform * uniform)
-            stream = residual * stream + g_a * A
+            uneven = average(C * C) - uniform * uniform
+            stream = residual * stream + g_a * (uniform + v * C * uneven)
         if config.sublayers != "attention":
             C = stream / scales(stream[0], config.norm_epsilon)
-            stream = residual * stream + g_m * torch.from_numpy(polyval(C.numpy(), k.numpy()))
+            kappa = torch.from_numpy(polyval(C.numpy(), k.numpy()))
+            stream = residual * stream + g_m * kappa
         yield stream
 
 
 @functools.cache
-def kernel_recursion(config: ModelConfig, T, scheme="gpt2"):
+def kernel_recursion(config, T, scheme="gpt2"):
     """Cosine of two sequences' last states, R_TT / S_TT, before (0) and after each block."""
     return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]
 
 
 @torch.inference_mode()
-def mean_field(model: Transformer, T):
+def mean_field(model, T):
     """The contraction direction from the weights, (d,) of norm 1, for sequences of T random tokens.
 
     A state is the sum of a mean (d,), which all sequences share, and of Gaussian noise. K (T, T) is the
@@ -207,9 +215,9 @@ def mean_field(model: Transformer, T):
         attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M C M^T
         MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]         h = phi(W_up (m + g noise))
 
-    Matrices are squared entry by entry, [] is the mean over the dimensions of the stream, and g are the gains
-    of the norm. The recursion neglects that early positions have another P and other means, that attention
-    is not quite uniform, and the biases of q, k and v.
+    Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
+    of the norm. Neglected are the other means and the other P of early positions, that attention is not quite
+    uniform, and biases of q, k and v. Raises Unknown.
     """
     check_known(model.config)
     embedding = model.model.embed_tokens.weight
@@ -226,42 +234,42 @@ def mean_field(model: Transformer, T):
     return (m / m.norm()).cpu()
 
 
-def normed(norm: nn.Module, mean: Tensor, K: Tensor):
+def normed(norm, mean, K):
     """m (d,), the gains g (d,), and C (T, T). LayerNorm subtracts the mean of `mean` and adds a bias."""
     g = norm.weight.double()
-    has_mean = isinstance(norm, nn.LayerNorm)
-    mean = mean - mean.mean() if has_mean else mean
+    bias = 0.0
+    if isinstance(norm, nn.LayerNorm):
+        mean = mean - mean.mean()
+        bias = norm.bias.double()
     P = mean.square().mean() + K[-1, -1] + norm.eps
-    m = g * mean / P.sqrt()
-    if has_mean:
-        m = m + norm.bias.double()
+    m = g * mean / P.sqrt() + bias
     return m, g, K / P
 
 
-def attention_update(attention: nn.Module, m: Tensor, g: Tensor, C: Tensor):
+def attention_update(attention, m, g, C):
     """The terms that attention adds to mean (d,) and to K (T, T)."""
     config = attention.config
     W_O = attention.o_proj.weight.double()  # (d, H Dh)
     W_V = attention.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
     W_V = W_V.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)  # (H Dh, d)
-    power = (W_O.square() @ (W_V.square() @ g.square())).mean()  # the mean over dimensions
-    return W_O @ (W_V @ m), power * average(C)
+    power = W_O.square() @ (W_V.square() @ g.square())  # (d,)
+    return W_O @ (W_V @ m), power.mean() * average(C)
 
 
-def mlp_update(mlp: MLP, m: Tensor, g: Tensor, C: Tensor):
+def mlp_update(mlp, m, g, C):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
     Cov(h, h') is Var h at one position. Between two positions it is `slope` times the cosine of their noise.
     """
     expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)
-    power = W_down.square().mean(0)  # (d_ff,), mean square weight of a unit
+    power = W_down.square().mean(0)  # (d_ff,)
     covariance = (power @ slope) * C / scales(C)
     covariance.diagonal().add_(power @ (variance - slope))
     return W_down @ expected, covariance
 
 
-def hidden_moments(mlp: MLP, m: Tensor, noise: Tensor):
+def hidden_moments(mlp, m, noise):
     """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs x ~ N(m, diag(noise)).
 
     Two inputs whose noise has a small correlation rho have hidden units of covariance slope * rho. A gated
@@ -271,22 +279,24 @@ def hidden_moments(mlp: MLP, m: Tensor, noise: Tensor):
         u = up x = up m + (c / s) z + rest         c = gate noise up        Var rest = up^2 noise - (c / s)^2
         slope = (E h z)^2 + Var rest (E phi)^2
 
-    Without a gate, h = phi(up x): `up` is then in the gate's place, and u = 1.
+    Without a gate, `up` takes the place of `gate`, and u = 1.
     """
     z, weight = gaussian_grid(61, noise.device)
     up = mlp.up_proj.weight.double()  # (d_ff, d)
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
-    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); zero for a pruned gate
+    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); s is 0 if a gate was pruned
     phi = mlp.activation((gate @ m)[:, None] + s[:, None] * z)  # (d_ff, nodes)
     u = torch.ones_like(phi)  # the mean of u for each z
     u_variance = torch.zeros_like(s)  # Var rest
     if mlp.gate_proj is not None:
         c = (gate * noise * up).sum(1)
-        u = (up @ m)[:, None] + (c / s)[:, None] * z  # (d_ff, nodes)
-        u_variance = up.square() @ noise - (c / s).square()  # (d_ff,)
+        of_z = c / s  # (d_ff,)
+        u = (up @ m)[:, None] + of_z[:, None] * z  # (d_ff, nodes)
+        u_variance = up.square() @ noise - of_z.square()
     h = phi * u  # the mean of h for each z
     square = phi.square() * (u.square() + u_variance[:, None])  # the mean of h^2 for each z
     expected = h @ weight
     variance = square @ weight - expected.square()
-    slope = (h @ (weight * z)).square() + u_variance * (phi @ weight).square()
-    return expected, variance, slope
+    slope_of_z = (h @ (weight * z)).square()
+    slope_of_rest = u_variance * (phi @ weight).square()
+    return expected, variance, slope_of_z + slope_of_rest

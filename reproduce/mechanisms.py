@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from contraction import (
     COSINES,
@@ -202,7 +201,7 @@ def averaging_limit(T, layers):
 
 
 @functools.cache
-def intra_recursion(config: ModelConfig, T, scheme):
+def intra_recursion(config, T, scheme):
     """Mean cosine within a sequence, each position with itself, too, before (0) and after each attention."""
     layers = theory.covariances(config, T, scheme, residual=False)
     return [(S / theory.scales(S)).mean().item() for S, _ in layers]
@@ -233,14 +232,14 @@ def variance(settings: LengthSettings):
     return births.finish(question, "position", "model", theories, ("std",), **options)
 
 
-def std_by_position(config: ModelConfig, T, scheme):
+def std_by_position(config, T, scheme):
     """The standard deviation at positions 1..T by BB Equation 2, and by `aggregated_std`, in pairs."""
     theory.check_scheme(scheme)
     std = aggregated_std(config, T).tolist()
     return [(std[0] / math.sqrt(i), std[i - 1]) for i in range(1, T + 1)]
 
 
-def aggregated_std(config: ModelConfig, T) -> Tensor:
+def aggregated_std(config, T):
     """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
 
     With t^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
@@ -259,7 +258,7 @@ def aggregated_std(config: ModelConfig, T) -> Tensor:
     return (value_variance * concentration).sqrt()
 
 
-def attention_concentration(T, t) -> Tensor:
+def attention_concentration(T, t):
     """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, t^2), (T,); uniform: 1/i.
 
     With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
