@@ -116,7 +116,7 @@ def predicted(unknown, function, *arguments):
 
 @functools.cache
 def say_once(line) -> None:
-    """Print a line, on one rank."""
+    """Print a line, on rank 0 and only once."""
     if rank() == 0:
         print(line)
 
@@ -177,7 +177,8 @@ def mlp(settings: NewbornSettings):
             for layer, state in enumerate(states_along(functions, x)):
                 row = key | {"stack": stack, "layer": layer, "theory": foreseen[layer]}
                 births.rows.append(row | pairwise_cosine(state))
-                if stack == "mlp0_relu":  # Deep states are short: with torch's epsilon BB's Figure 5 falls.
+                # Deep states are so short that torch's epsilon lowers their cosines (BB footnote 5).
+                if stack == "mlp0_relu":
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
                     births.rows.append(row | floored_cosine(state, epsilon=1e-8))
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
@@ -186,7 +187,7 @@ def mlp(settings: NewbornSettings):
 
 
 def mlp_stacks(standard, scheme):
-    """Yield four stacks of MLPs: a name, a function of states (n, d) for each layer, cosines by theory."""
+    """Yield four stacks of MLPs: a name, functions of states (n, d), and cosines by theory."""
     relu = variant(standard, mlp="relu")
     tanh = variant(standard, mlp="tanh")
     L = standard.config.num_layers

@@ -29,16 +29,16 @@ from lib.settings import Command, RunSettings, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
-NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
-SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
-TOP = 20  # tokens, by rank, that Figure 1a shows
+NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # the default on each device
+SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}  # the default on each device
+TOP = 20  # Figure 1a shows this number of most frequent tokens
 SHOWN = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "uniform_max_count")
 SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # columns that are printed
 
 
 @dataclass
 class Settings(RunSettings):
-    """The settings of `probe`. `run_script` makes a flag of each, and its comment is the flag's help."""
+    """The settings of `probe`. RunSettings adds --out, --device and --dtype."""
 
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, or checkpoints
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
@@ -81,8 +81,8 @@ class Counts:
     """Counts of a model's predictions after random sequences, and cosines of its states.
 
     `tokens` (V,) counts how often each token has the largest logit, and `dimensions` (d,) how often each
-    dimension is the largest of the final state. `cosines` holds those of the final states, and `layers` those
-    of the stream before and after each block.
+    dimension is the largest of the final state. `cosines` describes the final states, and `layers` the stream
+    before and after each block.
     """
 
     def __init__(self, config, device, with_layers=False):
@@ -157,12 +157,13 @@ def preference(model, counts: Counts):
         "direction_token": direction_token,
         "direction_matches": direction_token == top1_token,
         **counts.cosines.summary(),
-        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # of the largest dimension
+        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10
     }
 
 
-# After a user's mistake the script ends with status 2: tyro names the flag that is closest to a misspelt one,
-# and other mistakes raise UserError. A file X.py before the flags sets some of the settings by name.
+# `run_script` makes a flag of each setting, with the setting's comment as help. A file X.py before the flags
+# also sets settings, by name. tyro refuses a misspelt flag, and names the closest one; other mistakes raise
+# UserError. Both end the script with status 2.
 COMMANDS = {"": Command(probe, Settings())}
 
 if __name__ == "__main__":
