@@ -4,8 +4,8 @@
     >>> [round(c, 4) for c in theory.relu_recursion(3)]  # BB Proposition 2
     [0.0, 0.3183, 0.4937, 0.6048]
 
-Most of it follows from two ideas. A layer of random weights is wide, so its pre-activations are Gaussian, and
-one scalar function, the activation's kernel, turns cosines before a layer into cosines after it. Attention at
+The theory rests on two ideas. A layer of random weights is wide, so its pre-activations are Gaussian, and one
+scalar function, the activation's kernel, turns cosines before a layer into cosines after it. Attention at
 birth is close to uniform, so position i averages positions 1..i. Each docstring gives the formulas, and the
 code below it uses their order and letters.
 """
@@ -43,7 +43,7 @@ def check_known(config) -> None:
 
 
 def gaussian_grid(points, device="cpu"):
-    """Nodes z and weights w, (points,) float64, whose sum of w f(z) is E f(z) for z ~ N(0, 1).
+    """Nodes z and weights w, (points,) float64: the sum of w f(z) is E f(z) for z ~ N(0, 1).
 
     An odd number of points has a node at 0, where ReLU has its kink.
     """
@@ -171,7 +171,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
     check_known(config)
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
-    # A matrix has a gain, its fan-in times the variance of its weights. Here are W_V and W_O, and W_down.
+    # The gain of a matrix is its fan-in times the variance of its weights. g_a is that of W_V times that of
+    # W_O, and g_m is that of W_down.
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance
     g_m = config.d_ff * residual_variance
     t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: that of q times that of k, sqrt(d) 0.02 each
@@ -224,10 +225,12 @@ def mean_field(model, T):
     mean = embedding.mean(0).double()
     K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
     for block in model.model.layers:
-        added, covariance = attention_update(block.self_attn, *normed(block.input_layernorm, mean, K))
+        m, g, C = normed(block.input_layernorm, mean, K)
+        added, covariance = attention_update(block.self_attn, m, g, C)
         mean = mean + added
         K = K + covariance
-        added, covariance = mlp_update(block.mlp, *normed(block.post_attention_layernorm, mean, K))
+        m, g, C = normed(block.post_attention_layernorm, mean, K)
+        added, covariance = mlp_update(block.mlp, m, g, C)
         mean = mean + added
         K = K + covariance
     m, _, _ = normed(model.model.norm, mean, K)
@@ -250,8 +253,10 @@ def attention_update(attention, m, g, C):
     """The terms that attention adds to mean (d,) and to K (T, T)."""
     config = attention.config
     W_O = attention.o_proj.weight.double()  # (d, H Dh)
-    W_V = attention.v_proj.weight.double().view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
-    W_V = W_V.repeat_interleave(config.num_heads // config.kv_heads, dim=0).flatten(0, 1)  # (H Dh, d)
+    W_V = attention.v_proj.weight.double()  # (G Dh, d)
+    W_V = W_V.view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
+    W_V = W_V.repeat_interleave(config.num_heads // config.kv_heads, dim=0)  # (H, Dh, d)
+    W_V = W_V.flatten(0, 1)  # (H Dh, d)
     power = W_O.square() @ (W_V.square() @ g.square())  # (d,)
     return W_O @ (W_V @ m), power.mean() * average(C)
 
@@ -285,13 +290,14 @@ def hidden_moments(mlp, m, noise):
     up = mlp.up_proj.weight.double()  # (d_ff, d)
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
     s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); s is 0 if a gate was pruned
-    phi = mlp.activation((gate @ m)[:, None] + s[:, None] * z)  # (d_ff, nodes)
+    gate_x = (gate @ m)[:, None] + s[:, None] * z  # (d_ff, nodes)
+    phi = mlp.activation(gate_x)
     u = torch.ones_like(phi)  # the mean of u for each z
     u_variance = torch.zeros_like(s)  # Var rest
     if mlp.gate_proj is not None:
         c = (gate * noise * up).sum(1)
         of_z = c / s  # (d_ff,)
-        u = (up @ m)[:, None] + of_z[:, None] * z  # (d_ff, nodes)
+        u = (up @ m)[:, None] + of_z[:, None] * z
         u_variance = up.square() @ noise - of_z.square()
     h = phi * u  # the mean of h for each z
     square = phi.square() * (u.square() + u_variance[:, None])  # the mean of h^2 for each z

@@ -1,4 +1,4 @@
-"""Which mechanisms of BB section 4 are left? Five experiments beside the story of contraction.py.
+"""Does each mechanism of BB section 4 work by itself? Five experiments beside those of contraction.py.
 
     python -m reproduce.mechanisms ablation      # each takes seconds to half a minute on 2 cores
     python -m reproduce.mechanisms variance --help
