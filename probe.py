@@ -5,29 +5,12 @@
     python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
-Random sequences go in, the argmax of the last position's logits comes out. If the newborn had no preference,
-N sequences would give N random tokens; instead a few tokens come up far too often. For each model, seed and
-length a row says on which token and how often (`top1_*`), how often the most frequent of N uniform draws
-would come up (`uniform_max_count`), a bound on the count's probability among these (`log10_p`), how alike the
-final states are (`mean_cosine`), and the token of their mean direction (`direction_token`, BB Finding 2.2).
-
-What scripts share, from lib/:
-
-    Command         a function, its default settings, what completes them, and flags that were renamed. Of the
-                    settings, a dataclass, `run_script` makes the flags: RunSettings has --out, --device and
-                    --dtype. A config file, X.py before the flags, is run and sets them by name; flags win. A
-                    UserError, a mistake of the user's, ends the script with status 2 and a line of rank 0's,
-                    which has the closest name for an unknown flag, setting, subcommand or preset.
-    chosen_models   a Spec for each model that the user names, a preset once for each seed: what is known
-                    (`name`; `label`, the name with its seed; `config`; `is_newborn`) before `load` makes the
-                    model, or `open` reads its matrices one by one. PRESET@SEED has an embedding matrix of
-                    that seed; a preset's are all of --embedding-seed here, 0 in contraction.py.
-    Experiment      chooses device and dtype where they are "auto", joins torchrun's processes if there are
-                    any, and makes the folder `out`; `save(rows, columns, shown, **more)` writes rows and more
-                    into the JSON, and prints these columns of the rows that are shown (by default all).
-    random_tokens   sequences by number, each of a stream keyed by --input-seed and number, so the same in any
-                    batch; random_vectors: N(0, 0.02^2) in place of embedded tokens.
-    shard           this rank's contiguous part of a number of batches; sum_over_ranks adds up what all found.
+The model reads random sequences, and predicts the token with the largest logit after the last position. If
+a newborn had no preference, N sequences would give N uniform draws; instead a few tokens come up far too
+often. Each model, seed and length gets a row. The row has the most frequent token and its count (`top1_*`),
+the count that the most frequent of N uniform draws would have (`uniform_max_count`), a bound on the
+probability of the count (`log10_p`), and the mean cosine of the final states (`mean_cosine`).
+`direction_token` is the token that the mean direction of these states predicts (BB Finding 2.2).
 """
 
 import math
@@ -46,20 +29,20 @@ from lib.settings import Command, RunSettings, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
 
-NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # by default
-SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}
-TOP = 20  # tokens, by rank, that Figure 1a shows
+NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # the default on each device
+SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}  # the default on each device
+TOP = 20  # Figure 1a shows this number of most frequent tokens
 SHOWN = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "uniform_max_count")
 SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # columns that are printed
 
 
 @dataclass
 class Settings(RunSettings):
-    """What `probe` is asked."""
+    """The settings of `probe`. RunSettings adds --out, --device and --dtype."""
 
     model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, or checkpoints
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
-    embedding_seed: int = 0  # seed of embedding and head, the same for all seeds (BB B.2)
+    embedding_seed: int = 0  # seed of the presets' embedding and head, the same for all seeds (BB B.2)
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     input_seed: int = 0  # seed of the random sequences
     num_sequences: at_least(2) | None = None  # for each model and length; None: 1000, on CUDA 10000
@@ -68,9 +51,13 @@ class Settings(RunSettings):
 
 def probe(settings: Settings):
     """Which tokens do untrained models prefer? By default half a minute a seed, on 2 cores."""
+    # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset has one
+    # for each of the seeds. A newborn PRESET@SEED also draws its embedding from that seed.
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
     check_lengths(settings.sequence_length or (), context)
+    # An Experiment joins torchrun's processes, chooses device and dtype, and makes the folder --out. Its
+    # `save` writes the rows to <name>.json, and prints the columns that are named.
     experiment = Experiment("probe", "BB Table 1, Figures 1a and 10", settings)
     num_sequences = settings.num_sequences or NUM_SEQUENCES[experiment.device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[experiment.device.type], context),)
@@ -91,10 +78,11 @@ def probe(settings: Settings):
 
 
 class Counts:
-    """What a model predicts after random sequences, and how alike its states are, summed over batches.
+    """Counts of a model's predictions after random sequences, and cosines of its states.
 
-    `tokens` (V,) and `dimensions` (d,): how often each token has the largest logit, and each dimension the
-    largest final state. `cosines`: of final states; `layers`: of the stream before and after each block.
+    `tokens` (V,) counts how often each token has the largest logit, and `dimensions` (d,) how often each
+    dimension is the largest of the final state. `cosines` describes the final states, and `layers` the stream
+    before and after each block.
     """
 
     def __init__(self, config, device, with_layers=False):
@@ -106,19 +94,19 @@ class Counts:
         self.layers = [CosineStatistics(d, device) for _ in range(num_states)]
 
     def update(self, model, inputs) -> None:
-        """Add the last position of sequences of tokens (n, T), or of vectors (n, T, d) in their place."""
+        """Add the last positions of n sequences, of tokens (n, T) or of vectors (n, T, d)."""
         states = model.hidden(inputs, last_only=True, on_state=self.on_state)  # (n, d)
         self.cosines.update(states)
         self.tokens += model.unembed(states).argmax(dim=1).bincount(minlength=len(self.tokens))
         self.dimensions += states.argmax(dim=1).bincount(minlength=len(self.dimensions))
 
     def on_state(self, layer, x) -> None:
-        """Add the stream x (n, T, d) before or after a block."""
+        """Add the stream x (n, T, d), which `hidden` passes before the first block (0) and after each."""
         if self.layers:
             self.layers[layer].update(x[:, -1])
 
     def reduce(self) -> "Counts":
-        """Sum over the ranks, in place."""
+        """Replace each count by its sum over the ranks."""
         self.tokens = sum_over_ranks(self.tokens).cpu()
         self.dimensions = sum_over_ranks(self.dimensions).cpu()
         for statistics in (self.cosines, *self.layers):
@@ -128,15 +116,17 @@ class Counts:
 
 @torch.inference_mode()
 def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -> Counts:
-    """Feed random sequences of T tokens. Under torchrun each rank takes a shard, and all return the sums.
+    """Count what a model predicts after random sequences of T tokens; the ranks of torchrun share the work.
 
-    `of_vectors`: Gaussian vectors in place of embedded tokens, and the cosines of all layers (BB 4.1).
+    With `of_vectors`, Gaussian vectors replace the embedded tokens, and all layers get cosines (BB 4.1).
     """
     device = model.head_weight.device
     counts = Counts(model.config, device, with_layers=of_vectors)
     batch_size = default_batch_size(device, T)
-    batches = shard(math.ceil(num_sequences / batch_size))  # whole ones: the same for any number of ranks
+    # Each rank takes consecutive batches: with two ranks and five batches, rank 1 takes the last three.
+    batches = shard(math.ceil(num_sequences / batch_size))
     for batch in progress(batches, desc=f"{T} tokens", unit=" sequences", unit_scale=batch_size):
+        # Sequence number i is drawn from input_seed and i alone, so that it is the same in any batch.
         indices = range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
         if of_vectors:
             inputs = random_vectors(input_seed, indices, T, model.config.d_model)
@@ -148,12 +138,13 @@ def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -
 
 @torch.inference_mode()
 def preference(model, counts: Counts):
-    """The columns of a row that say what a model prefers."""
+    """The columns of a row that describe a model's preference."""
     n = int(counts.tokens.sum())
     vocab_size = model.config.vocab_size
-    top1_token = int(counts.tokens.argmax())  # of equal counts, the lower token's
+    top1_token = int(counts.tokens.argmax())  # the lowest of tokens with equal counts
     top1_count = int(counts.tokens.max())
-    uniform_max_count = uniform_counts(n, vocab_size, TOP)[0]  # of the most frequent
+    uniform_max_count = uniform_counts(n, vocab_size, TOP)[0]
+    uniform_max_dimension = uniform_counts(n, model.config.d_model, TOP)[0]
     direction_token = int(model.unembed(counts.cosines.direction().float()).argmax())
     return {
         "num_sequences": n,
@@ -166,10 +157,13 @@ def preference(model, counts: Counts):
         "direction_token": direction_token,
         "direction_matches": direction_token == top1_token,
         **counts.cosines.summary(),
-        "dimension_ratio": int(counts.dimensions.max()) / uniform_counts(n, model.config.d_model, TOP)[0],
+        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10
     }
 
 
+# `run_script` makes a flag of each setting, with the setting's comment as help. A file X.py before the flags
+# also sets settings, by name. tyro refuses a misspelt flag, and names the closest one; other mistakes raise
+# UserError. Both end the script with status 2.
 COMMANDS = {"": Command(probe, Settings())}
 
 if __name__ == "__main__":

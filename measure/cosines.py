@@ -1,10 +1,10 @@
-"""Is it more than chance? Streaming cosines over all pairs, and the odds of a count (BB B.2).
+"""Is it more than chance? Cosines over all pairs of states, and the probability of a count (BB B.2).
 
     >>> from measure import cosines
     >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
     -88.6
 
-Probabilities are logs: p itself underflows (the paper prints 0.00). `mean_cosine` is of different states.
+The function returns log10 of the probability, because the probability itself underflows (BB prints 0.00).
 """
 
 import functools
@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from scipy.special import logsumexp
 from scipy.stats import binom
-from torch import Tensor
 
 from init import keyed_generator
 from lib.runtime import sum_over_ranks
@@ -23,9 +22,10 @@ from lib.settings import UserError
 
 
 class CosineStatistics:
-    """Mean and standard deviation of the cosine over all pairs among n states, in O(d^2) memory for any n.
+    """Mean and standard deviation of the cosine over all pairs of n states, in O(d^2) memory for any n.
 
-    Unit vectors' cosines of ordered pairs i != j sum to |sum u|^2 - n, their squares to |sum u u^T|_F^2 - n.
+    Let u be the states divided by their norms. Over ordered pairs of different states, the cosines sum to
+    |sum u|^2 - n, and their squares to |sum u u^T|^2 - n, where the norm of the matrix is Frobenius's.
     """
 
     def __init__(self, d, device="cpu"):
@@ -33,46 +33,47 @@ class CosineStatistics:
         self.sum = torch.zeros(d, dtype=torch.float64, device=device)
         self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
 
-    def update(self, states: Tensor) -> None:
-        """Add states (n, d), normalised without an epsilon."""
+    def update(self, states) -> None:
+        """Add states (n, d)."""
         unit = states.double() / states.double().norm(dim=1, keepdim=True)
         self.count += len(unit)
         self.sum += unit.sum(dim=0)
         self.outer.addmm_(unit.T, unit)
 
     def reduce(self) -> None:
-        """Sum over the ranks, in place."""
+        """Replace each sum by its sum over the ranks."""
         for tensor in (self.count, self.sum, self.outer):
             sum_over_ranks(tensor)
 
-    def direction(self) -> Tensor:
+    def direction(self):
         """Mean of the unit vectors, (d,) float64: the contraction direction (BB section 4)."""
         return self.sum / self.count
 
     def summary(self):
-        """Mean and standard deviation over all n(n - 1)/2 pairs, n >= 2, as columns of a row.
+        """Mean and standard deviation over all n(n - 1)/2 pairs, as columns of a row.
 
-        UserError if a state was zero or not finite.
+        n is at least 2. Raises UserError if a state was zero or not finite.
         """
         if not self.sum.isfinite().all():
             raise UserError("the model's states are zero or not finite: check its weights for NaN")
         n = self.count.item()
-        mean = (self.sum.square().sum().item() - n) / (n * (n - 1))
-        mean_square = (self.outer.square().sum().item() - n) / (n * (n - 1))
+        pairs = n * (n - 1)
+        mean = (self.sum.square().sum().item() - n) / pairs
+        mean_square = (self.outer.square().sum().item() - n) / pairs
         return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
 
 
-def pairwise_cosine(states: Tensor):
+def pairwise_cosine(states):
     """Mean and standard deviation of the cosine over all pairs of states (n, d), as columns of a row."""
     statistics = CosineStatistics(states.shape[1], states.device)
     statistics.update(states)
     return statistics.summary()
 
 
-def floored_cosine(states: Tensor, epsilon):
-    """`pairwise_cosine`, but norms below `epsilon` count as epsilon, as in torch's `cosine_similarity`.
+def floored_cosine(states, epsilon):
+    """`pairwise_cosine` with norms of at least `epsilon`, as torch's `cosine_similarity` computes it.
 
-    States of a deep stack without norms are that short: so BB's Figure 5 may fall (ours).
+    A state shorter than epsilon gets cosines that are too small.
     """
     unit = F.normalize(states.double(), dim=1, eps=epsilon)
     cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
@@ -80,16 +81,19 @@ def floored_cosine(states: Tensor, epsilon):
 
 
 def binomial_log10_p(count, n, num_choices):
-    """log10 of min(1, V P[Binomial(n, 1/V) >= count]), V = num_choices: Bonferroni's bound on p (BB B.2)."""
+    """log10 of an upper bound on the probability that any of V = num_choices tokens has `count` of n draws.
+
+    Bonferroni's bound is min(1, V P[Binomial(n, 1/V) >= count]) (BB B.2).
+    """
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + log_tail) / math.log(10))
 
 
 @functools.cache
-def uniform_counts(n, num_choices, ranks, repetitions=1000) -> np.ndarray:
-    """Expected count of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), simulated.
+def uniform_counts(n, num_choices, ranks, repetitions=1000):
+    """Expected counts of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), by simulation.
 
-    The first is the baseline of BB Figure 1a; for 1,000 draws of a token its standard error is below 1 %.
+    The first one is the baseline of BB Figure 1a. For 1,000 draws of a token its standard error is below 1 %.
     """
     generator = keyed_generator("uniform", n, num_choices)
     total = np.zeros(ranks)

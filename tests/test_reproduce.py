@@ -50,7 +50,7 @@ TINY = {  # what is typed in place of a result's own words, so that it takes a s
 TINY |= {f"qwen2.5-coder-{size}b/rate": TINY["smollm2/rate"] for size in (0.5, 1.5)}
 TINY |= {f"qwen2.5-coder-{size}b/anatomy": SINKS for size in (0.5, 1.5)}
 TINY |= {f"qwen2.5-coder-{size}b/intervene": TINY["smollm2/intervene"] for size in (0.5, 1.5)}
-ENGAGE = "contraction.py engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
+ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
 
 @pytest.fixture
@@ -128,7 +128,8 @@ def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, a
 @pytest.mark.parametrize("name", TINY)
 def test_committed_columns_are_those_that_the_code_writes(name, tmp_path):
     committed = read_json(ROOT / f"results/{name}.json")
-    script, *subcommand = main.RESULTS[name].split(" --")[0].split()[:2]
+    words = main.RESULTS[name].removeprefix("-m ").split(" --")[0]
+    script, *subcommand = words.split()[:2]
     done = run_here(script, *subcommand, *TINY[name].split(), "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     made = read_json(tmp_path / f"{Path(name).name}.json")

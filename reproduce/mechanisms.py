@@ -1,0 +1,290 @@
+"""Does each mechanism of BB section 4 work by itself? Five experiments beside those of contraction.py.
+
+    python -m reproduce.mechanisms ablation      # each takes seconds to half a minute on 2 cores
+    python -m reproduce.mechanisms variance --help
+
+Models read Gaussian vectors as in contraction.py, of standard deviation 0.02; in `width` it is 1.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from contraction import (
+    COSINES,
+    TEN,
+    Births,
+    LengthSettings,
+    NewbornSettings,
+    gaussian_inputs,
+    plot,
+    predicted,
+    states_along,
+    sublayers_apart,
+)
+from init import STD, newborn
+from lib.results import Experiment, mean_over_seeds
+from lib.runtime import progress
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from measure import attention, theory
+from measure.cosines import pairwise_cosine
+from model import ModelConfig, rope_frequencies, rope_table
+from probe import SHOWN, preference
+
+WIDTHS = (128, 256, 512, 1024)  # of `width`
+
+
+@dataclass
+class WidthSettings(RunSettings):
+    """The settings of `width`."""
+
+    seed: tuple[int, ...] = tuple(range(42, 50))  # seeds of the weights
+    input_seed: int = 0  # seed of the random inputs
+    num_sequences: at_least(2) = 600  # random vectors for each seed
+
+
+# ---- each sublayer alone -----------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def ablation(settings: LengthSettings):
+    """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
+    births = Births("ablation", "BB Figure 3, Table 2", settings)
+    for key, model, T in births.each():
+        for kind, part, counts in sublayers_apart(settings, model, T):
+            births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
+    question = "Which sublayer gives a newborn its favourite token?"
+    options = {"y": "ratio", "style": "o", "ylabel": "its count / that of uniform draws' favourite"}
+    return births.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
+
+
+# ---- one MLP -----------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def engage(settings: NewbornSettings):
+    """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
+    births = Births("engage", "BB Figure 6", settings, (1,))
+    for key, model, T in births.each(vocab_size=1, sublayers="mlp", num_layers=1):
+        (block,) = model.model.layers
+        gate = block.mlp.gate_proj or block.mlp.up_proj
+        d = model.config.d_model
+        x = gaussian_inputs(births, T, d)[:, 0]  # (n, d)
+        for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
+            expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
+            arguments = (model.config.mlp, expected_std, d, settings.init)
+            row = key | {
+                "normed": normed,
+                "theory": predicted(None, one_block_cosine, *arguments),
+                "preactivation_std": gate(inputs).float().std().item(),
+            }
+            births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
+    question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
+    theories = {"theory": "quadrature"}
+    x = "preactivation_std"
+    return births.finish(question, x, "normed", theories, (*COSINES, x), style="o", log="xy")
+
+
+@torch.inference_mode()
+def width(settings: WidthSettings):
+    """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
+    experiment = Experiment("width", "ours", settings)
+    rows = []
+    choices = itertools.product(settings.seed, ("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), WIDTHS)
+    for seed, kind, scaling, d in progress(list(choices), desc="width", unit=" blocks"):
+        std = {"1/sqrt(d)": d**-0.5, "0.02": STD}[scaling]
+        config = ModelConfig(1, 1, 1, 1, d_model=d, d_ff=4 * d, mlp=kind, sublayers="mlp")
+        model = newborn(config, seed, None, "normal", experiment.device, experiment.dtype)
+        (block,) = model.model.layers
+        for weight in block.mlp.parameters():
+            weight.mul_(std / STD)
+        inputs = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
+        row = {
+            "seed": seed,
+            "mlp": kind,
+            "d_model": d,
+            "weight_std": std,
+            "scaling": f"weight std {scaling}",
+            "theory": one_block_cosine(kind, std * math.sqrt(d), d),
+        }
+        rows.append(row | pairwise_cosine(block.mlp(inputs)))
+    theories = {"theory": "quadrature"}
+    rows = mean_over_seeds(rows, COSINES, theories)
+    question = "How does one block's contraction depend on its width?"
+    plot(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
+    return experiment.save(rows)
+
+
+def one_block_cosine(mlp, s, d, scheme="gpt2"):
+    """Cosine of the outputs of one MLP without norm and residual for two orthogonal inputs.
+
+    `s` is the standard deviation of a pre-activation. For GELU the limit of small s is s^2 2/pi; for SwiGLU
+    the cosine is of order 1/d.
+    """
+    k = theory.mlp_kernel(mlp, s, d, scheme)
+    return float(k[0] / k.sum())
+
+
+# ---- attention within a sequence ---------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def intra(settings: LengthSettings):
+    """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)
+
+    As in BB, `mean_cosine` is the mean over all pairs of positions, each with itself, too.
+    """
+    births = Births("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
+    for key, model, T in births.each(vocab_size=1, sublayers="attention"):
+        x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
+        limit = averaging_limit(T, model.config.num_layers)
+        for stack, functions, exact in attention_stacks(model, T, settings.init):
+            for layer, state in enumerate(states_along(functions, x)[1:]):
+                unit = F.normalize(state.double(), dim=2, eps=0)
+                row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
+                row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
+                births.rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+    question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
+    theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
+    options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
+    return births.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
+
+
+def attention_stacks(model, T, scheme):
+    """Yield two stacks: a name, a function of states (n, T, d) for each layer, and cosines by theory."""
+    L = model.config.num_layers
+    yield "attn0", [attn0] * L, averaging_stack(T, L)
+    foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, scheme)
+    yield "attention", [partial(attend, block) for block in model.model.layers], foreseen[1:]
+
+
+def attn0(x):
+    """Uniform causal averaging of states (n, T, d) (BB Definition 3)."""
+    count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]  # (T, 1)
+    return x.cumsum(1) / count
+
+
+def attend(block, x):
+    """What a block's attention adds to states (n, T, d)."""
+    return block.self_attn(block.input_layernorm(x), rope_table(block.self_attn.config, x))
+
+
+def averaging_stack(T, layers):
+    """Mean cosine within a sequence, each position with itself, too, after each of a stack of Attn0.
+
+    S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
+
+    The numbers are exact for any T, in the limit of large d.
+    """
+    S = torch.eye(T, dtype=torch.float64)
+    cosines = []
+    for _ in range(layers):
+        S = theory.average(S)
+        cosines.append((S / theory.scales(S)).mean().item())
+    return cosines
+
+
+def averaging_limit(T, layers):
+    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, where rho_L is the limit of infinite T."""
+    cosines = []
+    for L in range(1, layers + 1):
+        rho = 0.0
+        for k in range(L):
+            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
+        cosines.append(1 / T + (1 - 1 / T) * rho)
+    return cosines
+
+
+@functools.cache
+def intra_recursion(config, T, scheme):
+    """Mean cosine within a sequence, each position with itself, too, before (0) and after each attention."""
+    layers = theory.covariances(config, T, scheme, residual=False)
+    return [(S / theory.scales(S)).mean().item() for S, _ in layers]
+
+
+# ---- attention along the positions -------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def variance(settings: LengthSettings):
+    """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
+    if len(settings.sequence_length or ()) > 1:
+        raise UserError("variance: name one --sequence-length; a shorter sequence begins a longer one")
+    births = Births("variance", "BB Figure 9, Equation 2", settings, (1024,))
+    changes = {"vocab_size": 1, "sublayers": "attention", "num_layers": 1}
+    for key, model, T in births.each(**changes):
+        spread = attention.RunningStd(settings.num_sequences)
+        for x in gaussian_inputs(births, T, model.config.d_model).split(1):
+            model.hidden(x, on_heads=spread.on_heads)
+        unknown = [(None, None)] * T
+        foreseen = predicted(unknown, std_by_position, model.config, T, settings.init)
+        for i, (std, (uniform, exact)) in enumerate(zip(spread.std(1).tolist(), foreseen), start=1):
+            row = {"position": i, "std": std, "uniform_theory": uniform, "theory": exact}
+            births.rows.append(key | row)
+    question = "Do the values that attention aggregates shrink along the positions?"
+    theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
+    options = {"y": "std", "ylabel": "std of aggregated values", "style": "-", "log": "xy"}
+    return births.finish(question, "position", "model", theories, ("std",), **options)
+
+
+def std_by_position(config, T, scheme):
+    """The standard deviation at positions 1..T by BB Equation 2, and by `aggregated_std`, in pairs."""
+    theory.check_scheme(scheme)
+    std = aggregated_std(config, T).tolist()
+    return [(std[0] / math.sqrt(i), std[i - 1]) for i in range(1, T + 1)]
+
+
+def aggregated_std(config, T):
+    """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
+
+    With t^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
+    E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
+    keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q.
+    RoPE turns that direction by a different angle for each key, which leaves the share kept_i.
+    """
+    theory.check_known(config)
+    d = config.d_model
+    i = torch.arange(1, T + 1, dtype=torch.float64)
+    value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
+    t = 1.0 if config.qk_norm else value_variance  # q k^T / sqrt(Dh) has the std of q times that of k
+    angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
+    kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
+    concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
+    return (value_variance * concentration).sqrt()
+
+
+def attention_concentration(T, t):
+    """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, t^2), (T,); uniform: 1/i.
+
+    With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
+    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du. For large i that is e^(t^2) / i.
+    """
+    z, weight = theory.gaussian_grid(401)
+    w = torch.exp(t * z)
+    step = 0.05  # of ln u
+    u = torch.arange(-30, 30, step, dtype=torch.float64).exp()
+    decay = torch.exp(-torch.outer(u, w))
+    others = (decay @ weight).clamp(max=1)  # E e^(-uw)
+    own = decay @ (weight * w.square())  # E w^2 e^(-uw)
+    i = torch.arange(1, T + 1, dtype=torch.float64)[:, None]
+    return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
+
+
+COMMANDS = {
+    "ablation": Command(ablation, LengthSettings(seed=(42,), num_sequences=500)),
+    "engage": Command(engage, NewbornSettings(seed=TEN, dtype="float32")),
+    "intra": Command(intra, LengthSettings(num_sequences=4, dtype="float32")),
+    "variance": Command(
+        variance,
+        LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, dtype="float32"),
+    ),
+    "width": Command(width, WidthSettings(dtype="float32")),
+}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)

@@ -1,0 +1,234 @@
+"""reproduce/mechanisms.py: rows against a plain recomputation, theory against matrices, and its limits."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_refused, run_here
+from test_contraction import (
+    CONFIG,
+    COUNT,
+    LENGTH,
+    NEAR,
+    SEEDS,
+    assert_cosines,
+    mlp_weights,
+    newborns,
+    pair_cosines,
+    select,
+    vectors,
+)
+from test_theory import expectation
+
+import contraction
+import init
+from lib.files import read_json
+from measure import theory
+from measure.cosines import uniform_counts
+from model import PRESETS, ModelConfig, rope_table
+from reproduce import mechanisms
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Every experiment's result, small."""
+    out = tmp_path_factory.mktemp("all")
+    for name, command in mechanisms.COMMANDS.items():
+        small = replace(command.defaults, seed=SEEDS, num_sequences=COUNT, dtype="float32", out=str(out))
+        if name != "width":
+            small = replace(small, model=("tiny_gpt2",))
+        if hasattr(small, "sequence_length"):
+            small = replace(small, sequence_length=(LENGTH,))
+        command.function(small)
+    return {name: read_json(out / f"{name}.json") for name in mechanisms.COMMANDS}
+
+
+# ---- each sublayer alone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["full", "mlp", "attention"])
+def test_ablation(kind, results):
+    for seed in SEEDS:
+        (row,) = select(results["ablation"]["rows"], seed=seed, variant=kind)
+        model = init.newborn(replace(CONFIG, sublayers=kind), seed, embedding_seed=0)
+        head = model.head_weight.detach().double()
+        with torch.inference_mode():
+            states = model.hidden(vectors(LENGTH))[:, -1].double()
+        tokens = (states @ head.T).argmax(1).tolist()
+        assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
+        largest = max(map(tokens.count, tokens))
+        assert row["ratio"] == largest / uniform_counts(COUNT, CONFIG.vocab_size, 1)[0]
+
+
+# ---- one MLP -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_engage(normed, results):
+    x = vectors(1)[:, 0].double()
+    states, spreads = [], []
+    for model in newborns():
+        inputs = F.layer_norm(x, (256,), eps=CONFIG.norm_epsilon) if normed else x
+        up, down = mlp_weights(model, 0)
+        spreads.append((inputs @ up.T).std().item())
+        # one block has the output's std of one layer: a scale, which no cosine sees
+        states.append(F.gelu(inputs @ up.T) @ down.T)
+    (row,) = select(results["engage"]["rows"], normed=normed)
+    assert_cosines(row, states)
+    assert row["preactivation_std"] == pytest.approx(np.mean(spreads), rel=1e-5)
+    expected_std = 0.02 * inputs.square().sum(1).mean().sqrt().item()
+    assert row["theory"] == pytest.approx(mechanisms.one_block_cosine("gelu", expected_std, 256), rel=1e-4)
+
+
+def test_width(results):
+    """One block from its weights, and the weights' scale."""
+    rows = results["width"]["rows"]
+    for mlp, d, std in (("gelu", 256, 1 / 16), ("swiglu", 128, 0.02)):
+        config = ModelConfig(1, 1, 1, 1, d, 4 * d, mlp=mlp, sublayers="mlp")
+        x = vectors(1, d)[:, 0].double() / 0.02
+        states = []
+        for seed in SEEDS:
+            model = init.newborn(config, seed, scheme="normal")
+            *gate, up, down = (weight * std / 0.02 for weight in mlp_weights(model, 0))
+            hidden = F.silu(x @ gate[0].T) * (x @ up.T) if gate else F.gelu(x @ up.T)
+            states.append(hidden @ down.T)
+        (row,) = select(rows, mlp=mlp, d_model=d, weight_std=std)
+        assert_cosines(row, states, dict(abs=1e-5))
+        assert row["theory"] == mechanisms.one_block_cosine(mlp, std * math.sqrt(d), d)
+
+
+def test_one_block_cosine_in_its_limits():
+    of_relu = mechanisms.one_block_cosine("relu", 3.0, 5)
+    assert of_relu == pytest.approx(1 / math.pi, rel=3e-5)  # the kink's error
+    small = 1e-3  # gelu(x) = x/2 + x^2/sqrt(2 pi) + ...: (E phi)^2 / E phi^2 = (s^2/sqrt(2 pi))^2 / (s^2/4)
+    assert mechanisms.one_block_cosine("gelu", small, 5) == pytest.approx(small**2 * 2 / math.pi, rel=1e-4)
+
+
+# ---- attention within a sequence ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stack", ["attn0", "attention"])
+def test_intra(stack, results):
+    """A layer of attention without residual is what its block adds to its input."""
+    means = []
+    for model in newborns(sublayers="attention"):
+        state = vectors(LENGTH)
+        for block in model.model.layers:
+            if stack == "attn0":
+                state = torch.stack([state[:, :i].mean(1) for i in range(1, LENGTH + 1)], dim=1)
+            else:
+                with torch.inference_mode():
+                    state = block(state, rope_table(CONFIG, state), False, None) - state
+            unit = F.normalize(state.double(), dim=2, eps=0)
+            means.append((unit @ unit.transpose(1, 2)).mean().item())  # all pairs, itself too
+    means = np.reshape(means, (len(SEEDS), 6)).mean(0)
+    exact = mechanisms.averaging_stack(LENGTH, 6)
+    if stack == "attention":
+        _, *exact = mechanisms.intra_recursion(model.config, LENGTH, "gpt2")
+    rows = select(results["intra"]["rows"], stack=stack)
+    # what a block adds is a difference of numbers some times larger
+    assert [row["mean_cosine"] for row in rows] == pytest.approx(means, abs=1e-5)
+    assert [row["exact_theory"] for row in rows] == exact
+    assert [row["limit_theory"] for row in rows] == mechanisms.averaging_limit(LENGTH, 6)
+
+
+@pytest.mark.parametrize("T, layers", [(1, 3), (33, 8)])
+def test_averaging_stack_against_the_matrix_power(T, layers):
+    M = np.tril(np.ones((T, T))) / np.arange(1, T + 1)[:, None]
+    P = np.linalg.matrix_power(M, layers)
+    S = P @ P.T
+    expected = (S / np.sqrt(np.outer(S.diagonal(), S.diagonal()))).mean()
+    assert mechanisms.averaging_stack(T, layers)[-1] == pytest.approx(expected, rel=1e-10)  # float64
+
+
+def test_averaging_limit_is_the_limit():
+    T = 10**9
+    rho = [(cosine - 1 / T) / (1 - 1 / T) for cosine in mechanisms.averaging_limit(T, 3)]
+    assert rho == pytest.approx([2 / 3, 8 / 9, 0.9383], abs=5e-5)
+    errors = []
+    for T in (32, 256, 1024):
+        errors.append(np.abs(np.subtract(mechanisms.averaging_stack(T, 3), mechanisms.averaging_limit(T, 3))))
+    assert (errors[0] > errors[1]).all() and (errors[1] > errors[2]).all()
+    assert errors[2].max() < 0.006  # it falls as log(T) / T, about
+
+
+# ---- attention along the positions -------------------------------------------------------------------------
+
+
+def test_variance(results):
+    """Aggregated values by explicit attention matrices; their std is about their mean."""
+    mask = torch.ones(LENGTH, LENGTH).tril().log()  # 0, and -inf for the future
+    values = []
+
+    def on_heads(layer, heads, q, k, v):
+        weights = (mask + q.double() @ k.double().mT / q.shape[3] ** 0.5).softmax(3)
+        values.append((weights @ v.double()).std(dim=(0, 1, 3), correction=0))  # (T,)
+
+    for model in newborns(num_layers=1):
+        with torch.inference_mode():
+            model.hidden(vectors(LENGTH), on_heads=on_heads)
+    rows = results["variance"]["rows"]
+    assert [row["std"] for row in rows] == pytest.approx(torch.stack(values).mean(0).tolist(), rel=1e-5)
+    expected = mechanisms.aggregated_std(CONFIG, LENGTH).tolist()
+    assert [row["theory"] for row in rows] == expected
+    uniform = [expected[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
+    assert [row["uniform_theory"] for row in rows] == pytest.approx(uniform, rel=1e-12)
+
+
+def test_attention_concentration_of_two_keys_against_quadrature():
+    """Two weights are 1/(1 + e^x) and its complement, x ~ N(0, 2 s^2)."""
+    s = 0.8
+
+    def squares(z: torch.Tensor) -> torch.Tensor:
+        weight = torch.sigmoid(math.sqrt(2) * s * z)
+        return weight**2 + (1 - weight) ** 2
+
+    concentration = mechanisms.attention_concentration(2, s)
+    # the inner integral has steps of 0.05 in ln u, and is cut at e^-30
+    assert concentration.tolist() == pytest.approx([1, expectation(squares)], rel=1e-6)
+
+
+def test_attention_concentration_in_its_limits():
+    i = torch.arange(1, 2001, dtype=torch.float64)
+    torch.testing.assert_close(mechanisms.attention_concentration(2000, 0.0), 1 / i, rtol=1e-6, atol=0)
+    # e^(s^2) / i, to the next order in 1/i
+    assert mechanisms.attention_concentration(2000, 0.8)[-1] * 2000 == pytest.approx(math.exp(0.64), rel=5e-3)
+    config = replace(PRESETS["tiny_gpt2"], sublayers="attention", num_layers=1, norm_epsilon=1e-12)
+    before, after = (S.diag() for S, _ in theory.covariances(config, 2))  # which has the first order in s^2
+    ratio = mechanisms.attention_concentration(2, 256 * 4e-4)[1].item()
+    assert (after - before)[1] / (after - before)[0] == pytest.approx(ratio, abs=1e-4)
+
+
+def test_aggregated_std_starts_at_sigma_and_has_a_floor():
+    std = mechanisms.aggregated_std(PRESETS["gpt2_1b"], 1024)
+    sigma = math.sqrt(2048 * 4e-4 * 4e-4 / (4e-4 + 1e-5))
+    assert std[0] == pytest.approx(sigma, rel=1e-6)
+    ratio = std * torch.arange(1, 1025).sqrt() / sigma  # of what 1/i alone would give
+    assert ratio[[15, -1]].tolist() == pytest.approx([1.30, 1.41], abs=0.01)
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+
+
+def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
+    """Laws of averages alone, of Attn0 and Proposition 5, stay."""
+    monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
+    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 4, "--init", "normal"]
+    for name, column in (("engage", "theory"), ("intra", "exact_theory"), ("variance", "theory")):
+        contraction.say_once.cache_clear()
+        length = [] if name == "engage" else ["--sequence-length", 8]
+        done = run_here("reproduce.mechanisms", name, *words, *length, "--out", tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("measure/theory.py does not know --init normal") == 1
+        for row in read_json(tmp_path / f"{name}.json")["rows"]:
+            assert (row[column] is not None) == (row.get("stack") == "attn0"), row
+        assert (tmp_path / f"{name}.png").exists()
+
+
+def test_variance_takes_one_length(tmp_path):
+    done = run_here("reproduce.mechanisms", "variance", "--sequence-length", 8, 16, "--out", tmp_path)
+    assert_refused(done, "name one --sequence-length")
+    assert not list(tmp_path.iterdir())
