@@ -379,7 +379,6 @@ def silence_row(kind, units, activity, alpha, loss, state):
     return row | {"mean_alpha1": alpha.mean().item(), "loss": loss}
 
 
-@torch.inference_mode()
 def transplant(settings: TransplantSettings):
     """Does a constant end the sink? Heads get position 1's mean key and value (ours; two minutes)"""
     if settings.save and (len(settings.model) > 1 or lexists(settings.save)):
@@ -391,6 +390,7 @@ def transplant(settings: TransplantSettings):
     return experiment.save(**lists, columns=columns)
 
 
+@torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model):
     """A row for each length and case, and the lists that figure and docs read."""
     if spec.config.explicit_sink:

@@ -265,11 +265,10 @@ def draw_silence(path, rows) -> None:
 
 def draw_transplants(path, rows, layers) -> None:
     """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
-    names = {"unchanged": "as it is", "transplanted": "a constant key and value for each head"}
-    names["transplanted, builders at zero"] = "and its builders at zero"
+    names = {"unchanged": "as it is", "transplanted": "with constants"}
+    names["transplanted, builders at zero"] = "and builders at zero"
     models = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    question = "Does a constant to attend to end the sink? (largest |number| of the stream)"
-    figure, (panels,) = new_figure(question, 1, len(models), width=5, height=4)
+    figure, (panels,) = new_figure("Does a constant to attend to end the sink?", 1, len(models), height=4.2)
     for axes, model in zip(panels, models):
         of_model = [row for row in rows if row["checkpoint"] == model]
         T = of_model[0]["sequence_length"]
@@ -281,7 +280,7 @@ def draw_transplants(path, rows, layers) -> None:
             label = f"{name}: {row['sink_rate']:.1%} of heads sink, loss {row['loss']:.2f}"
             axes.semilogy(range(1, len(sizes) + 1), sizes, ".-", label=label)
         axes.set(xlabel="layer", title=short_names([model])[0])
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, -0.5), frameon=False, fontsize=9)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False, fontsize=9)
     panels[0].set_ylabel("largest |number| of the stream")
     save_figure(figure, path)
 

@@ -1,0 +1,231 @@
+"""sinks.py transplant: constants, their effects, and the saved model, by plain loops and transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import KINDS, assert_refused, random_model, run_here
+from safetensors.torch import load_file
+
+import init
+import sinks
+from lib import checkpoint
+from lib.checkpoint import parse_spec
+from lib.files import read_json
+from lib.inputs import random_tokens
+from measure import attention
+from measure.units import Activity, hidden_units, observe, replace_units, rounded_inputs
+
+SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
+
+
+def model_of(folder, kind="llama_gqa"):
+    """A random model, and its spec in a folder."""
+    model = random_model(KINDS[kind])
+    checkpoint.save(folder / "model", model)
+    return model, parse_spec(str(folder / "model"))
+
+
+def keys_and_values(model, tokens):
+    """Every layer's k and v, (n, G, T, Dh) each."""
+    seen = []
+    with torch.inference_mode():
+        model.hidden(tokens, on_heads=lambda layer, heads, q, k, v: seen.append((k, v)))
+    return seen
+
+
+def test_constants_are_the_means_of_a_position(kind):
+    model = random_model(KINDS[kind])
+    tokens = random_tokens(0, range(6), 9, 97)
+    for position in (1, 4):
+        keys, values = attention.constants_at(model, tokens, position)
+        for layer, (k, v) in enumerate(keys_and_values(model, tokens)):
+            # float32 means of six numbers
+            expected = k[:, :, position - 1].mean(0).flatten()
+            torch.testing.assert_close(keys[layer], expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                values[layer], v[:, :, position - 1].mean(0).flatten(), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_constants_in_some_layers():
+    """A model whose layer 2 alone has a constant is, up to layer 1, the one without any, and then another."""
+    model = random_model(KINDS["llama"])
+    tokens = random_tokens(0, range(2), 12, 97)
+    constants = attention.constants_at(model, tokens)
+    streams = []
+    for changed in (model, attention.with_constants(model, *constants, layers=[2])):
+        seen = {}
+        with torch.inference_mode():
+            changed.hidden(tokens, on_state=seen.__setitem__)
+            alpha = attention.attention_to(changed, tokens, (1, 0)[: 1 + changed.config.explicit_sink])
+        streams.append(seen)
+    assert torch.equal(streams[0][1], streams[1][1]) and not torch.equal(streams[0][2], streams[1][2])
+    assert (alpha[:, [0, 2], :, 1] == 0).all() and (alpha[:, 1, :, 1] > 0).all()
+    whole = attention.with_constants(model, *constants)
+    shared = whole.model.layers[0].mlp.up_proj.weight
+    assert shared.data_ptr() == model.model.layers[0].mlp.up_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("scale", ["tensor", "token"])
+def test_rounded_inputs_by_hand(scale):
+    """What reaches a projection has 255 levels, and is within half a step of what would have reached it."""
+    model = random_model(KINDS["llama"])
+    tokens = random_tokens(0, range(3), 10, 97)
+    read = {}
+
+    def reads(name):
+        layer = model.model.layers[0]
+        module = layer.self_attn.q_proj if name == "q" else layer.mlp.gate_proj
+        return module.register_forward_hook(
+            lambda module, inputs, output: read.setdefault(name, []).append(inputs[0])
+        )
+
+    handles = [reads("q"), reads("gate")]
+    with torch.inference_mode():
+        model.hidden(tokens)
+        with rounded_inputs(model, scale):
+            model.hidden(tokens)
+        model.hidden(tokens)
+    for handle in handles:
+        handle.remove()
+    plain, rounded, after = read["q"]
+    assert torch.equal(plain, after) and not torch.equal(*read["gate"][:2])
+    for sequence, levels in zip(plain.double(), rounded.double()):
+        largest = sequence.abs().amax(1, keepdim=True) if scale == "token" else sequence.abs().max()
+        steps = levels / largest * 127
+        assert (steps - steps.round()).abs().max() < 1e-3 and steps.abs().max() < 127.01  # float32 divisions
+        assert ((sequence - levels).abs() <= 0.501 * largest / 127).all()
+
+
+def test_effects_against_a_plain_recomputation():
+    """Losses by whole logits, a token in front or none; the stream's largest numbers; the unit watched."""
+    model = random_model(KINDS["llama_gqa"])
+    tokens = random_tokens(0, range(5), 14, 97)
+    builder = (2, 7)
+    states, units = [], {}
+    with torch.inference_mode(), hidden_units(model, lambda layer, u: units.__setitem__(layer, u)):
+        whole = model(tokens)
+        model.hidden(tokens, on_state=lambda layer, x: states.append(x.numpy()))
+    for before in (0, 1):
+        row, largest = sinks.effects(model, tokens, builder, before)
+        logits = whole[:, before:-1].flatten(0, 1)
+        losses = F.cross_entropy(logits, tokens[:, before + 1 :].flatten(), reduction="none").view(5, -1)
+        assert losses.shape[1] == 13 - before
+        # float32 sums in another order
+        assert row["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert row["loss_first"] == pytest.approx(losses[:, 0].mean().item(), rel=1e-5)
+        assert row["loss_from_ninth"] == pytest.approx(losses[:, 8:].mean().item(), rel=1e-5)
+        assert largest == pytest.approx({layer: abs(states[layer]).max() for layer in (1, 2, 3)})
+        assert row["largest"] == max(largest.values())
+        first = np.abs(np.stack(states[1:])[:, :, 0])  # (L, n, d)
+        assert row["disparity"] == pytest.approx((first.max(2) / first.mean(2)).mean(1).max(), rel=1e-5)
+        assert row["builder_activation"] == pytest.approx(units[2][:, 0, 7].abs().mean().item(), rel=1e-5)
+        assert row["constant_alpha"] == 0
+    short, _ = sinks.effects(model, tokens[:, :8], builder, 0)
+    assert short["loss_from_ninth"] is None
+
+
+def test_selective_builders():
+    """Active at position 1 alone, and each a thousandth of the dimension; not in later layers."""
+    down = torch.tensor([[1.0, 1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])  # (d, d_ff)
+    activity = Activity(
+        down=[down, down],
+        state=torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]]),
+        disparity=torch.tensor([1.0, 60.0, 20.0]),  # largest after layer 1
+        at_1=torch.tensor([[-50.0, -40.0, 10.0, -0.09], [-50.0, 0.0, 0.0, 0.0]]),
+        elsewhere=torch.tensor([[2.6, 2.0, 0.1, 0.0], [0.0, 0.0, 0.0, 0.0]]),
+    )
+    assert activity.builders(activity.layer, 4) == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert activity.selective() == [(1, 1), (1, 2)]  # 1/0 is but 19 times as active, 1/3 makes too little
+
+
+def test_rows_are_what_their_kinds_say(tmp_path):
+    model, spec = model_of(tmp_path)
+    settings = sinks.TransplantSettings(**SETTINGS, sequence_length=(12, 20))
+    lists = sinks.transplants(settings, spec, model)
+    rows = {(row["kind"], row["sequence_length"]): row for row in lists["rows"]}
+    assert len(rows) == len(lists["rows"])
+    both = random_tokens(0, range(8), 12, 97)
+    tokens, others = both[:5], both[5:]
+    activity = observe(model, tokens)
+    builder = activity.builders(activity.layer, 1)[0]
+    changed = attention.with_constants(model, *attention.constants_at(model, others))
+    expected, _ = sinks.effects(changed, tokens, builder, 0)
+    assert rows["transplanted", 12].items() >= expected.items()
+    expected, _ = sinks.effects(model, tokens, builder, 0)
+    assert rows["unchanged", 12].items() >= expected.items()
+    needed = activity.num_needed(activity.layer, 0.99)
+    zero = replace_units(activity.builders(activity.layer, needed))
+    with hidden_units(model, zero):
+        expected, _ = sinks.effects(model, tokens, builder, 0)
+    assert rows["builders of 99 % at zero", 12].items() >= expected.items()
+    heads = [x.view(3, 2, 8)[:, [1, 0]].flatten(1) for x in attention.constants_at(model, others)]
+    expected, _ = sinks.effects(attention.with_constants(model, *heads), tokens, builder, 0)
+    assert rows["constants of other heads", 12].items() >= expected.items()
+    with rounded_inputs(changed, "token"):
+        expected, _ = sinks.effects(changed, tokens, builder, 0)
+    assert rows["transplanted", 12]["loss_8bit_token"] == expected["loss"]
+    front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
+    assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)
+    by_token = [row for row in lists["first_tokens"] if row["sequence_length"] == 12]
+    assert [row["token"] for row in by_token] == 2 * tokens.unique().tolist()
+    first = next(row for row in by_token if row["token"] == tokens[0, 0])
+    units = []
+    with torch.inference_mode(), hidden_units(model, lambda layer, u: units.append(u)):
+        model.hidden(tokens[:1])
+    assert first["builder_activation"] == pytest.approx(
+        units[builder[0] - 1][0, 0, builder[1]].abs().item(), rel=1e-4
+    )
+
+
+def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
+    """Saved, it is measured, compared and trained on; without a constant nothing can be trained with one."""
+    monkeypatch.chdir(tmp_path)
+    model, _ = model_of(tmp_path)
+    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--no-controls")
+    done = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    assert read_json(Path("out/transplant.json"))["rows"][0]["checkpoint"] == "model"
+    saved = checkpoint.load("saved")
+    tokens = random_tokens(0, range(21), 12, 97)
+    keys, values = attention.constants_at(model, tokens[5:])
+    assert torch.equal(saved.model.layers[1].self_attn.sink_key, keys[1])
+    assert torch.equal(saved.model.layers[1].self_attn.sink_value, values[1])
+    assert run_here("sinks", "rate", *words[:-1], "--model", "saved", "--out", "out").returncode == 0
+    assert read_json(Path("out/rate.json"))["rows"][0]["constant_alpha"] > 0
+    assert run_here("seedprint", "compare", "model", "saved", "--out", "out").returncode == 0
+    assert read_json(Path("out/compare.json"))["rows"][0]["verdict"] == "same birth"
+    again = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
+    assert_refused(again, "expected a new folder")
+    assert_refused(
+        run_here("sinks", "transplant", *words, "--model", "saved", "--out", "out"), "explicit sink"
+    )
+    words = ("--source", "backcopy", "--tokenizer", "bytes", "--out", "run", "--explicit-sink")
+    refused = run_here("train", "--init-from", "tiny_llama@1", *words)
+    assert_refused(refused, "has no explicit sink")
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama3", "qwen2", "qwen3"])
+def test_for_transformers_it_is_a_cache_of_one_entry(name, tmp_path):
+    """As docs/sinks.md has it: logits of a model with constants are those of its origin behind a cache."""
+    transplanted = random_model(replace(KINDS[name], explicit_sink=True))
+    checkpoint.save(tmp_path / "transplanted", transplanted)
+    checkpoint.save(tmp_path / "origin", init.variant(transplanted, explicit_sink=False))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "origin").eval()
+    constants = load_file(tmp_path / "transplanted/model.safetensors")
+    tokens = random_tokens(0, range(1), 60, 97)
+    cache = transformers.DynamicCache()
+    for layer in range(model.config.num_hidden_layers):
+        name = f"model.layers.{layer}.self_attn.sink_"
+        shape = (1, model.config.num_key_value_heads, 1, -1)
+        cache.update(constants[name + "key"].view(shape), constants[name + "value"].view(shape), layer)
+    positions = torch.arange(tokens.shape[1])[None]  # the first token stays at position 0
+    with torch.no_grad():
+        theirs = model(tokens, past_key_values=cache, position_ids=positions).logits
+        # another order of float32 sums
+        torch.testing.assert_close(transplanted(tokens), theirs, rtol=1e-4, atol=1e-4)
