@@ -213,7 +213,7 @@ def dissect(settings: Settings, spec, model):
             rows.append({"layer": layer, "position": position} | values)
     units = activity.builders(activity.layer, LISTED)
     units += reversed(activity.removers(LISTED // 2))
-    return {"rows": rows, "layers": layers, "super_neurons": activity.describe(units)}
+    return {"rows": rows, "layers": layers, "builders": activity.describe(units)}
 
 
 def summaries(model, chain, activity):
@@ -228,7 +228,7 @@ def summarise(layer, block, chain, activity, links):
     at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
     row = {
         "layer": layer,
-        "disparity": at_1["dominance_ratio"],
+        "disparity": at_1["disparity"],
         "norm_ratio": chain.norm_ratio.means[layer].item(),
         "value_ratio": chain.value_ratio.means[layer].item(),
         "key_alignment": at_1["key_alignment"],
@@ -276,7 +276,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
         rows.append(case | alpha_row(alpha, activation >= ACTIVE * builders[0]["first"]))
         for size, value in zip(activation.tolist(), alpha.tolist()):
             points.append(case | {"activation": size, "alpha_k": value})
-    return {"rows": rows, "points": points, "super_neurons": builders}
+    return {"rows": rows, "points": points, "builders": builders}
 
 
 def attended(model, tokens, k, builder, on_heads):
@@ -293,7 +293,7 @@ def attended(model, tokens, k, builder, on_heads):
         alpha = attention.attention_to(model, tokens, (k,), on_heads)[..., 0].mean(2).cpu()  # (n, L)
     L = model.config.num_layers
     seen_from = builder["layer"] if builder["layer"] < L else 1
-    return alpha[:, seen_from:].double().mean(1), activations[builder["layer"]][:, builder["neuron"]]
+    return alpha[:, seen_from:].double().mean(1), activations[builder["layer"]][:, builder["unit"]]
 
 
 def alpha_row(alpha, is_active):

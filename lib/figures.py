@@ -186,7 +186,7 @@ def draw_counts(axes, counts, uniform, label) -> None:
 LINKS = {  # of SO's chain
     "std": "std of aggregated values by position, layer 1",
     "norm": "norm of the stream",
-    "dominance_ratio": "largest / mean |dimension| of it",
+    "disparity": "largest / mean |dimension| of it",
     "value_norm": "norm of values",
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",

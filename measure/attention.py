@@ -202,7 +202,7 @@ class Chain:
 
     What a head puts out is a mean of values, so that its `std` over sequences is largest at position 1, which
     averages one. W_O writes most strongly what varies most (`output_tau`). A few hidden units of an early
-    MLP, super neurons, answer to so large an output alone, and make the stream's `norm` large, in one
+    MLP, the builders, answer to so large an output alone, and make the stream's `norm` large, in one
     dimension (`disparity`). The norm before attention leaves little else of the state: whatever the token,
     its key is the same (`key_alignment`), its value small (`value_norm`), and queries find it (`alpha`).
     """
@@ -244,7 +244,7 @@ class Chain:
         return {
             "std": torch.stack([self.heads.std(layer) for layer in self.alpha.means]),
             "norm": self.norm.stack(),
-            "dominance_ratio": self.disparity.stack(),
+            "disparity": self.disparity.stack(),
             "value_norm": self.value_norm.stack(),
             "key_alignment": self.key.stack().norm(dim=3).mean(1),
             "alpha": self.alpha.stack(),
@@ -276,7 +276,7 @@ def replace_heads(model, k, changed, kind, factor):
 
 
 def disparity(states: Tensor) -> Tensor:
-    """max |h| / mean |h| over dimensions, of states (..., d) (SO; `dominance_ratio` in rows by position)."""
+    """max |h| / mean |h| over dimensions, of states (..., d) (SO)."""
     states = states.float().abs()
     return states.amax(-1) / states.mean(-1)
 

@@ -125,7 +125,7 @@ class Activity:
             squares = self.down[layer - 1][:, unit].float().square()
             row = {
                 "layer": layer,
-                "neuron": unit,
+                "unit": unit,
                 "first": self.at_1[layer - 1, unit].abs().item(),
                 "others": self.elsewhere[layer - 1, unit].item(),
                 "builds": builds[layer - 1, unit].item(),

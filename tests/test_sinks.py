@@ -21,9 +21,10 @@ from lib.checkpoint import Spec, parse_spec
 from lib.files import read_json
 from lib.inputs import TextSettings, random_tokens, random_vectors, read_tokens
 from lib.settings import UserError
-from measure import attention, theory
+from measure import attention
 from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
+from reproduce import mechanisms
 from sinks import InterveneSettings, RateSettings, SilenceSettings
 
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
@@ -94,7 +95,7 @@ def test_values_of_a_newborn_follow_the_theory():
     with torch.inference_mode():
         for vectors in random_vectors(0, range(64), 32, 768).split(32):
             model.hidden(vectors, on_heads=spread.on_heads)
-    ratio = spread.std(1) / theory.aggregated_std(config, 32)
+    ratio = spread.std(1) / mechanisms.aggregated_std(config, 32)
     # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them
     assert (ratio - 1).abs().max() < 0.03
 
@@ -150,7 +151,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
     expected = {
         "std": heads.std((1, 2, 4), correction=0),  # (L, T), as all of these
         "norm": after.norm(dim=3).mean(1),
-        "dominance_ratio": (after.abs().amax(3) / after.abs().mean(3)).mean(1),
+        "disparity": (after.abs().amax(3) / after.abs().mean(3)).mean(1),
         "value_norm": values.norm(dim=4).mean((1, 2)),
         "key_alignment": F.normalize(keys, dim=4).mean(1).norm(dim=3).mean(1),
         "alpha": torch.stack([alpha_of(matrices, position).mean((0, 2)) for position in range(1, 12)], 1),
@@ -171,7 +172,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         written = model.model.layers[place].self_attn.o_proj.weight.detach().norm(dim=0)
         law = {
             "layer": row["layer"],
-            "disparity": first["dominance_ratio"],
+            "disparity": first["disparity"],
             "norm_ratio": ratio(after[place].norm(dim=2)),
             "value_ratio": ratio(values[place].norm(dim=3)),
             "key_alignment": first["key_alignment"],
@@ -189,16 +190,16 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
     largest = 1 + int(disparity[1:].argmax())
     dimension, builds = contributions_of(model, stream, units, largest)
     ranking = [unit for unit in builds if unit[0] <= largest][:10] + list(builds)[-5:]
-    assert [(row["layer"], row["neuron"]) for row in anatomy["super_neurons"]] == ranking
-    for row in anatomy["super_neurons"]:
-        column = model.model.layers[row["layer"] - 1].mlp.down_proj.weight[:, row["neuron"]].square()
-        activity = units[row["layer"] - 1, :, :, row["neuron"]]
+    assert [(row["layer"], row["unit"]) for row in anatomy["builders"]] == ranking
+    for row in anatomy["builders"]:
+        column = model.model.layers[row["layer"] - 1].mlp.down_proj.weight[:, row["unit"]].square()
+        activity = units[row["layer"] - 1, :, :, row["unit"]]
         law = {
             "layer": row["layer"],
-            "neuron": row["neuron"],
+            "unit": row["unit"],
             "first": activity[:, 0].mean().abs().item(),
             "others": activity[:, 1:].abs().mean().item(),
-            "builds": builds[row["layer"], row["neuron"]],
+            "builds": builds[row["layer"], row["unit"]],
             "down_share": (column[dimension] / column.sum()).item(),
             "dimension": dimension,
         }
@@ -215,8 +216,8 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
         model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
     settings = given(InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
     lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
-    (neuron,) = lists["super_neurons"]
-    assert (neuron["layer"], neuron["neuron"]) == (1, 7)
+    (builder,) = lists["builders"]
+    assert (builder["layer"], builder["unit"]) == (1, 7)
     tokens = random_tokens(0, range(7), 12, 97)
 
     def replaced(layer, heads, q, k, v):
@@ -236,7 +237,7 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
         alpha = alpha_of(explicit(model, tokens, replaced), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
         _, units = observe(model, tokens, replaced)
         activation = units[0, :, 2, 7].abs()
-        active = activation >= 0.1 * neuron["first"]
+        active = activation >= 0.1 * builder["first"]
         assert row["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(t_interval(alpha), abs=NEAR)
         assert row["woke"] == pytest.approx(active.double().mean().item())
