@@ -16,13 +16,15 @@ probe: $(VENV)/installed
 	elif [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] && command -v xdg-open >/dev/null; then xdg-open results-probe/probe.png; fi
 	@echo "figure: results-probe/probe.png   numbers: results-probe/probe.json"
 
-# Half of the usual 100 sequences for the two that read them many times.
+# Fewer than the usual 100 sequences for those that read them many times.
 sinks: $(VENV)/installed-models
 	@$(RUN) sinks.py rate --model smollm2 --sequence-length 64 --out results-sinks
 	@$(RUN) sinks.py anatomy --model smollm2 --out results-sinks
 	@$(RUN) sinks.py intervene --model smollm2 --num-sequences 50 --out results-sinks
 	@$(RUN) sinks.py silence --model smollm2 --num-sequences 50 --out results-sinks
-	@echo "figures: results-sinks/rate.png (where), anatomy.png (why), intervene.png (moved), silence.png (ended)"
+	@$(RUN) sinks.py transplant --model smollm2 --num-sequences 16 --out results-sinks
+	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (moved),"
+	@echo "silence.png (ended, at a loss), transplant.png (ended by a constant, at none)"
 
 test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .

@@ -224,10 +224,14 @@ def summaries(model, chain, activity):
 
 
 def summarise(layer, block, chain, activity, links):
-    """A layer's links at position 1; `norm_ratio` and `value_ratio` as in `attention.sink_statistics`."""
+    """A layer's links at position 1; `norm_ratio` and `value_ratio` as in `attention.sink_statistics`.
+
+    `std_ratio` is the std of aggregated values at position 1 over the median of the other positions.
+    """
     at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
     row = {
         "layer": layer,
+        "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
         "disparity": at_1["disparity"],
         "norm_ratio": chain.norm_ratio.means[layer].item(),
         "value_ratio": chain.value_ratio.means[layer].item(),

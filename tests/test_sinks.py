@@ -172,6 +172,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         written = model.model.layers[place].self_attn.o_proj.weight.detach().norm(dim=0)
         law = {
             "layer": row["layer"],
+            "std_ratio": ratio(expected["std"][place]),
             "disparity": first["disparity"],
             "norm_ratio": ratio(after[place].norm(dim=2)),
             "value_ratio": ratio(values[place].norm(dim=3)),
