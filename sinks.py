@@ -90,6 +90,9 @@ class TransplantSettings(Settings):
     """What `transplant` is asked."""
 
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
+    num_sequences: at_least(2) = (
+        32  # of up to 64 tokens; of longer ones fewer, as many tokens, but 4 at least
+    )
     constants_text: str | None = None  # its sequences' first tokens give the constants; None: docstrings
     num_constants: at_least(1) = 16  # such sequences; of the text that is measured, others than are measured
     controls: bool = True  # also constants in some layers, wrong ones, and two tokens more in front
@@ -401,7 +404,10 @@ def transplants(settings: TransplantSettings, spec, model):
         raise UserError(f"{spec.label} has an explicit sink already")
     lists = defaultdict(list)
     for T in settings.sequence_length:
-        tokens, others = measured_and_others(settings, spec, T)
+        count = settings.num_sequences
+        if T > 64:
+            count = max(4, 64 * count // T)
+        tokens, others = measured_and_others(replace(settings, num_sequences=count), spec, T)
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(settings, model, activity, others)
