@@ -24,6 +24,9 @@ from reproduce.claims import CLAIMS
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
 GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
+WIKITEXT = "data/wikitext-2/test.txt"
+LONG = "--num-sequences 16 --sequence-length 64 512"
+FOUR = "--num-sequences 12 --no-controls"  # cases of `transplant`, and one token in front
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43 --dtype float32",
     "ten_thousand/probe": "probe.py --seed 42 --num-sequences 10000",
@@ -48,7 +51,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "calibrations": "-m reproduce.trainings calibrations",
     "text": "-m reproduce.text",
     "birth": "-m reproduce.birth",
-    "perplexity": "-m reproduce.trainings perplexity --text data/wikitext-2/test.txt",
+    "perplexity": f"-m reproduce.trainings perplexity --text {WIKITEXT}",
     "compare": f"seedprint.py compare tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
     "matrix": f"seedprint.py matrix tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
@@ -70,6 +73,14 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-1.5b/anatomy": f"sinks.py anatomy --model {LARGE} {FEW}",
     "qwen2.5-coder-1.5b/intervene": f"sinks.py intervene --model {LARGE} {FEW}",
     "models/silence": f"sinks.py silence --model smollm2 {SMALL} {LARGE} {FEW}",
+    "smollm2/transplant": f"sinks.py transplant --model smollm2 {LONG}",
+    "smollm2/wikitext/transplant": f"sinks.py transplant --model smollm2 {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-0.5b/transplant": f"sinks.py transplant --model {SMALL} {LONG}",
+    "qwen2.5-coder-0.5b/wikitext/transplant": f"sinks.py transplant --model {SMALL} {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-1.5b/transplant": f"sinks.py transplant --model {LARGE} {FOUR} --sequence-length 512",
+    "models/transplant": f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {FOUR}",
+    "models/wikitext/transplant": f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {FOUR} "
+    f"--text {WIKITEXT}",
     "bench": "-m reproduce.bench --dtype bfloat16",
 }
 
