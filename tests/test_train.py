@@ -138,7 +138,8 @@ def test_two_processes_and_then_one_give_the_losses_of_one(tokens, tmp_path):
     Each loss and gradient is the same to 1e-5: a sum of float32 gradients in another order differs by 1e-7,
     which AdamW's steps let grow.
     """
-    two = small(tokens, tmp_path / "two", global_batch_size=5, micro_batch_size=2)
+    changes = {"global_batch_size": 5, "micro_batch_size": 2, "explicit_sink": True}
+    two = small(tokens, tmp_path / "two", **changes)
     one = replace(two, out=str(tmp_path / "one"))
     done = run_script("train.py", *words_of(two), ranks=2)
     assert done.returncode == 0 and done.stdout.count("held-out loss") == 3, done.stdout + done.stderr
