@@ -4,6 +4,7 @@
 >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
+>>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
 >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 """
 
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib import formats, gguf_tokenizers
+from lib import formats, gguf_tokenizers, hub
 from lib.files import atomic_folder, check_regular, read_json, sha256, smollm2
 from lib.formats import CheckpointReader, open_any, open_checkpoint, parameter_shapes
 from lib.gguf import LazyTensor
@@ -91,7 +92,7 @@ class Spec:
 
 
 def parse_spec(text, scheme="gpt2"):
-    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder or a file names."""
+    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or the Hub names."""
     if text == "smollm2":
         return Spec(text, smollm2())
     folder = Path(text)
@@ -105,9 +106,11 @@ def parse_spec(text, scheme="gpt2"):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
+    if hub.is_name(text):
+        return Spec(text, hub.fetch(text))
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
-    expected = f"a checkpoint folder, a .gguf file, smollm2, or a newborn: {presets}"
-    raise UserError(f"no model {text!r}: expected {expected}; `hf download` fetches folders from the Hub")
+    expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
+    raise UserError(f"no model {text!r}: expected {expected}: {presets}")
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
