@@ -1,18 +1,16 @@
 """How does a name of the Hugging Face Hub become files?
 
-    >>> from lib import hub
-    >>> hub.fetch("HuggingFaceTB/SmolLM2-135M")         # or ORG/NAME@COMMIT, or ORG/NAME/file.gguf
-    PosixPath('/home/me/.cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/93efa2f...')
-
 The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
 It is imported where a name of the Hub is met, and nowhere else.
 """
 
 import fnmatch
+import os
 import re
 import sys
+import tempfile
 from multiprocessing.pool import ThreadPool
-from os.path import isdir
+from os.path import isdir, isfile
 from pathlib import Path
 
 import filelock
@@ -21,21 +19,21 @@ from lib.formats import WEIGHT_FILES, as_user_error
 from lib.settings import UserError
 
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
-FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
 FILE = re.compile(r"\.(?:safetensors|bin|pth?|gguf|jsonl?|model|txt|py|png)$|/step_\d{7}$")
-BESIDE = ("config.json", "generation_config.json", "vocab.json", "vocab.txt")  # what is read beside weights
-BESIDE += ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.txt")
-PATIENCE = 8  # seconds that the Hub has for its first answer
+FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
+BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
+BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
+PATIENCE = 6  # seconds that the Hub has for its first answer
 COMMITS = {}  # of each name that this process has read: the commit
 
 
 def is_name(text):
     """May a text that is no path here be a name of the Hub? Never one that was meant for a path."""
     found = NAME.fullmatch(text)
-    if found is None or (found[3] is None and FILE.search(text)):
-        return False
     first = text.split("/")[0]
-    return first not in FOLDERS and not isdir(first)
+    if found is None or first in FOLDERS or isdir(first):
+        return False
+    return found[3] is not None or not FILE.search(text)
 
 
 def fetch(name):
@@ -77,7 +75,7 @@ def listing(repo, revision):
         except errors.LocalEntryNotFoundError:
             remedy = "fetch it by `hf download` where there is a network, or name a folder"
             raise UserError(f"{repo} is not here, and the Hub is out of reach, {error!r}: {remedy}") from None
-        return Path(folder).name, [path.name for path in Path(folder).iterdir()]
+        return Path(folder).name, os.listdir(folder)
 
 
 def chosen(repo, there, file):
@@ -87,29 +85,27 @@ def chosen(repo, there, file):
             stem, kind, *index = first.split(".")
             shards = fnmatch.filter(there, f"{stem}-*-of-*.{kind}") if index else []
             return [first, *shards, *(name for name in BESIDE if name in there)]
-    files = fnmatch.filter(there, file or "*.gguf")
-    if len(files) == 1:
-        return files
-    if files:
-        raise UserError(f"{repo} has {len(files)} .gguf files: name one, as {repo}/{files[0]}")
-    missing = file or "model.safetensors, pytorch_model.bin or .gguf file"
-    raise UserError(f"{repo} has no {missing}: name a repository that has; here are {', '.join(there[:5])}")
+    files = fnmatch.filter(there, "*.gguf")
+    if file in files or (file is None and len(files) == 1):
+        return [file or files[0]]
+    expected = (
+        f"model.safetensors, pytorch_model.bin or one .gguf file; {repo}/FILE.gguf names one of several"
+    )
+    raise UserError(f"{repo} has {', '.join(sorted(files or there)[:9])}: expected {expected}")
 
 
 def download(repo, revision, commit, names):
     """The folder in the cache that has a commit's files, after fetching those that are missing."""
-    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
-    def plans():  # the library's, for each file; a cached one takes no request
-        return [hf_hub_download(repo, name, revision=commit, dry_run=True) for name in names]
-
-    paths = [Path(plan.local_path) for plan in plans()]
-    if all(path.exists() for path in paths):
-        return paths[0].parent
-    locks = Path(constants.HF_HUB_CACHE, ".locks")
-    locks.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(locks / "bornbiased.lock"):  # under torchrun one process fetches, the others wait
-        size = sum(plan.file_size for plan in plans() if plan.will_download)
-        if size:
-            print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
+    lock = Path(tempfile.gettempdir(), f"bornbiased-{os.getuid()}-{repo.replace('/', '--')}.lock")
+    with filelock.FileLock(lock):  # under torchrun one process fetches, and the others wait
+        plans = [hf_hub_download(repo, name, revision=commit, dry_run=True) for name in names]
+        if all(isfile(plan.local_path) for plan in plans):
+            return Path(plans[0].local_path).parent
+        size = sum(plan.file_size for plan in plans if plan.will_download)
+        print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
+        if not sys.stderr.isatty():
+            disable_progress_bars()
         return Path(snapshot_download(repo, revision=revision, allow_patterns=names))
