@@ -381,13 +381,15 @@ def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
     window = raw.get("sliding_window", 4096)
-    if family == "llama" or (family != "mistral" and not raw.get("use_sliding_window")):
-        window = None
+    first = 0  # of the layers that slide
+    if family in ("qwen2", "qwen3"):
+        window = window if raw.get("use_sliding_window") else None
+        first = raw.get("max_window_layers", 28)
     kinds = raw.get("layer_types")
-    if family in ("llama", "mistral"):
-        return window
+    if family == "llama" or (kinds is None and first >= num_layers):
+        return None
     if kinds is None:
-        return window if raw.get("max_window_layers", 28) < num_layers else None
+        return window
     slides = "sliding_attention" in kinds
     is_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}
     if not is_known or (slides and window is None):
