@@ -380,16 +380,16 @@ def config_from_hf(raw, place):
 def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
+    if family == "llama":
+        return None
     window = raw.get("sliding_window", 4096)
     first = 0  # of the layers that slide
-    if family in ("qwen2", "qwen3"):
+    if family != "mistral":
         window = window if raw.get("use_sliding_window") else None
         first = raw.get("max_window_layers", 28)
     kinds = raw.get("layer_types")
-    if family == "llama" or (kinds is None and first >= num_layers):
-        return None
     if kinds is None:
-        return window
+        return window if first < num_layers else None
     slides = "sliding_attention" in kinds
     is_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}
     if not is_known or (slides and window is None):

@@ -15,11 +15,12 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, repositories, gated=(), cut_once=()):
+    def __init__(self, repositories, gated):
         super().__init__(("127.0.0.1", 0), Answer)
         self.repositories = repositories
         self.gated = gated  # names of repositories
-        self.cut_once = set(cut_once)  # files that end in the middle when they are asked for first
+        self.cut_once = set()  # files that end in the middle when they are asked for first
+        self.broken = set()  # files that cannot be sent
         self.requests = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -67,6 +68,8 @@ class Answer(BaseHTTPRequestHandler):
             return self.send(403, error="GatedRepo")
         if name not in files:
             return self.send(404, error="EntryNotFound")
+        if self.command == "GET" and name in self.server.broken:
+            return self.send(500)
         content = files[name]
         begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
         headers = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
@@ -98,9 +101,9 @@ def digest(content):
 
 
 @contextlib.contextmanager
-def serving(repositories, **options):
+def serving(repositories, gated=()):
     """A Hub that answers while the block runs."""
-    server = Hub(repositories, **options)
+    server = Hub(repositories, gated)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
