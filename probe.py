@@ -57,7 +57,7 @@ SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # 
 class Settings(RunSettings):
     """What `probe` is asked."""
 
-    model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, or checkpoints
+    model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, folders, names of the Hub
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     embedding_seed: int = 0  # seed of embedding and head, the same for all seeds (BB B.2)
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
