@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib import formats, gguf_tokenizers, hub
+from lib import formats, gguf_tokenizers
 from lib.files import atomic_folder, check_regular, read_json, sha256, smollm2
 from lib.formats import CheckpointReader, open_any, open_checkpoint, parameter_shapes
 from lib.gguf import LazyTensor
@@ -28,6 +28,10 @@ from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
+ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
+FILE = re.compile(r"\.(?:safetensors|bin|pth?|gguf|jsonl?|model|txt|py|png)$|/step_\d{7}$")
+FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
+COMMITS = {}  # of each name of the Hub that this process has read
 
 
 @dataclass(frozen=True)
@@ -106,11 +110,24 @@ def parse_spec(text, scheme="gpt2"):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
-    if hub.is_name(text):
-        return Spec(text, hub.fetch(text))
+    if may_be_on_hub(text):
+        from lib import hub  # not before it is needed: its library takes a while
+
+        folder = hub.fetch(*ON_HUB.fullmatch(text).groups())
+        COMMITS[text] = formats.folder_of(folder).name
+        return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
     raise UserError(f"no model {text!r}: expected {expected}: {presets}")
+
+
+def may_be_on_hub(text):
+    """May a text that is no path here name a model of the Hub? Never one that was meant for a path."""
+    found = ON_HUB.fullmatch(text)
+    first = text.split("/")[0]
+    if found is None or first in FOLDERS or isdir(first):
+        return False
+    return found[3] is not None or not FILE.search(text)
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):

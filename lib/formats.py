@@ -380,16 +380,13 @@ def config_from_hf(raw, place):
 def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
-    if family == "llama":
-        return None
     window = raw.get("sliding_window", 4096)
-    first = 0  # of the layers that slide
-    if family != "mistral":
-        window = window if raw.get("use_sliding_window") else None
-        first = raw.get("max_window_layers", 28)
+    if family == "llama" or (family != "mistral" and not raw.get("use_sliding_window")):
+        window = None
     kinds = raw.get("layer_types")
-    if kinds is None:
-        return window if first < num_layers else None
+    if family == "llama" or kinds is None:
+        before = 0 if family == "mistral" else raw.get("max_window_layers", 28)
+        return window if before < num_layers else None
     slides = "sliding_attention" in kinds
     is_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}
     if not is_known or (slides and window is None):

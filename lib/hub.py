@@ -1,68 +1,63 @@
 """How does a name of the Hugging Face Hub become files?
 
 The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
-It is imported where a name of the Hub is met, and nowhere else.
+`lib/checkpoint.py` imports this file where it meets such a name, and not before.
 """
 
 import fnmatch
 import os
-import re
 import sys
 import tempfile
 from multiprocessing.pool import ThreadPool
-from os.path import isdir, isfile
+from os.path import isfile
 from pathlib import Path
 
 import filelock
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub.utils import disable_progress_bars
 
 from lib.formats import WEIGHT_FILES, as_user_error
 from lib.settings import UserError
 
-NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
-FILE = re.compile(r"\.(?:safetensors|bin|pth?|gguf|jsonl?|model|txt|py|png)$|/step_\d{7}$")
-FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
 BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
 PATIENCE = 6  # seconds that the Hub has for its first answer
-COMMITS = {}  # of each name that this process has read: the commit
 
 
-def is_name(text):
-    """May a text that is no path here be a name of the Hub? Never one that was meant for a path."""
-    found = NAME.fullmatch(text)
-    first = text.split("/")[0]
-    if found is None or first in FOLDERS or isdir(first):
-        return False
-    return found[3] is not None or not FILE.search(text)
+def fetch(repo, revision=None, file=None):
+    """The folder of a repository's files in the user's cache, or its .gguf file; UserError if it has none.
 
-
-def fetch(name):
-    """The folder or .gguf file of a name of the Hub, in the user's cache; UserError if it cannot be had.
-
-    A folder has the configuration, the tokenizer and the weights in one format; code is never fetched.
+    The files are config.json, the tokenizer and the weights in one format, or one .gguf; never code.
     """
-    from huggingface_hub import constants, errors
-
-    repo, revision, file = NAME.fullmatch(name).groups()
-    with as_user_error(Path(name)):
+    lock = Path(tempfile.gettempdir(), f"bornbiased-{os.getuid()}-{repo.replace('/', '--')}.lock")
+    with (
+        as_user_error(Path(repo)),
+        filelock.FileLock(lock),
+    ):  # under torchrun one process fetches, others wait
         try:
             commit, there = listing(repo, revision)
             names = chosen(repo, there, file)
-            folder = download(repo, revision, commit, names)
+            plans = [hf_hub_download(repo, name, revision=commit, dry_run=True) for name in names]
+            folder = Path(plans[0].local_path).parent
+            if not all(isfile(plan.local_path) for plan in plans):
+                size = sum(plan.file_size for plan in plans if plan.will_download)
+                print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
+                if not sys.stderr.isatty():
+                    disable_progress_bars()
+                folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names))
         except errors.GatedRepoError:
             terms = f"accept its terms at {constants.ENDPOINT}/{repo}"
             raise UserError(f"{repo} is gated: {terms}, then type `hf auth login`") from None
         except errors.RepositoryNotFoundError:
             remedy = "check the name, or type `hf auth login` if it is private"
-            raise UserError(f"no model {name!r}, neither here nor on the Hub: {remedy}") from None
-    COMMITS[name] = folder.name
+            raise UserError(f"no model {repo!r}, neither here nor on the Hub: {remedy}") from None
+        except errors.RevisionNotFoundError:
+            raise UserError(f"{repo} has no commit, branch or tag {revision!r}") from None
     return folder if names[0] in WEIGHT_FILES else folder / names[0]
 
 
 def listing(repo, revision):
     """A repository's commit and its files' names: the Hub's, or the cache's where there is no network."""
-    from huggingface_hub import HfApi, errors, snapshot_download
-
     try:
         # in a thread, since a name server or a firewall that is silent heeds no timeout
         info = ThreadPool(1).apply_async(HfApi().model_info, (repo,), {"revision": revision}).get(PATIENCE)
@@ -92,20 +87,3 @@ def chosen(repo, there, file):
         f"model.safetensors, pytorch_model.bin or one .gguf file; {repo}/FILE.gguf names one of several"
     )
     raise UserError(f"{repo} has {', '.join(sorted(files or there)[:9])}: expected {expected}")
-
-
-def download(repo, revision, commit, names):
-    """The folder in the cache that has a commit's files, after fetching those that are missing."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    lock = Path(tempfile.gettempdir(), f"bornbiased-{os.getuid()}-{repo.replace('/', '--')}.lock")
-    with filelock.FileLock(lock):  # under torchrun one process fetches, and the others wait
-        plans = [hf_hub_download(repo, name, revision=commit, dry_run=True) for name in names]
-        if all(isfile(plan.local_path) for plan in plans):
-            return Path(plans[0].local_path).parent
-        size = sum(plan.file_size for plan in plans if plan.will_download)
-        print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
-        if not sys.stderr.isatty():
-            disable_progress_bars()
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=names))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
-from lib import hub
+from lib import checkpoint
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
@@ -84,7 +84,7 @@ def environment(device, dtype):
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
-        "hub": hub.COMMITS,  # of models that are read later, too
+        "hub": checkpoint.COMMITS,  # of models that are read later, too
         "code": code_digest(files),
         "files": files,
     }

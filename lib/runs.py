@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import torch
 
-from lib import checkpoint, data, hub, runtime
+from lib import checkpoint, data, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.results import commit
@@ -87,8 +87,8 @@ def begin(run, settings, step, tokens) -> None:
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
     birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}
-    birth |= {"processes": runtime.world_size(), "data": tokens.meta.fingerprint, "hub": hub.COMMITS}
-    rows = [birth]
+    birth |= {"processes": runtime.world_size(), "hub": checkpoint.COMMITS}
+    rows = [birth | {"data": tokens.meta.fingerprint}]
     if step > 0:
         rows = [row for row in read_log(run) if row["step"] <= step]
     write_log(run / "metrics.jsonl", rows)

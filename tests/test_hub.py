@@ -67,9 +67,14 @@ def here(tmp_path, monkeypatch):
         point_to(server.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
-        monkeypatch.setattr(hub, "COMMITS", {})
+        monkeypatch.setattr(checkpoint, "COMMITS", {})
         server.model = model
         yield server
+
+
+def fetch(name: str) -> Path:
+    """The folder or file in the cache that a name means."""
+    return checkpoint.parse_spec(name).folder
 
 
 def fetched(server) -> list[str]:
@@ -88,11 +93,11 @@ PATHS += " gpt2 C:\\a\\b a/b@ a/b@c/d"
 def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in NAMES.split():
-        assert hub.is_name(name), name
+        assert checkpoint.may_be_on_hub(name), name
     for name in PATHS.split():
-        assert not hub.is_name(name), name
+        assert not checkpoint.may_be_on_hub(name), name
     Path("Qwen").mkdir()
-    assert not hub.is_name("Qwen/Qwen2.5-0.5B")
+    assert not checkpoint.may_be_on_hub("Qwen/Qwen2.5-0.5B")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monk
     assert capsys.readouterr().err == f"not here: fetching {repo} from the Hub, {size:.3g} GB\n"
     for name in (repo, f"{repo}@{COMMIT}", f"{repo}@step7"):
         assert torch.equal(checkpoint.load(name)(TOKENS), here.model(TOKENS))
-        assert fetched(here) == [] and hub.COMMITS[name] == COMMIT
+        assert fetched(here) == [] and checkpoint.COMMITS[name] == COMMIT
     here.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
@@ -127,13 +132,13 @@ def test_a_gguf_file_is_fetched_if_it_is_named_or_alone(here):
         ("org/ggufs/b.gguf", "b.gguf"),
         ("org/whole/a.gguf", "a.gguf"),
     ):
-        place = hub.fetch(name)
+        place = fetch(name)
         assert (
             place.name == file
             and place.read_bytes() == here.repositories["/".join(name.split("/")[:2])][file]
         )
         assert fetched(here) == [file]
-    assert hub.fetch(f"org/ggufs@{COMMIT}/b.gguf").name == "b.gguf"
+    assert fetch(f"org/ggufs@{COMMIT}/b.gguf").name == "b.gguf"
 
 
 MISTAKES = {
@@ -142,7 +147,7 @@ MISTAKES = {
     "org/ggufs": "has a.gguf, b.gguf: expected .*; org/ggufs/FILE.gguf names one of several",
     "org/ggufs/c.gguf": "has a.gguf, b.gguf: expected",
     "org/adapter": "has adapter_config.json, adapter_model.safetensors: expected model.safetensors, pytorch",
-    "org/whole@nowhere": "cannot read org/whole@nowhere: RevisionNotFoundError",
+    "org/whole@nowhere": "org/whole has no commit, branch or tag 'nowhere'",
     "a--b/c": "cannot read a--b/c",
 }
 
@@ -151,12 +156,12 @@ MISTAKES = {
 def test_mistakes(name, here, capsys):
     with pytest.raises(UserError, match=MISTAKES[name]):
         checkpoint.parse_spec(name)
-    assert fetched(here) == [] and capsys.readouterr().err == "" and hub.COMMITS == {}
+    assert fetched(here) == [] and capsys.readouterr().err == "" and checkpoint.COMMITS == {}
 
 
 def test_without_a_network(here, monkeypatch):
     """What is cached is read, and what is not is told, soon, also where nobody answers or refuses."""
-    place = hub.fetch("org/whole")
+    place = fetch("org/whole")
     with socket.socket() as silent, socket.socket() as closed:
         for listener in (silent, closed):
             listener.bind(("127.0.0.1", 0))
@@ -165,11 +170,11 @@ def test_without_a_network(here, monkeypatch):
         for listener in (silent, closed):
             point_to(f"http://127.0.0.1:{listener.getsockname()[1]}", monkeypatch)
             begun = time.perf_counter()
-            assert hub.fetch("org/whole") == place
+            assert fetch("org/whole") == place
             with pytest.raises(
                 UserError, match="org/other is not here, and the Hub is out of reach, .*Error"
             ):
-                hub.fetch("org/other")
+                fetch("org/other")
             assert time.perf_counter() - begun < 5  # twice the patience, on a busy machine
 
 
@@ -186,7 +191,7 @@ def test_an_interrupted_download_is_taken_up(here, monkeypatch):
     second = "model-00002-of-00002.safetensors"
     here.broken.add(second)
     with pytest.raises(UserError, match="cannot read org/sharded: "):
-        hub.fetch("org/sharded")
+        fetch("org/sharded")
     fetched(here)
     here.broken.clear()
     assert torch.equal(checkpoint.load("org/sharded")(TOKENS), here.model(TOKENS))
