@@ -30,10 +30,10 @@ from lib.figures import curves
 from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress, rank
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.settings import Command, RunSettings, UserError, at_least, check_choice, run_script
 from measure import attention, theory
 from measure.cosines import floored_cosine, pairwise_cosine
-from model import ModelConfig, rope_table
+from model import PRESETS, ModelConfig, rope_table
 from probe import SHOWN, count_predictions, preference
 
 WIDTHS = (128, 256, 512, 1024)  # of `width`
@@ -71,9 +71,9 @@ class Births(Experiment):
     """An experiment on newborns, with sequences of some lengths: the user's, or its own that all can read."""
 
     def __init__(self, name, paper, settings: VectorSettings, lengths=(64,)):
+        for name in settings.model:  # newborns contract
+            check_choice(name.partition("@")[0], PRESETS, "preset")
         self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
-        if not all(spec.is_newborn for spec in self.specs):
-            raise UserError("newborns contract: give --model a preset, or PRESET@SEED")
         context = shortest_context(self.specs)
         given = getattr(settings, "sequence_length", None) or ()
         check_lengths(given, context)

@@ -317,7 +317,7 @@ def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
     "words, expected",
     [
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
-        (["layers", "--model", "tests"], ["newborns", "PRESET@SEED"]),
+        (["layers", "--model", "tests"], ["unknown preset 'tests': choose from nano_gpt2"]),
         (["mlp", "--sequence-length", 8], ["--sequence-length"]),
         (["variance", "--sequence-length", 8, 16], ["name one --sequence-length"]),
     ],

@@ -204,9 +204,11 @@ def test_a_path_typed_too_early_is_never_asked_for(here):
         ("sinks.py", "--model", "runs/laptop"),
         ("seedprint.py", "compare", "tiny_llama@1", "./org/whole"),
         ("probe.py", "--model", "lib/org"),
-        ("contraction.py", "ablation", "--model", "models/a.gguf"),
     ):
         assert_refused(run_here(*words), f"no model '{words[-1]}'")
+    assert_refused(
+        run_here("contraction.py", "ablation", "--model", "org/whole"), "unknown preset 'org/whole'"
+    )
     assert here.requests == []
 
 
