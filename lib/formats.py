@@ -380,12 +380,15 @@ def config_from_hf(raw, place):
 def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
+    if family == "llama":
+        return None
     window = raw.get("sliding_window", 4096)
-    if family == "llama" or (family != "mistral" and not raw.get("use_sliding_window")):
-        window = None
+    before = 0  # layers before the first that slides
+    if family != "mistral":
+        window = window if raw.get("use_sliding_window") else None
+        before = raw.get("max_window_layers", 28)
     kinds = raw.get("layer_types")
-    if family == "llama" or kinds is None:
-        before = 0 if family == "mistral" else raw.get("max_window_layers", 28)
+    if kinds is None:
         return window if before < num_layers else None
     slides = "sliding_attention" in kinds
     is_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}

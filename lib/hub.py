@@ -29,11 +29,9 @@ def fetch(repo, revision=None, file=None):
 
     The files are config.json, the tokenizer and the weights in one format, or one .gguf; never code.
     """
+    # under torchrun one process fetches, and the others wait
     lock = Path(tempfile.gettempdir(), f"bornbiased-{os.getuid()}-{repo.replace('/', '--')}.lock")
-    with (
-        as_user_error(Path(repo)),
-        filelock.FileLock(lock),
-    ):  # under torchrun one process fetches, others wait
+    with as_user_error(Path(repo)), filelock.FileLock(lock):
         try:
             commit, there = listing(repo, revision)
             names = chosen(repo, there, file)
