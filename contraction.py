@@ -71,8 +71,8 @@ class Births(Experiment):
     """An experiment on newborns, with sequences of some lengths: the user's, or its own that all can read."""
 
     def __init__(self, name, paper, settings: VectorSettings, lengths=(64,)):
-        for name in settings.model:  # newborns contract
-            check_choice(name.partition("@")[0], PRESETS, "preset")
+        for model in settings.model:  # newborns contract
+            check_choice(model.partition("@")[0], PRESETS, "preset")
         self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
         context = shortest_context(self.specs)
         given = getattr(settings, "sequence_length", None) or ()
