@@ -26,9 +26,10 @@ from lib.figures import curves
 from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress, rank
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.settings import Command, RunSettings, at_least, check_choice, run_script
 from measure import theory
 from measure.cosines import floored_cosine, pairwise_cosine
+from model import PRESETS
 from probe import SHOWN, count_predictions, preference
 
 COSINES = ("mean_cosine", "std_cosine")  # columns that are measured
@@ -59,9 +60,9 @@ class Births(Experiment):
     """An experiment on newborns, for each sequence length that the user named, or else for `lengths`."""
 
     def __init__(self, name, paper, settings: NewbornSettings, lengths=(64,)):
+        for model in settings.model:  # newborns contract
+            check_choice(model.partition("@")[0], PRESETS, "preset")
         self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
-        if not all(spec.is_newborn for spec in self.specs):
-            raise UserError("newborns contract: give --model a preset, or PRESET@SEED")
         context = shortest_context(self.specs)
         given = getattr(settings, "sequence_length", None) or ()
         check_lengths(given, context)

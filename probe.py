@@ -40,7 +40,7 @@ SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # 
 class Settings(RunSettings):
     """The settings of `probe`. RunSettings adds --out, --device and --dtype."""
 
-    model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, or checkpoints
+    model: tuple[str, ...] = ("nano_gpt2",)  # presets, PRESET@SEED, folders, names of the Hub
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     embedding_seed: int = 0  # seed of the presets' embedding and head, the same for all seeds (BB B.2)
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn

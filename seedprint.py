@@ -1,6 +1,6 @@
 """Are two models of one birth, one initialisation, and of which seed? (BB 5 and 6.1; matching units is ours)
 
-    python seedprint.py compare BASE SUSPECT               # checkpoint folders, .gguf files, or nano_gpt2@42
+    python seedprint.py compare BASE SUSPECT               # ORG/NAME of the Hub, folders, files, nano_gpt2@42
     python seedprint.py paper BASE SUSPECT STRANGER        # the paper's own test, SeedPrint
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
     python seedprint.py identify SUSPECT --seeds 0 99999   # which seed of init.py?
@@ -76,7 +76,7 @@ Names = Annotated[
 class CompareSettings(OutputSettings):
     """What `compare` and `matrix` are asked."""
 
-    models: Names = ()  # BASE and SUSPECTs: checkpoint folders, files, or PRESET@SEED
+    models: Names = ()  # BASE and SUSPECTs: names of the Hub, folders, files, PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
     permutations: at_least(199) = 9999  # relabellings; the smallest p is 1 / (1 + this)
@@ -88,7 +88,7 @@ class CompareSettings(OutputSettings):
 class PaperSettings(RunSettings):
     """What `paper` is asked."""
 
-    models: Names = ()  # BASE and SUSPECTs: checkpoint folders, or PRESET@SEED
+    models: Names = ()  # BASE and SUSPECTs: names of the Hub, folders, or PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     input_seed: int = 0  # seed of the random sequences
     inputs: Literal["tokens", "gaussian"] = "tokens"  # what is read; gaussian makes strangers look like kin

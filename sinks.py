@@ -55,7 +55,7 @@ LISTED = 10  # builders that `anatomy` lists, and half as many removers
 class Settings(TextSettings):
     """What `first` and `anatomy` are asked, and with more the other subcommands."""
 
-    model: tuple[str, ...] = ("smollm2",)  # presets, PRESET@SEED, checkpoints, .gguf files
+    model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # number format of the blocks

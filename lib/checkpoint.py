@@ -4,6 +4,7 @@
 >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
+>>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
 >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 """
 
@@ -27,6 +28,10 @@ from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
+ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
+FILE = re.compile(r"\.(?:safetensors|bin|pth?|gguf|jsonl?|model|txt|py|png)$|/step_\d{7}$")
+FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
+COMMITS = {}  # of each name of the Hub that this process has read
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class Spec:
 
 
 def parse_spec(text, scheme="gpt2"):
-    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder or a file names."""
+    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or the Hub names."""
     if text == "smollm2":
         return Spec(text, smollm2())
     folder = Path(text)
@@ -105,9 +110,24 @@ def parse_spec(text, scheme="gpt2"):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
+    if may_be_on_hub(text):
+        from lib import hub  # not before it is needed: its library takes a while
+
+        folder = hub.fetch(*ON_HUB.fullmatch(text).groups())
+        COMMITS[text] = formats.folder_of(folder).name
+        return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
-    expected = f"a checkpoint folder, a .gguf file, smollm2, or a newborn: {presets}"
-    raise UserError(f"no model {text!r}: expected {expected}; `hf download` fetches folders from the Hub")
+    expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
+    raise UserError(f"no model {text!r}: expected {expected}: {presets}")
+
+
+def may_be_on_hub(text):
+    """May a text that is no path here name a model of the Hub? Never one that was meant for a path."""
+    found = ON_HUB.fullmatch(text)
+    first = text.split("/")[0]
+    if found is None or first in FOLDERS or isdir(first):
+        return False
+    return found[3] is not None or not FILE.search(text)
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):

@@ -61,6 +61,8 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
+    "is_causal": True,
+    "per_layer_config": None,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 LARGEST_WIDTH = 2**20  # of a residual stream
@@ -359,18 +361,40 @@ def config_from_hf(raw, place):
         raise ForeignArchitecture(f"{place}: RoPE of type {rope_type!r} is not supported")
     for key, plain in PLAIN.items():
         value = rope.get(key, raw.get(key, plain))
-        if value not in (plain, None):
+        if value != plain:
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
     values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
+        length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
+        rope = rope | {length: raw.get(length, rope.get(length))}
         values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
     config = checked_config(values, place)
-    window = raw.get("sliding_window")
-    is_sliding = raw.get("use_sliding_window", family == "mistral") and isinstance(window, int)
-    if is_sliding and (raw.get("max_window_layers") or 0) < config.num_layers:
-        config = replace(config, context_length=min(window, config.context_length))  # up to it, all is plain
+    with as_user_error(place):
+        window = window_of(raw, config.num_layers, place)
+        if window is not None:  # up to it, all is plain
+            config = replace(config, context_length=min(window, config.context_length))
     return config
+
+
+def window_of(raw, num_layers, place):
+    """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
+    family = raw["model_type"]
+    if family == "llama":
+        return None
+    window = raw.get("sliding_window", 4096)
+    before = 0  # layers before the first that slides
+    if family != "mistral":
+        window = window if raw.get("use_sliding_window") else None
+        before = raw.get("max_window_layers", 28)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return window if before < num_layers else None
+    slides = "sliding_attention" in kinds
+    is_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}
+    if not is_known or (slides and window is None):
+        raise ForeignArchitecture(f"{place}: these layer_types, with a window of {window}, are not supported")
+    return window if slides else None
 
 
 def checked_config(values, place):

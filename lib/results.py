@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
+from lib import checkpoint
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
@@ -66,7 +67,7 @@ class Experiment:
 
 
 def environment(device, dtype):
-    """What a result is made with: versions, device, commit, code, threads and processes."""
+    """What a result is made with: versions, device, commits, code, threads and processes."""
     name = platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -83,6 +84,7 @@ def environment(device, dtype):
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
+        "hub": checkpoint.COMMITS,  # of models that are read later, too
         "code": code_digest(files),
         "files": files,
     }

@@ -96,7 +96,8 @@ def begin(run, settings, step, tokens) -> None:
     with atomic_file(run / "settings.json") as temporary:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
     birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}
-    rows = [birth | {"processes": runtime.world_size(), "data": tokens.meta.fingerprint}]
+    birth |= {"processes": runtime.world_size(), "data": tokens.meta.fingerprint}
+    rows = [birth | {"hub": checkpoint.COMMITS}]
     if step > 0:
         rows = [row for row in read_log(run) if row["step"] <= step]
     write_log(run / "metrics.jsonl", rows)

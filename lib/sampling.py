@@ -15,7 +15,7 @@ from lib.tokenizers import load_tokenizer
 class SampleSettings:
     """What `train.py sample` is asked."""
 
-    model: Positional[str] = "runs/default"  # a run, a checkpoint folder, a .gguf file, or smollm2
+    model: Positional[str] = "runs/default"  # a run, a folder, a .gguf file, smollm2, or a name of the Hub
     prompt: str = ""  # text to go on with; BOS stands before it
     tokens: at_least(1) = 200  # to write at most; EOS ends a text, too
     temperature: at_least(0, float) = 0.8  # divides the logits; 0: the likeliest token each time

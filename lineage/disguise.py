@@ -47,7 +47,7 @@ AXES = {  # what a matrix has along its rows and columns; a bias has the first o
 class Settings(OutputSettings):
     """What is to be disguised, and how."""
 
-    model: Positional[str] = ""  # of this project's architecture: a folder, or PRESET@SEED
+    model: Positional[str] = ""  # of this project's architecture: a folder, a name, or PRESET@SEED
     transforms: tuple[Literal["rotate", "neurons", "signs"], ...] = ("rotate", "neurons", "signs")  # in order
     out: str = "disguised"  # checkpoint folder to be written
 

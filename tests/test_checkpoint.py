@@ -11,7 +11,7 @@ import transformers
 from conftest import KINDS, ROOT, random_model
 
 import init
-from lib import checkpoint
+from lib import checkpoint, formats
 from lib.checkpoint import chosen_models, parse_spec
 from lib.files import read_json, sha256
 from lib.settings import UserError
@@ -76,12 +76,7 @@ def test_what_hugging_face_leaves_out(tmp_path):
 
 def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama_mqa_tied"])
-    for window, context_length in ((4096, 700), (16, 16)):  # up to its window, a Mistral is plain
-        edit_config(folder, model_type="mistral", sliding_window=window)
-        assert parse_spec(folder).config.context_length == context_length
-    edit_config(folder, max_window_layers=None)
-    assert parse_spec(str(folder)).config.context_length == 16
-    edit_config(folder, sliding_window=None)
+    edit_config(folder, model_type="mistral")
     path = tmp_path / "a" / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     head = weights["model.embed_tokens.weight"].clone()
@@ -118,6 +113,113 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
         checkpoint.load(folder)
     if "max_position_embeddings" in changes:  # what compares weights needs none
         assert parse_spec(folder).open(any_architecture=True).width == 32
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+NARROW = {"use_sliding_window": True, "sliding_window": 16}
+WINDOWS = [  # kind, family, what config.json says, positions that are read
+    ("llama", "mistral", {"sliding_window": 16}, 16),
+    ("llama", "mistral", {"sliding_window": 16, "layer_types": [FULL] * 3}, 700),
+    ("llama", "mistral", {"sliding_window": 16, "layer_types": [FULL, FULL, SLIDING]}, 16),
+    ("llama", "mistral", {"sliding_window": 4096}, 700),
+    ("llama", "llama", NARROW | {"layer_types": [SLIDING] * 3}, 700),
+    ("qwen2", "qwen2", NARROW | {"layer_types": [FULL, SLIDING, FULL]}, 16),
+    ("qwen3", "qwen3", NARROW | {"layer_types": [FULL, SLIDING, FULL]}, 16),
+    ("qwen2", "qwen2", NARROW | {"layer_types": [FULL] * 3, "max_window_layers": 0}, 700),
+    ("qwen3", "qwen3", NARROW | {"max_window_layers": 2}, 16),
+    ("qwen2", "qwen2", NARROW | {"max_window_layers": 3}, 700),
+    ("qwen3", "qwen3", NARROW, 700),
+    ("qwen2", "qwen2", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}, 700),
+    ("qwen2", "qwen2", {"sliding_window": 16}, 700),
+]
+
+
+def logits_of_transformers(folder: str) -> torch.Tensor:
+    """What transformers makes of TOKENS."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("kind, family, changes, context_length", WINDOWS)
+def test_layers_that_slide_are_read_up_to_their_window(kind, family, changes, context_length, tmp_path):
+    folder, model = saved(tmp_path / "a", KINDS[kind])
+    edit_config(folder, model_type=family, **changes)
+    loaded = checkpoint.load(folder)
+    assert loaded.config.context_length == context_length
+    theirs = logits_of_transformers(folder)
+    T = min(context_length, TOKENS.shape[1])
+    # Float32 rounding through three blocks; the logits are of order 1 to 10.
+    torch.testing.assert_close(loaded(TOKENS[:, :T]), theirs[:, :T], rtol=1e-4, atol=5e-5)
+    if context_length == 16:  # what a model without windows computes differs from there on
+        assert (model(TOKENS) - theirs)[:, 16:].abs().max() > 0.5
+        with pytest.raises(UserError, match="expected 1 to 16, the model's context or window"):
+            checkpoint.check_lengths((17,), checkpoint.shortest_context([parse_spec(folder)]))
+
+
+OTHERS = [  # what model.py does not compute, or nobody does
+    {"is_causal": False},
+    {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"hidden_act": "gelu"},
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    NARROW | {"layer_types": [FULL, SLIDING]},
+    NARROW | {"layer_types": [FULL, "chunked_attention", FULL]},
+    {"sliding_window": 16, "layer_types": [FULL, SLIDING, FULL]},
+    NARROW | {"max_window_layers": "two"},
+    {"use_sliding_window": True, "sliding_window": "wide", "max_window_layers": 0},
+]
+
+
+@pytest.mark.parametrize("changes", OTHERS)
+def test_what_is_not_computed_is_refused_and_compared(changes, tmp_path):
+    folder, _ = saved(tmp_path / "a", KINDS["qwen3"])
+    edit_config(folder, **changes)
+    with pytest.raises(UserError):
+        checkpoint.load(folder)
+    assert parse_spec(folder).open(any_architecture=True).config is None
+
+
+NEUTRAL = {  # keys of a configuration that change no logit: another value of theirs
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 3),
+    **dict.fromkeys(("output_hidden_states", "output_attentions", "is_encoder_decoder"), True),
+    "return_dict": True,
+    "use_cache": False,
+    "attention_dropout": 0.5,
+    "chunk_size_feed_forward": 7,
+    "initializer_range": 0.5,
+    "pretraining_tp": 2,
+    "problem_type": "regression",
+    "id2label": {"0": "a"},
+    "label2id": {"a": 0},
+    "architectures": ["X"],
+    "dtype": "float32",
+    "transformers_version": "4.31.0",
+    "_name_or_path": "a/b",
+}
+
+
+def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
+    """A key that a new version of `transformers` brings fails here: what does it do to logits?"""
+    known = {"model_type", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers"}
+    known |= {"layer_types"} | set(formats.KEYS.values()) | formats.PLAIN.keys() | NEUTRAL.keys()
+    for family in formats.FAMILIES:
+        assert set(transformers.AutoConfig.for_model(family).to_dict()) <= known, family
+    folder, model = saved(tmp_path / "a", KINDS["qwen3"])
+    edit_config(folder, **NEUTRAL)
+    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    # as above
+    torch.testing.assert_close(logits_of_transformers(folder), model(TOKENS), rtol=1e-4, atol=5e-5)
+
+
+def test_the_length_that_outranks_the_one_of_rope(tmp_path):
+    folder, model = saved(tmp_path / "a", KINDS["llama3"])
+    edit_config(folder, original_max_position_embeddings=500)
+    ours, theirs = checkpoint.load(folder)(TOKENS), logits_of_transformers(folder)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)  # as above
+    assert (model(TOKENS) - ours).abs().max() > 0.5
 
 
 # ---- names -------------------------------------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""lib/hub.py: names of the Hub, against a server of its few routes on this machine."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
+from hub_server import COMMIT, serving
+from huggingface_hub import constants
+
+from lib import checkpoint, hub
+from lib.settings import UserError
+
+TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
+NEVER = {"README.md": b"-", "modeling_x.py": b"-", "tf_model.h5": b"-", "original/consolidated.00.pth": b"-"}
+NEVER |= {"onnx/model.onnx": b"-", "model.fp16.safetensors": b"-", "flax_model.msgpack": b"-"}
+BESIDE = {"config.json", "tokenizer.txt"}
+
+
+def repositories(folder: Path) -> tuple[dict, torch.nn.Module]:
+    """A model's files in several formats, by the name of a repository; and the model."""
+    model = random_model(KINDS["llama"])
+    checkpoint.save(folder, model)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    config = {"config.json": (folder / "config.json").read_bytes(), "tokenizer.txt": b"bytes"} | NEVER
+    whole = {"model.safetensors": (folder / "model.safetensors").read_bytes()}
+    sharded, index = {}, {}
+    for number in (1, 2):
+        part = {name: tensors[name] for name in list(tensors)[number - 1 :: 2]}
+        file = f"model-{number:05}-of-00002.safetensors"
+        sharded[file] = safetensors.torch.save(part)
+        index |= dict.fromkeys(part, file)
+    sharded["model.safetensors.index.json"] = json.dumps({"weight_map": index}).encode()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    pickled = {"pytorch_model.bin": (folder / "pytorch_model.bin").read_bytes()}
+    files = {
+        "org/whole": config | whole | pickled | {"a.gguf": b"-"},
+        "org/sharded": config | sharded | pickled,
+        "org/pickled": config | pickled,
+        "org/gated": config | whole,
+        "org/one-gguf": NEVER | {"only.gguf": b"GGUF", "config.json": b"{}"},
+        "org/ggufs": NEVER | {"a.gguf": b"GGUF a", "b.gguf": b"GGUF b"},
+        "org/adapter": {"adapter_config.json": b"{}", "adapter_model.safetensors": b"-"},
+    }
+    return files, model
+
+
+def point_to(url: str, monkeypatch) -> None:
+    """Make a server the Hub, as HF_ENDPOINT does before the library is imported."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + template)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A Hub on this machine, and its model; names are fetched into a new cache."""
+    files, model = repositories(tmp_path / "model")
+    with serving(files, gated=("org/gated",)) as server:
+        point_to(server.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+        monkeypatch.setattr(checkpoint, "COMMITS", {})
+        server.model = model
+        yield server
+
+
+def fetch(name: str) -> Path:
+    """The folder or file in the cache that a name means."""
+    return checkpoint.parse_spec(name).folder
+
+
+def fetched(server) -> list[str]:
+    """The files that were asked for, in order, since the last call."""
+    paths = [path for command, path, _ in server.requests if command == "GET" and "/resolve/" in path]
+    server.requests.clear()
+    return [path.split("/", 5)[5] for path in paths]
+
+
+NAMES = "Qwen/Qwen2.5-0.5B HuggingFaceTB/SmolLM2-135M a/b.c-d_e a/b@abc1234 a/b@main a/B-GGUF/b-q4_k_m.gguf"
+PATHS = "runs/laptop data/x models/x results/x models/a/b.gguf /a/b ./a/b ../a/b ~/a/b a/b/c a//b a b /a a/"
+PATHS += " a/b.gguf a/b.safetensors a/b.bin a/b.pt a/b.pth a/b.json a/step_0000100 a/b/c/d.gguf tiny_llama@3"
+PATHS += " gpt2 C:\\a\\b a/b@ a/b@c/d"
+
+
+def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES.split():
+        assert checkpoint.may_be_on_hub(name), name
+    for name in PATHS.split():
+        assert not checkpoint.may_be_on_hub(name), name
+    Path("Qwen").mkdir()
+    assert not checkpoint.may_be_on_hub("Qwen/Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize(
+    "repo, weights",
+    [
+        ("org/whole", {"model.safetensors"}),
+        (
+            "org/sharded",
+            {"model.safetensors.index.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2))},
+        ),
+        ("org/pickled", {"pytorch_model.bin"}),
+    ],
+)
+def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monkeypatch):
+    files = here.repositories[repo]
+    size = sum(len(files[name]) for name in weights | BESIDE) / 1e9
+    assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
+    assert sorted(fetched(here)) == sorted(weights | BESIDE)
+    assert capsys.readouterr().err == f"not here: fetching {repo} from the Hub, {size:.3g} GB\n"
+    for name in (repo, f"{repo}@{COMMIT}", f"{repo}@step7"):
+        assert torch.equal(checkpoint.load(name)(TOKENS), here.model(TOKENS))
+        assert fetched(here) == [] and checkpoint.COMMITS[name] == COMMIT
+    here.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
+    assert here.requests == [] and capsys.readouterr().err == ""
+
+
+def test_a_gguf_file_is_fetched_if_it_is_named_or_alone(here):
+    for name, file in (
+        ("org/one-gguf", "only.gguf"),
+        ("org/ggufs/b.gguf", "b.gguf"),
+        ("org/whole/a.gguf", "a.gguf"),
+    ):
+        place = fetch(name)
+        assert (
+            place.name == file
+            and place.read_bytes() == here.repositories["/".join(name.split("/")[:2])][file]
+        )
+        assert fetched(here) == [file]
+    assert fetch(f"org/ggufs@{COMMIT}/b.gguf").name == "b.gguf"
+
+
+MISTAKES = {
+    "org/nobody": "no model 'org/nobody', neither here nor on the Hub: check the name, or type `hf auth lo",
+    "org/gated": "is gated: accept its terms at http://127.0.0.1:.*/org/gated, then type `hf auth login`",
+    "org/ggufs": "has a.gguf, b.gguf: expected .*; org/ggufs/FILE.gguf names one of several",
+    "org/ggufs/c.gguf": "has a.gguf, b.gguf: expected",
+    "org/adapter": "has adapter_config.json, adapter_model.safetensors: expected model.safetensors, pytorch",
+    "org/whole@nowhere": "org/whole has no commit, branch or tag 'nowhere'",
+    "a--b/c": "cannot read a--b/c",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name, here, capsys):
+    with pytest.raises(UserError, match=MISTAKES[name]):
+        checkpoint.parse_spec(name)
+    assert fetched(here) == [] and capsys.readouterr().err == "" and checkpoint.COMMITS == {}
+
+
+def test_without_a_network(here, monkeypatch):
+    """What is cached is read, and what is not is told, soon, also where nobody answers or refuses."""
+    place = fetch("org/whole")
+    with socket.socket() as silent, socket.socket() as closed:
+        for listener in (silent, closed):
+            listener.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(hub, "PATIENCE", 0.5)
+        for listener in (silent, closed):
+            point_to(f"http://127.0.0.1:{listener.getsockname()[1]}", monkeypatch)
+            begun = time.perf_counter()
+            assert fetch("org/whole") == place
+            with pytest.raises(
+                UserError, match="org/other is not here, and the Hub is out of reach, .*Error"
+            ):
+                fetch("org/other")
+            assert time.perf_counter() - begun < 5  # twice the patience, on a busy machine
+
+
+def test_an_interrupted_download_is_taken_up(here, monkeypatch):
+    """A line that breaks: the rest of the file is asked for. A process that ends: its whole files stay."""
+    here.cut_once.add("model.safetensors")
+    assert torch.equal(checkpoint.load("org/whole")(TOKENS), here.model(TOKENS))
+    half = len(here.repositories["org/whole"]["model.safetensors"]) // 2
+    ranges = [
+        ranged for command, path, ranged in here.requests if path.endswith("model.safetensors") and ranged
+    ]
+    assert ranges == [f"bytes={half // 1000 * 1000}-"]
+    fetched(here)
+    second = "model-00002-of-00002.safetensors"
+    here.broken.add(second)
+    with pytest.raises(UserError, match="cannot read org/sharded: "):
+        fetch("org/sharded")
+    fetched(here)
+    here.broken.clear()
+    assert torch.equal(checkpoint.load("org/sharded")(TOKENS), here.model(TOKENS))
+    assert fetched(here) == [second]
+
+
+def test_a_path_typed_too_early_is_never_asked_for(here):
+    for words in (
+        ("train.py", "sample", "runs/laptop"),
+        ("sinks.py", "--model", "runs/laptop"),
+        ("seedprint.py", "compare", "tiny_llama@1", "./org/whole"),
+        ("probe.py", "--model", "lib/org"),
+    ):
+        assert_refused(run_here(*words), f"no model '{words[-1]}'")
+    assert_refused(
+        run_here("contraction.py", "ablation", "--model", "org/whole"), "unknown preset 'org/whole'"
+    )
+    assert here.requests == []
+
+
+def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):
+    env = {"HF_ENDPOINT": here.url, "HF_HOME": str(tmp_path / "home")}
+    words = ("--model", "org/whole", "--num-sequences", 4, "--sequence-length", 8, "--dtype", "float32")
+    done = run_script("probe.py", *words, "--out", tmp_path / "out", ranks=2, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("not here: fetching org/whole from the Hub") == 1
+    assert sorted(fetched(here)) == sorted({"model.safetensors"} | BESIDE)
+    saved = json.loads((tmp_path / "out" / "probe.json").read_text())
+    assert saved["environment"]["hub"] == {"org/whole": COMMIT}
+    assert saved["rows"][0]["model"] == "org/whole"
+
+
+def test_the_library_is_imported_where_it_is_needed():
+    scripts = "probe, contraction, seedprint, sinks, train, lineage.disguise, reproduce.robustness"
+    code = f"import sys, {scripts}; sys.exit('huggingface_hub' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ).returncode == 0
