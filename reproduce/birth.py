@@ -8,7 +8,6 @@ builders, hidden units that make nearly all of it (`sinks.py silence`). Each ear
 same heads, dimension and units. All is of 64 held-out tokens, the first of them BOS if the run trained so.
 """
 
-import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from lib.results import Experiment
 from lib.runs import begun_settings, write_log
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
-from measure.units import hidden_units, observe, replace_units
+from measure.units import observe
 from reproduce.text import reading_of
 from train import Settings as RunSettings
 
@@ -49,27 +48,6 @@ class Settings(OutputSettings):
 
     runs: Positional[tuple[str, ...]] = ()  # run folders to measure anew; none: those that were measured
     numbers: str = "results/text"  # folder of what was measured, .jsonl
-
-
-def later_builders(folder, run):
-    """The (layer, unit) that were measured to build a run's sink at its last step; UserError if none were."""
-    path = Path(folder, f"birth_{run}.jsonl")
-    if not path.exists():
-        raise UserError(f"{path} is missing: python -m reproduce.birth runs/text/{run} --numbers {folder}")
-    sink = json.loads(read_bytes(path).splitlines()[0])
-    return [(row["layer"], row["unit"]) for row in sink["builders"]]
-
-
-@contextlib.contextmanager
-def silenced(units, model):
-    """While this lasts, some hidden units, (layer, unit) each, of a newborn are zero, and learn nothing.
-
-    Their down columns are zero from birth on, so that a checkpoint computes what was trained.
-    """
-    for layer, unit in units:
-        model.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
-    with hidden_units(model, replace_units(units)):
-        yield
 
 
 @torch.inference_mode()

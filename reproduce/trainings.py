@@ -36,8 +36,8 @@ from lib.settings import (
 from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
+from measure.units import hidden_units, replace_units
 from reproduce.baselines import BASELINES, similarities
-from reproduce.birth import later_builders, silenced
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, differences, draw_calibrations, read_runs, reading_of
 from seedprint import PaperSettings, last_outputs
 
@@ -170,6 +170,27 @@ def context_of(run):
     if Path(run.out).name != "text_without_builders-42":
         return contextlib.nullcontext
     return partial(silenced, later_builders(TEXT, "none-42"))
+
+
+def later_builders(folder, run):
+    """The (layer, unit) that were measured to build a run's sink at its last step; UserError if none were."""
+    path = Path(folder, f"birth_{run}.jsonl")
+    if not path.exists():
+        raise UserError(f"{path} is missing: python -m reproduce.birth runs/text/{run} --numbers {folder}")
+    sink = next(read_rows(path))
+    return [(row["layer"], row["unit"]) for row in sink["builders"]]
+
+
+@contextlib.contextmanager
+def silenced(units, model):
+    """While this lasts, some hidden units, (layer, unit) each, of a newborn are zero, and learn nothing.
+
+    Their down columns are zero from birth on, so that a checkpoint computes what was trained.
+    """
+    for layer, unit in units:
+        model.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
+    with hidden_units(model, replace_units(units)):
+        yield
 
 
 def lineage(settings: RunSettings):

@@ -206,9 +206,7 @@ def test_a_path_typed_too_early_is_never_asked_for(here):
         ("probe.py", "--model", "lib/org"),
     ):
         assert_refused(run_here(*words), f"no model '{words[-1]}'")
-    assert_refused(
-        run_here("contraction.py", "ablation", "--model", "org/whole"), "unknown preset 'org/whole'"
-    )
+    assert_refused(run_here("contraction.py", "layers", "--model", "org/whole"), "unknown preset 'org/whole'")
     assert here.requests == []
 
 
