@@ -89,7 +89,8 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 def train(settings: Settings, while_training=contextlib.nullcontext):
     """What becomes of a newborn? A line every --log-every steps tells the time left.
 
-    The context `while_training(model)` lasts as long as the training; `reproduce.trainings` silences units in it.
+    The context `while_training(model)` lasts as long as the training; `reproduce.trainings` silences units
+    in it.
     """
     if checkpoint.steps(settings.out) and not settings.resume:
         raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
