@@ -19,16 +19,11 @@ from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_proces
 
 
 def begun_settings(settings, may_begin=False):
-    """The settings that the run in the folder `out` was begun with; where there is none, UserError.
-
-    With `may_begin` these settings begin a run there instead, which is said: so the same command, given again
-    and again, begins a run and goes on with it.
-    """
+    """The settings that the run in `out` was begun with; of none UserError, or these if they `may_begin`."""
     path = Path(settings.out, "settings.json")
     if not path.exists() and not checkpoint.steps(settings.out):
         if not may_begin:
-            hint = "check --out, or name a config file, or begin one without --resume"
-            raise UserError(f"no run in {settings.out} to resume: {hint}")
+            raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
         if is_first_process():
             print(f"no run in {settings.out} to resume: it begins")
         return settings

@@ -6,7 +6,6 @@ Under `torchrun` the same command shares its work among processes; rank 0 prints
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import signal
 import tempfile
@@ -33,8 +32,7 @@ def start(settings: RunSettings):
     """
     device = choose_device(getattr(settings, "device", "cpu"))
     if dist.is_torchelastic_launched() and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        join_group(backend, timedelta(seconds=PATIENCE))
+        join_group("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=PATIENCE))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
@@ -52,7 +50,7 @@ def start(settings: RunSettings):
 
 
 def join_group(backend, patience) -> None:
-    """Join torchrun's processes. After a restart its store still holds the addresses of those before them."""
+    """Join torchrun's processes. After a restart its store still has the addresses of those before them."""
     store, rank, size = next(dist.rendezvous("env://", timeout=patience))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines: each of several counts restarts for itself
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -76,28 +74,24 @@ def choose_dtype(device):
     """What `--dtype auto` means here; all ranks take rank 0's choice. Flags of a CPU mislead: it is timed."""
     if device.type == "cuda":
         return "bfloat16"
-    gain = bfloat16_gain() if rank() == 0 else 0.0
-    gain = sum_over_ranks(torch.tensor(gain)).item()
-    return "bfloat16" if gain >= 1.5 else "float32"  # from there on it is worth its casts
+    gain = torch.tensor(bfloat16_gain() if rank() == 0 else 0.0)
+    return "bfloat16" if sum_over_ranks(gain) >= 1.5 else "float32"  # from there on it is worth its casts
 
 
 @functools.cache
 def bfloat16_gain(size=384, count=40):
-    """How many times as fast a CPU's products (size, size) are in bfloat16 as in float32.
+    """How many times as fast as in float32 one thread of a CPU makes products (size, size) in bfloat16.
 
-    One thread makes both in turn, each for two milliseconds or less, and the best of each counts. So it does
-    not matter what other processes do, whose turns on a core are longer.
+    They take turns of two milliseconds or less, of which the best count, whatever other processes do.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     matrix = torch.randn(size, size)
-    best = {torch.float32: math.inf, torch.bfloat16: math.inf}  # seconds
-    for _ in range(count):
-        for dtype in best:
-            factor = matrix.to(dtype)
-            best[dtype] = min(best[dtype], seconds_of(torch.nn.functional.linear, factor, factor))
+    works = [functools.partial(torch.nn.functional.linear, x, x) for x in (matrix, matrix.bfloat16())]
+    turns = [[seconds_of(work) for work in works] for _ in range(count)]
     torch.set_num_threads(threads)
-    return best[torch.float32] / best[torch.bfloat16]
+    in_float32, in_bfloat16 = map(min, zip(*turns))
+    return in_float32 / in_bfloat16
 
 
 def default_batch_size(device, sequence_length):
@@ -169,13 +163,9 @@ def seconds_of(work, *arguments):
 
 
 @functools.cache
-def matmul_speed(size, device, dtype, count=2):
-    """FLOP/s of a product of two matrices (size, size): the best of `count`, of which the first warms up."""
-    matrix = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / min(seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(count))
-
-
 def matmul_peak(device, dtype):
-    """FLOP/s of large products on all ranks together: the limit of MFU."""
+    """FLOP/s of large products on all ranks together, the best of ten: the limit of MFU."""
     size = 8192 if device.type == "cuda" else 2048
-    return world_size() * matmul_speed(size, device, dtype, 10)
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    seconds = min(seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(10))
+    return world_size() * 2 * size**3 / seconds
