@@ -4,8 +4,8 @@
     >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
     >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
     torch.Size([4096])
-    >>> open_any(Path("/models/pythia-70m")).width
-    512
+    >>> open_any(Path("/models/pythia-70m")).shapes["gpt_neox.final_layer_norm.weight"]
+    (512,)
 
 A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
 .gguf file, which has all in it, may be named in its place. Nothing is executed: a .safetensors or .gguf file
@@ -35,8 +35,7 @@ from model import ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
-TOWER = re.compile(r"vision|visual|image|audio")  # part of a model that reads no tokens, often a frozen one
-STACK = re.compile(r"(?!.*\d\.)(?:.*\.)?(?:layers?|blocks?|h)\.")  # of tensors that hold all layers
+STACK = re.compile(r"(?!.*\d[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors that hold all layers
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -63,7 +62,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
-LARGEST_WIDTH = 2**20  # of a residual stream
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -250,14 +248,17 @@ def unstacked(tensors):
             stacks[found[0]][name] = tensor
     others = dict(tensors)
     for prefix, members in stacks.items():
-        if len({tensor.shape[0] for tensor in members.values()}) > 1:
+        first, second = ({tensor.shape[axis] for tensor in members.values()} for axis in (0, 1))
+        axis = 0 if len(first) == 1 else 1  # MaxText's layers are along the second one
+        if len(first) > 1 and len(second) > 1:
             continue
         for name, tensor in members.items():
             del others[name]
-            for layer in range(tensor.shape[0]):
-                read = partial(tensor.read, layer)
+            shape = tensor.shape[:axis] + tensor.shape[axis + 1 :]
+            for layer in range(tensor.shape[axis]):
+                read = partial(tensor.read, (slice(None),) * axis + (layer,))
                 place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
-                others[place] = LazyTensor(tensor.shape[1:], tensor.kind, read)
+                others[place] = LazyTensor(shape, tensor.kind, read)
     return others
 
 
@@ -396,11 +397,10 @@ def parameter_shapes(config):
 class CheckpointReader:
     """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    def __init__(self, place, tensors, config, width, family="bornbiased", names_mlps=False):
+    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False):
         self.place = place  # None: not on the disk
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
-        self.width = width  # of the residual stream
         self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -462,26 +462,18 @@ def own_checkpoint(place, raw, tensors):
     if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
     check_shapes(tensors, expected, place, " by config.json: correct what it says")
-    return CheckpointReader(place, tensors, config, config.d_model)
+    return CheckpointReader(place, tensors, config)
 
 
 def foreign_checkpoint(place, raw, tensors):
-    """The CheckpointReader of another architecture: the residual width is config.json's, or a table's."""
+    """The CheckpointReader of another architecture, which its tensors alone tell."""
     names = " ".join(tensors)
     if "lora_A" in names:  # its deltas would not be seen
         raise UserError(f"{place}: {hint(names)}")
-    tensors = {name: tensor for name, tensor in unstacked(tensors).items() if not TOWER.search(name)}
-    width = raw.get("hidden_size")
-    for name, tensor in tensors.items():
-        if width is None and TABLE.search(name) and len(tensor.shape) == 2:
-            width = tensor.shape[1]
-    if type(width) is not int or not 0 < width < LARGEST_WIDTH:
-        said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
-        raise UserError(f"{said} beside it")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, tensors, None, width, family, names_mlps)
+    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps)
 
 
 def token_ids(place):

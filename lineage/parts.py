@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is what? Found by names and shapes, whatever the architecture.
+"""Which tensor of a checkpoint is what, and which of them are the model? Found by structure, then by names.
 
     >>> from lib import checkpoint
     >>> from lineage import parts
@@ -6,24 +6,30 @@
     >>> found.tables, found.heads, len(found.mlps)
     ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
 
-Projects name the same things differently, so each kind of thing has a pattern here; where names say nothing,
-shapes do. A checkpoint has `shapes` by name, `width` (d, of the stream), `family` and `read(name)`.
+A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write a
+stream of one width. A *part* is the stacks that one thing feeds. The model is the part that an embedding
+matrix feeds and a head reads; towers, talkers and draft heads are other parts. Within a layer projects name
+the same things differently: each kind of matrix has a pattern here, and where names say nothing, shapes do.
 """
 
+import math
+import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lib.formats import TABLE
 
-# What comes first in a name; T5's has two
-LAYER = re.compile(r"(?:^|[._])(?:layers?|h|blocks?)[._]?(\d{1,9})\.")
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
-PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
-HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.weight$")
+NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
+SEPARATOR = re.compile(r"[./]")
+LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"
+ONE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")  # what begins its name
+ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
+HEAD = re.compile(r"(?:^|\.)(?:lm_heads?|embed_out|output)(?:\.\d+)?\.(?:weight|kernel)$")
+NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names, of no embedding matrix
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 ROLES = {  # of an MLP's matrices
@@ -79,16 +85,32 @@ class MLP:
         return not self.is_first and self.place < LATE
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What may be a model's embedding matrices and heads, its final norm, its MLPs, and more."""
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A run of layers whose tensors' names differ in one number, and which read and write one stream."""
 
+    prefix: str  # what begins the names of its tensors, up to the number
+    width: int  # of the stream
+    layers: dict  # by number: the full names by what follows the number
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model, or a part of one: what may be its embedding matrices and heads, its MLPs, and more."""
+
+    name: str  # what begins its stacks' names, and no others'; "" where there are none
+    source: object
+    shapes: dict  # of its tensors
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
+    has_head: bool  # of its own
+    reads_else: bool  # does something lead to it that is no embedding matrix?
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors
+    numbers: dict  # each layer's number, from 1, by what its names begin with, without what all begin with
+    places: dict  # by a tensor's name that beginning, "" of a table or a head, and the rest
     unknown: list  # matrices among which an MLP may be: neither tables nor plainly attention's
 
     @property
@@ -99,61 +121,260 @@ class Parts:
         names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
 
+    @property
+    def size(self):
+        """The number of parameters in its layers."""
+        return sum(math.prod(self.shapes[name]) for names in self.layers for name in names)
+
+    @property
+    def place(self):
+        return self.source.place
+
+    @property
+    def family(self):
+        return self.source.family
+
+    def read(self, name):
+        return self.source.read(name)
+
 
 def find(source):
-    """The Parts of a checkpoint. Of the widths of config.json and a table, that of most layers is right."""
-    outside = {}
-    sizes = Counter()  # along which axes of layers' matrices
-    layers = defaultdict(dict)  # full names by the rest of a name, by stack and number
-    for name in sorted(name for name, shape in source.shapes.items() if 0 not in shape):
-        match = LAYER.search(name)
-        if match is None:
-            outside[name] = source.shapes[name]
-        else:
-            layers[name[: match.start(1)], int(match[1])][name[match.end() :]] = name
-            sizes.update(set(source.shapes[name][-2:]))
+    """The Part of a checkpoint that is the model; a Part is its own."""
+    return source if isinstance(source, Part) else split(source)[0]
+
+
+def split(source):
+    """The Parts of a checkpoint: first what reads tokens and has a head, if anything does; the larger first.
+
+    Of a checkpoint without layers the only Part has its embedding matrices, if there are any.
+    """
+    shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
+    stacks = stacks_of(shapes)
+    inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
+    outside = {name: shape for name, shape in shapes.items() if name not in inside}
+    reach = {name: reached(name, stacks) for name in outside}
+    groups = fed_stacks(source, outside, reach, stacks)
+    reading = [stack for _, fed in groups for stack in fed]
+    others = defaultdict(list)
+    for stack in stacks:
+        if stack not in reading:
+            others[part_name([stack], reading), stack.width].append(stack)
+    groups += [([], members) for members in others.values()]
+    if not stacks:
+        groups = [([name for name in outside if is_table(name, outside[name])], [])]
+    found = [part_of(source, outside, reach, *group, stacks) for group in groups]
+    return sorted(found, key=lambda part: (part.tables != [], part.has_head, part.size), reverse=True)
+
+
+def stacks_of(shapes):
+    """Every Stack of a checkpoint: the outermost number in a name that counts layers.
+
+    A single layer is one if it is called so. Where layers are called so, a number before theirs counts more
+    than layers: stages, or models.
+    """
+    numbered = defaultdict(lambda: defaultdict(dict))
+    for name in sorted(shapes):
+        for number in NUMBER.finditer(name):
+            rest = name[number.end() :].replace("/", ".")
+            numbered[name[: number.start(1)]][int(number[1])][rest] = name
+    unnumbered = {size for name, shape in shapes.items() if not NUMBER.search(name) for size in shape}
+    stacks, taken = [], set()
+    for prefix in sorted(numbered, key=lambda prefix: (len(prefix), prefix)):
+        runs = {n: names for n, names in numbered[prefix].items() if taken.isdisjoint(names.values())}
+        is_named = ONE_LAYER.search(prefix) is not None
+        if not is_named and any(LAYER.search(rest) for names in runs.values() for rest in names):
+            continue
+        width = width_of(shapes, runs, unnumbered)
+        layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
+        if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
+            stacks.append(Stack(prefix, width, layers))
+            taken.update(name for names in layers.values() for name in names.values())
+    return sorted(stacks, key=lambda stack: stack.prefix)
+
+
+def width_of(shapes, layers, unnumbered):
+    """The width of the stream of some layers: the axis of the matrices that have most of their numbers."""
+    sizes = Counter()
+    for names in layers.values():
+        for name in names.values():
+            if len(shapes[name]) in (2, 3):
+                sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
+    return max(sizes, key=lambda size: (sizes[size], size in unnumbered, -size), default=0)
+
+
+def is_layer(shapes, names, width):
+    """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
+    axes = [shapes[name][-2:] for name in names if is_matrix(name, shapes[name], width)]
+    return len(axes) > 1 and width in {rows for rows, _ in axes} and width in {columns for _, columns in axes}
+
+
+def beginnings(name):
+    """What a name begins with, up to each of its separators, the longest first; at last nothing."""
+    return [name[: found.end()] for found in reversed([*SEPARATOR.finditer(name)])] + [""]
+
+
+def reached(name, stacks):
+    """The stacks that are closest to a tensor by their names."""
+    for start in beginnings(name):
+        found = [stack for stack in stacks if stack.prefix.startswith(start)]
+        if found:
+            return found
+    return []
+
+
+def part_name(members, stacks):
+    """The shortest beginning of some stacks' names that no other stack's has; "" where there is no other."""
+    shared = os.path.commonprefix([stack.prefix for stack in members])
+    others = [stack.prefix for stack in stacks if stack not in members]
+    for start in reversed(beginnings(shared)):
+        if not any(prefix.startswith(start) for prefix in others):
+            return start.rstrip("./")
+    return shared.rstrip("._/")
+
+
+def is_table(name, shape):
+    """Is a tensor an embedding matrix by its name?"""
+    return len(shape) == 2 and TABLE.search(name.replace("/", ".")) is not None
+
+
+def fed_stacks(source, outside, reach, stacks):
+    """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
+
+    Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
+    name, the one with the most. A head's matrix is the last choice: it may be tied.
+    """
     matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    named = [name for name in matrices if TABLE.search(name)]
-    width = source.width
-    if named and all(width not in matrices[name] for name in named):
-        width = max(matrices[named[0]][1], width, key=lambda size: sizes[size])
+    fed = {}
+    for name in matrices:
+        if is_table(name, matrices[name]):
+            fed[name] = fed_by(name, matrices, stacks, outside, reach)
+    for is_head in (False, True):
+        unfed = [stack for stack in stacks if not any(stack in members for members in fed.values())]
+        fitting = {}
+        for name, shape in matrices.items():
+            if name not in fed and not NO_TABLE.search(name) and bool(HEAD.search(name)) == is_head:
+                members = closest([stack for stack in reach[name] if stack.width == shape[1]])
+                members = [stack for stack in members if not has_other_input(stack, outside, reach)]
+                if members and all(stack in unfed for stack in members):
+                    fitting[name] = members
+        most = {}  # rows, of what feeds a stack
+        for name, members in fitting.items():
+            for stack in members:
+                most[stack] = max(matrices[name][0], most.get(stack, 0))
+        fed |= {n: members for n, members in fitting.items() if matrices[n][0] == most[members[0]]}
+    groups = []
+    for name, members in fed.items():
+        joined = ([name], members)
+        for group in [group for group in groups if is_shared(source, matrices, group, joined)]:
+            groups.remove(group)
+            joined = (group[0] + joined[0], [*dict.fromkeys(group[1] + joined[1])])
+        groups += [joined] if members else []
+    return groups
+
+
+def is_shared(source, matrices, group, other):
+    """Do two groups of stacks read one embedding matrix, perhaps by two names?"""
+    if set(group[1]) & set(other[1]):
+        return True
+    a, b = group[0][0], other[0][0]
+    return other[1] and matrices[a] == matrices[b] and torch.equal(source.read(a), source.read(b))
+
+
+def fed_by(name, matrices, stacks, outside, reach):
+    """The closest stacks whose stream an embedding matrix leads to, by itself or through another matrix."""
+    size = matrices[name][1]
+    for start in beginnings(name):
+        near = [stack for stack in stacks if stack.prefix.startswith(start)]
+        found = closest([stack for stack in near if stack.width == size])
+        if not found:  # narrower tables, as ELECTRA's, ALBERT's and OPT-350m's
+            shapes = {*matrices.values()}
+            found = [stack for stack in near if {(stack.width, size), (size, stack.width)} & shapes]
+        if len(found) > 1:
+            found = [stack for stack in found if not has_other_input(stack, outside, reach)]
+        if found:
+            return found
+    return []
+
+
+def closest(stacks):
+    """Those with the fewest names before their own: a tower of the stream's width stands deeper."""
+    depths = [len(beginnings(stack.prefix)) for stack in stacks]
+    return [stack for stack, depth in zip(stacks, depths) if depth == min(depths)]
+
+
+def has_other_input(stack, outside, reach):
+    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?"""
+    width = stack.width
+    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
+    known = {width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
+    known |= {
+        shape[0] for shape in matrices.values() if shape[1] == width
+    }  # a head's, stored as (inputs, outputs)
+    for name, shape in outside.items():
+        if reach[name] == [stack] and width in shape:
+            is_projection = len(shape) == 2 and shape[0] == width and shape[1] not in known
+            if is_projection or (len(shape) > 2 and shape[0] > 1):
+                return True
+    return False
+
+
+def part_of(source, outside, reach, named, members, stacks):
+    """The Part that some stacks are, and what is beside them, if matrices of these names feed them."""
+    near = {name: shape for name, shape in outside.items() if not stacks or set(reach[name]) & set(members)}
+    matrices = {name: shape for name, shape in near.items() if len(shape) == 2}
+    width = members[0].width if members else max([matrices[name][1] for name in named], default=0)
     tables, heads = tables_and_heads(matrices, named, width)
-    norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
     known = {name for table in tables + heads for name in table}
-    unknown = [name for name in outside if len(outside[name]) > 1 and name not in known]
-    mlps = []
-    depths = Counter(stack for stack, _ in layers)
-    places = Counter()
-    for layer, (stack, number) in enumerate(sorted(layers)):  # a decoder's come before its encoder's
-        depth = depths[stack]
-        place = places[stack] / depth
-        is_first = place == 0 and depth >= 8
-        found, others = mlps_of_layer(source, layers[stack, number], width)
-        mlps += [MLP(layer, place, is_first, f"layer {layer + 1}{label}", *rest) for label, *rest in found]
-        unknown += others
-        places[stack] += 1
-    names = [list(layers[key].values()) for key in sorted(layers)]
-    return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, names, unknown)
+    unknown = [name for name in near if len(near[name]) > 1 and name not in known]
+    mlps, layers, numbers, places, shapes = [], [], {}, {}, dict(near)
+    for stack in members:  # a decoder comes before its encoder
+        for place, (number, names) in enumerate(stack.layers.items()):
+            label = f"layer {len(layers) + 1}"
+            start = f"{stack.prefix if len(members) > 1 else ''}{number}."
+            is_first = place == 0 and len(stack.layers) >= 8
+            found, others = mlps_of_layer(source, names, width)
+            for suffix, *rest in found:
+                mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label + suffix, *rest))
+            unknown += others
+            numbers[start] = len(layers) + 1
+            places |= {name: (start, rest) for rest, name in names.items()}
+            shapes |= {name: source.shapes[name] for name in names.values()}
+            layers.append([*names.values()])
+    norm = final_norm(near, width)
+    name = part_name(members, stacks)
+    shared = os.path.commonprefix([stack.prefix for stack in members])
+    for table in known:
+        start = next(start for start in beginnings(table) if shared.startswith(start))
+        places[table] = ("", table.removeprefix(start))
+    has_head = heads != []
+    heads = heads or tables
+    beside = (norm, mlps, layers, numbers, places, unknown)
+    reads_else = not tables and any(has_other_input(stack, outside, reach) for stack in members)
+    return Part(name, source, shapes, width, tables, heads, has_head, reads_else, *beside)
+
+
+def final_norm(near, width):
+    """The gain behind all layers: by its name, or the only one there is."""
+    gains = [name for name, shape in near.items() if shape == (width,) and not name.endswith("bias")]
+    named = [name for name in gains if FINAL_NORM.search(name)]
+    return next(iter(named or (gains if len(gains) == 1 else [])), None)
 
 
 def tables_and_heads(matrices, named, width):
-    """What may be a model's embedding matrices and heads, of its `matrices` outside of layers, by name.
+    """What may be a part's embedding matrices and heads, of its `matrices` outside of layers, by name.
 
-    `named` are embedding matrices by name. ELECTRA's, ALBERT's and OPT-350m's are narrower than the stream:
-    a matrix leads to its width, and another one back to the head.
+    ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
+    another one back to the head.
     """
-    fitting = [name for name, shape in matrices.items() if shape[1] == width]
-    heads = [(name,) for name in fitting if HEAD.search(name)]
-    tables = [(name,) for name in named if name in fitting]
+    if not named:
+        return [], []
+    tables = [(name,) for name in named if matrices[name][1] == width]
+    heads = [(name,) for name, shape in matrices.items() if shape[1] == width and HEAD.search(name)]
     for table in named:
         size = matrices[table][1]
         if size != width:
             tables += [(table, name) for name, shape in matrices.items() if shape == (width, size)]
             heads += [(table, name) for name, shape in matrices.items() if shape == (size, width)]
-    if not named:  # those with the most rows, of whatever name
-        most = max([matrices[name][0] for name in fitting], default=0)
-        tables = [(name,) for name in fitting if matrices[name][0] == most and (name,) not in heads]
-        tables = tables or heads  # a tied matrix under the head's name
     return tables, heads
 
 
@@ -262,15 +483,6 @@ def norms_of_layer(source, names, width):
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
     return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
-
-
-def layer_numbers(source):
-    """Each layer's number, counted through the model from 1, by what begins its names, without wrappers."""
-    numbers = {}
-    for number, names in enumerate(find(source).layers, start=1):
-        name = PREFIX.sub("", names[0])
-        numbers[name[: LAYER.search(name).end()]] = number
-    return numbers
 
 
 def is_varied(weight: Tensor):

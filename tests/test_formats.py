@@ -55,7 +55,7 @@ def test_a_single_file_in_place_of_its_folder(folder):
     assert formats.open_checkpoint(file).config.d_model == 32
     (folder / "config.json").unlink()
     source = formats.open_any(file)
-    assert (source.config, source.width) == (None, 32)
+    assert source.config is None and source.shapes["model.norm.weight"] == (32,)
     with pytest.raises(UserError, match="config.json is missing"):
         formats.open_checkpoint(file)
 
@@ -198,7 +198,7 @@ def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
     tensors |= {"model.attn.bias": torch.ones(9, 9).byte(), "position_ids": torch.ones(1, 9).long()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
-    assert formats.open_any(folder).width == 32  # masks and positions are no weights
+    assert "model.norm.weight" in formats.open_any(folder).shapes  # masks and positions are no weights
     safetensors.torch.save_file(tensors | {name: torch.ones(32, 32).to(kind)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E4M3|I32|U8): .*dequantize"):
         formats.open_any(folder)
@@ -232,8 +232,9 @@ def test_mlps_that_nobody_found_are_missing(folder):
     for config, verdict in (({}, True), ({"text_config": {"moe_intermediate_size": 64}}, False)):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
         model = verdict_of.read_model("", formats.open_any(folder))
-        lack, may_have_mlps, _ = verdict_of.detectability(model, model, None)
-        assert "no MLPs found" in lack and may_have_mlps is not verdict
+        both = [(model, model.readings[0].part)] * 2
+        lack, may_hide, _ = verdict_of.detectability(*both, None)
+        assert "no MLPs found" in lack and may_hide is not verdict
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
@@ -301,11 +302,11 @@ def test_pickles_that_torch_does_not_open(tmp_path):
 
 def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "weights.bin")
-    assert formats.open_any(tmp_path / "weights.bin").width == 32
+    assert formats.open_any(tmp_path / "weights.bin").shapes["model.norm.weight"] == (32,)
     for size in (0x80, 0x280, 0x4B50):  # of a header, which then begins as a pickle does, or a zip file
         header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
-        assert formats.open_any(tmp_path / "y").width == 2
+        assert formats.open_any(tmp_path / "y").shapes == {"wte.weight": (2, 2)}
     for content in ("<!doctype html><html>", "\b\x07\x12\x07pytorch"):  # a web page, ONNX
         (tmp_path / "x").write_text(content)
         with pytest.raises(UserError, match="expected a .safetensors or .gguf file, or torch.save's"):

@@ -106,7 +106,7 @@ def test_every_combination_of_coordinates():
             embedding=OUTCOMES.get(embedding),
             layer_r=layer_r(**alike),
             lack="" if has_units else "no MLPs found in B",
-            may_have_mlps=False,
+            may_hide=False,
         )
         expected = NO_EVIDENCE
         if body == "same":
@@ -115,7 +115,7 @@ def test_every_combination_of_coordinates():
             expected = INCONCLUSIVE
         row = row_of(facts)
         assert row["verdict"] == expected, (body, embedding, has_units, alike)
-    facts.body, facts.may_have_mlps = OUTCOMES["nothing"], True  # a basis may have been changed
+    facts.body, facts.may_hide = OUTCOMES["nothing"], True  # a basis may have been changed
     assert row_of(facts)["verdict"] == INCONCLUSIVE
 
 
