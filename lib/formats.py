@@ -467,9 +467,8 @@ def own_checkpoint(place, raw, tensors):
 
 def foreign_checkpoint(place, raw, tensors):
     """The CheckpointReader of another architecture, which its tensors alone tell."""
-    names = " ".join(tensors)
-    if "lora_A" in names:  # its deltas would not be seen
-        raise UserError(f"{place}: {hint(names)}")
+    if all("lora" in name for name in tensors):
+        raise UserError(f"{place}: {hint(' '.join(tensors))}")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None

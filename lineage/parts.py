@@ -30,6 +30,10 @@ ONE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]"
 ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
 HEAD = re.compile(r"(?:^|\.)(?:lm_heads?|embed_out|output)(?:\.\d+)?\.(?:weight|kernel)$")
 NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names, of no embedding matrix
+BY_NAME, BY_ROWS, BY_HEAD = "name", "rows", "head"  # how an embedding matrix is told
+ADAPTER = re.compile(
+    r"(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)", re.IGNORECASE
+)
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 ROLES = {  # of an MLP's matrices
@@ -73,6 +77,7 @@ class MLP:
     expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
+    knows_norm: bool = True  # or there is none
 
     @property
     def views(self):
@@ -112,6 +117,7 @@ class Part:
     numbers: dict  # each layer's number, from 1, by what its names begin with, without what all begin with
     places: dict  # by a tensor's name that beginning, "" of a table or a head, and the rest
     unknown: list  # matrices among which an MLP may be: neither tables nor plainly attention's
+    unread: dict  # names of tensors in layers that were not looked at, by what they are
 
     @property
     def missing(self):
@@ -161,7 +167,9 @@ def split(source):
             others[part_name([stack], reading), stack.width].append(stack)
     groups += [([], members) for members in others.values()]
     if not stacks:
-        groups = [([name for name in outside if is_table(name, outside[name])], [])]
+        groups = [
+            ([name for name in outside if len(outside[name]) == 2 and kind_of_table(name) == BY_NAME], [])
+        ]
     found = [part_of(source, outside, reach, *group, stacks) for group in groups]
     return sorted(found, key=lambda part: (part.tables != [], part.has_head, part.size), reverse=True)
 
@@ -232,81 +240,78 @@ def part_name(members, stacks):
     return shared.rstrip("._/")
 
 
-def is_table(name, shape):
-    """Is a tensor an embedding matrix by its name?"""
-    return len(shape) == 2 and TABLE.search(name.replace("/", ".")) is not None
-
-
 def fed_stacks(source, outside, reach, stacks):
     """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
-    name, the one with the most. A head's matrix is the last choice: it may be tied.
+    name, those with the most. A head's matrix is the last choice: it may be tied.
     """
-    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
     fed = {}
-    for name in matrices:
-        if is_table(name, matrices[name]):
-            fed[name] = fed_by(name, matrices, stacks, outside, reach)
-    for is_head in (False, True):
-        unfed = [stack for stack in stacks if not any(stack in members for members in fed.values())]
+    for kind in (BY_NAME, BY_ROWS, BY_HEAD):
+        known = {stack for members in fed.values() for stack in members}
         fitting = {}
-        for name, shape in matrices.items():
-            if name not in fed and not NO_TABLE.search(name) and bool(HEAD.search(name)) == is_head:
-                members = closest([stack for stack in reach[name] if stack.width == shape[1]])
-                members = [stack for stack in members if not has_other_input(stack, outside, reach)]
-                if members and all(stack in unfed for stack in members):
-                    fitting[name] = members
-        most = {}  # rows, of what feeds a stack
+        for name, shape in outside.items():
+            if len(shape) == 2 and kind == kind_of_table(name) and known.isdisjoint(reach[name]):
+                fitting[name] = fed_by(name, outside, reach, stacks, kind)
         for name, members in fitting.items():
-            for stack in members:
-                most[stack] = max(matrices[name][0], most.get(stack, 0))
-        fed |= {n: members for n, members in fitting.items() if matrices[n][0] == most[members[0]]}
+            rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
+            most = max((outside[other][0] for other in rivals), default=0)
+            if members and (kind == BY_NAME or outside[name][0] == most):
+                fed[name] = members
     groups = []
     for name, members in fed.items():
         joined = ([name], members)
-        for group in [group for group in groups if is_shared(source, matrices, group, joined)]:
+        for group in [group for group in groups if are_one(source, group, joined)]:
             groups.remove(group)
             joined = (group[0] + joined[0], [*dict.fromkeys(group[1] + joined[1])])
-        groups += [joined] if members else []
+        groups.append(joined)
     return groups
 
 
-def is_shared(source, matrices, group, other):
+def kind_of_table(name):
+    """What may tell that a matrix beside layers is an embedding matrix; None: it is none."""
+    name = name.replace("/", ".")
+    if TABLE.search(name):
+        return BY_NAME
+    if NO_TABLE.search(name):
+        return None
+    return BY_HEAD if HEAD.search(name) else BY_ROWS
+
+
+def are_one(source, group, other):
     """Do two groups of stacks read one embedding matrix, perhaps by two names?"""
-    if set(group[1]) & set(other[1]):
-        return True
     a, b = group[0][0], other[0][0]
-    return other[1] and matrices[a] == matrices[b] and torch.equal(source.read(a), source.read(b))
+    if not set(group[1]).isdisjoint(other[1]):
+        return True
+    return source.shapes[a] == source.shapes[b] and torch.equal(source.read(a), source.read(b))
 
 
-def fed_by(name, matrices, stacks, outside, reach):
-    """The closest stacks whose stream an embedding matrix leads to, by itself or through another matrix."""
-    size = matrices[name][1]
+def fed_by(name, outside, reach, stacks, kind):
+    """The stacks whose stream an embedding matrix leads to, by itself or, if narrow, through another matrix.
+
+    Of those that are closest by name one with another input is none, and a tower of this width stands deeper.
+    """
+    size = outside[name][1]
     for start in beginnings(name):
         near = [stack for stack in stacks if stack.prefix.startswith(start)]
-        found = closest([stack for stack in near if stack.width == size])
-        if not found:  # narrower tables, as ELECTRA's, ALBERT's and OPT-350m's
-            shapes = {*matrices.values()}
+        found = [stack for stack in near if stack.width == size]
+        least = min([len(beginnings(stack.prefix)) for stack in found], default=0)
+        found = [stack for stack in found if len(beginnings(stack.prefix)) == least]
+        if not found and kind == BY_NAME:
+            shapes = {*outside.values()}
             found = [stack for stack in near if {(stack.width, size), (size, stack.width)} & shapes]
-        if len(found) > 1:
+        if len(found) > 1 or kind != BY_NAME:
             found = [stack for stack in found if not has_other_input(stack, outside, reach)]
         if found:
             return found
     return []
 
 
-def closest(stacks):
-    """Those with the fewest names before their own: a tower of the stream's width stands deeper."""
-    depths = [len(beginnings(stack.prefix)) for stack in stacks]
-    return [stack for stack, depth in zip(stacks, depths) if depth == min(depths)]
-
-
 def has_other_input(stack, outside, reach):
     """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?"""
     width = stack.width
     matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    known = {width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
+    known = {width} | {shape[1] for name, shape in matrices.items() if kind_of_table(name) == BY_NAME}
     known |= {
         shape[0] for shape in matrices.values() if shape[1] == width
     }  # a head's, stored as (inputs, outputs)
@@ -327,20 +332,29 @@ def part_of(source, outside, reach, named, members, stacks):
     known = {name for table in tables + heads for name in table}
     unknown = [name for name in near if len(near[name]) > 1 and name not in known]
     mlps, layers, numbers, places, shapes = [], [], {}, {}, dict(near)
+    adapters = [name for name in near if ADAPTER.search(name)]
+    unread = {"adapters": adapters, "layers without an MLP that can be read": []}
     for stack in members:  # a decoder comes before its encoder
         for place, (number, names) in enumerate(stack.layers.items()):
             label = f"layer {len(layers) + 1}"
             start = f"{stack.prefix if len(members) > 1 else ''}{number}."
             is_first = place == 0 and len(stack.layers) >= 8
+            shapes |= {name: source.shapes[name] for name in names.values()}
+            adapters += adapters_of(names)
+            read = {rest: name for rest, name in names.items() if name not in adapters}
+            names = {rest.replace(".base_layer", ""): name for rest, name in read.items()}
             found, others = mlps_of_layer(source, names, width)
             for suffix, *rest in found:
                 mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label + suffix, *rest))
             unknown += others
+            if not found:
+                unread["layers without an MLP that can be read"] += others
             numbers[start] = len(layers) + 1
             places |= {name: (start, rest) for rest, name in names.items()}
-            shapes |= {name: source.shapes[name] for name in names.values()}
             layers.append([*names.values()])
-    norm = final_norm(near, width)
+    gains = gains_of(dict(zip(near, near)), near, width)
+    norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
+    norm = next(iter(norms), None)
     name = part_name(members, stacks)
     shared = os.path.commonprefix([stack.prefix for stack in members])
     for table in known:
@@ -348,16 +362,42 @@ def part_of(source, outside, reach, named, members, stacks):
         places[table] = ("", table.removeprefix(start))
     has_head = heads != []
     heads = heads or tables
-    beside = (norm, mlps, layers, numbers, places, unknown)
+    beside = (norm, mlps, layers, numbers, places, unknown, unread)
     reads_else = not tables and any(has_other_input(stack, outside, reach) for stack in members)
     return Part(name, source, shapes, width, tables, heads, has_head, reads_else, *beside)
 
 
-def final_norm(near, width):
-    """The gain behind all layers: by its name, or the only one there is."""
-    gains = [name for name, shape in near.items() if shape == (width,) and not name.endswith("bias")]
-    named = [name for name in gains if FINAL_NORM.search(name)]
-    return next(iter(named or (gains if len(gains) == 1 else [])), None)
+def adapters_of(names):
+    """The tensors of a layer, of full names by their rests, that change its matrices: unmerged adapters."""
+    owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
+    found = []
+    for rest, name in names.items():
+        inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
+        if ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner):
+            found.append(name)
+    return found
+
+
+def changes_of_basis(part):
+    """Matrices in a part's layers, beside attention and MLPs, that turn the stream, as SliceGPT's do."""
+    known = {name for mlp in part.mlps for name in mlp.matrices.values()}
+    found = []
+    for name in part.unknown:
+        shape = part.shapes[name]
+        if (
+            name in known
+            or not part.places.get(name, ("",))[0]
+            or len(shape) > 2
+            or max(shape) > 2 * min(shape)
+        ):
+            continue
+        weight = part.read(name).float()
+        probe = torch.ones(shape[1])
+        for _ in range(8):  # of the power method: its length becomes the largest factor of a stretch, squared
+            probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+        if probe.norm() <= 1.02 and weight.square().sum() >= min(shape) / 2:
+            found.append(name)
+    return found
 
 
 def tables_and_heads(matrices, named, width):
@@ -395,17 +435,18 @@ def mlps_of_layer(source, names, width):
         return [], unknown
     norms = norms_of_layer(source, names, width)
     mlps = []
-    named = named_mlps(shapes, width)
-    for owner, roles in (named or mlps_by_shape(shapes, width)).items():
-        of_roles = {role: names[rest] for role, rest in roles.items()}
-        shape = shapes[roles["down"]]
-        number = re.search(r"\.experts\.(\d+)$", f".{owner}")
-        if len(shape) == 3:
-            for expert in range(min(shape[0], MOST_EXPERTS)):
-                mlps.append((f", expert {expert + 1}", of_roles, bool(named), expert, *norms))
-        else:
+    for axes in (2, 3):  # a plain MLP may stand beside a stack of experts
+        alike = {rest: shape for rest, shape in shapes.items() if len(shape) == axes}
+        named = named_mlps(alike, width)
+        for owner, roles in (named or mlps_by_shape(alike, width)).items():
+            of_roles = {role: names[rest] for role, rest in roles.items()}
+            number = re.search(r"\.experts\.(\d+)$", f".{owner}")
             label = f", expert {int(number[1]) + 1}" if number else ""
-            mlps.append((label, of_roles, bool(named), None, *norms))
+            if axes == 2:
+                mlps.append((label, of_roles, bool(named), None, *norms))
+                continue
+            for expert in range(min(shapes[roles["down"]][0], MOST_EXPERTS)):
+                mlps.append((f", expert {expert + 1}", of_roles, bool(named), expert, *norms))
     return mlps, unknown
 
 
@@ -449,7 +490,17 @@ def named_mlps(shapes, width):
 
 
 def mlps_by_shape(shapes, width):
-    """The same where names tell nothing: one matrix writes what one or two others read."""
+    """The same where names tell nothing: of the matrices of one owner, or else of all."""
+    owners = defaultdict(dict)
+    for rest, shape in shapes.items():
+        owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
+    found = {owner: roles_by_shape(members, width) for owner, members in owners.items()}
+    found = {owner: roles for owner, roles in found.items() if roles} or {"": roles_by_shape(shapes, width)}
+    return {owner: roles for owner, roles in found.items() if roles}
+
+
+def roles_by_shape(shapes, width):
+    """The matrices of an MLP by role: one writes what one or two others read; {} if there is none."""
     reads, writes = defaultdict(list), defaultdict(list)
     for rest, shape in shapes.items():
         if shape[-1] != shape[-2]:
@@ -464,20 +515,27 @@ def mlps_by_shape(shapes, width):
             inputs = [rest for size, rests in reads.items() if size >= 2 * units for rest in rests]
             names = ("gate_up",) if len(inputs) == 1 else None
         if names and len(down) == 1:
-            return {"": dict(zip(names, inputs)) | {"down": down[0]}}
+            return dict(zip(names, inputs)) | {"down": down[0]}
     return {}
 
 
+def gains_of(names, shapes, width):
+    """Of full names by their rests those of vectors along the stream that are no biases."""
+    return {rest: name for rest, name in names.items() if shapes[name] == (width,) and rest[-4:] != "bias"}
+
+
 def norms_of_layer(source, names, width):
-    """The names of the gains in front of a layer's MLP and behind it; OLMo 2 has none in front."""
-    gains = {rest: name for rest, name in names.items() if source.shapes[name] == (width,)}
+    """The gains in front of a layer's MLP and behind it, and if these are known. OLMo 2 has none in front."""
+    gains = gains_of(names, source.shapes, width)
     behind = gains.get(f"{NORM_BEHIND}.weight")
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
         rests = [rest for rest in gains if re.search(norm + GAIN, rest)]
         rests.sort(key=lambda rest: ATTENTION.search(rest) is None)
         if rests:
-            return gains[rests[-1]], behind  # T5's feed-forward layer is a layer's last
-    return None, behind
+            return gains[rests[-1]], behind, True  # T5's feed-forward layer is a layer's last
+    if behind is None and len(gains) == 1:
+        return *gains.values(), None, True
+    return None, behind, behind is not None or not gains
 
 
 def is_matrix(name, shape, width):

@@ -44,6 +44,7 @@ FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
+UNREAD = 0.1  # share of the layers' parameters, from which on what was not looked at may be a child's
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
 ROUNDING = 1e-6  # and up to here of a change of basis, which computes the same
 SAME_TABLE, CHANGED_TABLE = 0.99, 0.75  # how alike embedding matrices are, in any basis (0.61: strangers)
@@ -189,7 +190,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """The readings that are judged as models: the first, and others that read tokens, have a head, and its size."""
+    """What is judged as a model: the first part, and others that have a head, too, and half its size."""
     first, *others = model.readings
     least = first.part.size / 2
     return [first] + [r for r in others if first.part.has_head and r.part.has_head and r.part.size >= least]
@@ -267,6 +268,17 @@ def without_layers(model, part):
     return f"{model.name} has no layers: its tensors are called {names}"
 
 
+def unread_share(name, part):
+    """What of a part was not looked at, if a child could hide there, with its share of the layers."""
+    turned = parts.changes_of_basis(part)
+    unread = part.unread | {"changes of basis": turned}
+    counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
+    told = [f"{what}, {count / part.size:.0%}" for what, count in counts.items() if count]
+    if turned or sum(counts.values()) >= UNREAD * part.size > 0:
+        return f"in {name} {' and '.join(told)} of its layers' parameters were not looked at"
+    return ""
+
+
 def detectability(base, suspect, match):
     """Could a child have been seen, if its basis was changed? Of two models, and which parts of them.
 
@@ -277,6 +289,10 @@ def detectability(base, suspect, match):
     for model, found in (base, suspect):
         named = getattr(model.source, "names_mlps", False)  # by config.json
         may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.reads_else
+        hidden = unread_share(model.name, found)
+        if hidden:
+            lacks.append(hidden)
+            may_hide = True
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
         elif parts.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
@@ -391,7 +407,8 @@ def matched_phrase(facts: Facts):
     if not found:
         return ""
     least = facts.reported_match
-    layers = "every layer" if len(found) == len(searched) else f"{len(found)} of {len(searched)} layers"
+    count, total = (len({match.mlp.layer for match in matches}) for matches in (found, searched))
+    layers = "every layer" if len(found) == len(searched) else f"{count} of {total} layers"
     if any(match.units != least.units for match in found):
         here = f"{least.found:,} of {least.units:,} of layer {least.mlp.layer + 1}"
         share = "all" if least.share == 1 else f"at least {least.share:.0%} of the"
