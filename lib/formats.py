@@ -36,6 +36,8 @@ from model import ModelConfig, Transformer
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*\d[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors that hold all layers
+NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # of masks and lookup tables
+SCALE = re.compile(r"scale|zero|absmax|codebook|quant|bias")  # in names of what unpacks a matrix
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -66,7 +68,11 @@ TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddi
 TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PART = re.compile(  # of a file's name and its folder's: the model was cut into several
-    r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank|\.distcp$"
+    r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank"
+    r"|\.distcp$|_rank_?\d+\.(?:pt|bin)$"
+)
+NO_MODEL = (
+    "optim|sched|rng|random|trainer|training_args|scaler|adapter|lora|mmproj|imatrix|vocab"  # in a file's
 )
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
@@ -95,7 +101,17 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (
-        r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
+        r"^(?:.*/)?.*\.distcp$",
+        "{} is of torch.distributed.checkpoint: its format_utils.dcp_to_torch_save joins it",
+    ),
+    (
+        r"^(?:.*/)?.*_rank_?\d+\.(?:pt|bin)$",
+        "{} is one rank's share: join them, as by `accelerate merge-weights`",
+    ),
+    (r"DTensor|ShardedTensor", "it has a {}, a share of a tensor: save what get_model_state_dict gathers"),
+    ("^(?:lmgg|fmgg|tjgg)", "it is of ggml: llama.cpp's convert_llama_ggml_to_gguf.py makes a .gguf of it"),
+    (
+        rf"(?i)^(?!.*(?:{NO_MODEL}|{PART.pattern})).*\.(?:pt|pth|bin|safetensors|gguf)$",
         "`seedprint.py compare` reads one file if named, as {}",
     ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
@@ -274,8 +290,13 @@ def check_shapes(tensors, expected, place, remedy="") -> None:
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
-        if PART.search(f"{place.parent.name}/{place.name}"):
-            raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
+        second = Path(re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place)))
+        is_first = second != place and exists(second)
+        if is_first or PART.search(f"{place.parent.name}/{place.name}"):
+            advice = "name their folder, or join them first"
+            if re.search(r"\.distcp|_rank", place.name):
+                advice = hint(place.name)
+            raise UserError(f"{place} is one of a model's parts: {advice}")
         return [place]
     path, *others = found_in(place, WEIGHT_FILES)
     others += place.glob("adapter_model.*")
@@ -439,10 +460,21 @@ def contents(place):
         if tensor.shape == (0,):
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
-        if tensor.kind not in FLOATS and len(tensor.shape) > 1 and not BUFFER.search(name):
+        if is_packed(name, tensors):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
-    return raw, dict(tensors)
+    return raw, {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
+
+
+def is_packed(name, tensors):
+    """Does a tensor have other numbers in the place of a layer's matrix, or of another one's?"""
+    tensor = tensors[name]
+    if tensor.kind in FLOATS + NO_WEIGHT or len(tensor.shape) < 2 or BUFFER.search(name):
+        return False
+    start = name[: name.rfind(".") + 1]
+    beside = [n for n, t in tensors.items() if n.startswith(start) and t.kind in FLOATS and len(t.shape) > 1]
+    is_alone = all(SCALE.search(other.removeprefix(start)) for other in beside)
+    return "weight" in name.removeprefix(start) or (is_alone and re.search(r"\d\.", start) is not None)
 
 
 def own_checkpoint(place, raw, tensors):

@@ -113,6 +113,7 @@ class Facts:
     lack: str = ""  # why hidden units cannot tell; "" if they can
     may_hide: bool = True  # may there be hidden units that were not found?
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
+    unread: str = ""  # what was not looked at
     bare: str = ""  # what a model without layers has in their place
 
     @property
@@ -229,7 +230,7 @@ def told_of_parts(row, chosen, models, findings):
 def title(reading):
     """A part for a reader: its name, and how many layers it has."""
     depth = len(reading.part.layers)
-    return f"`{reading.part.name or 'all'}` ({depth} layer{'s' if depth != 1 else ''})"
+    return f"`{reading.part.name or '*'}` ({depth} layer{'s' if depth != 1 else ''})"
 
 
 def gather(base: Model, suspect: Model, seed, permutations, units, layers, base_reading, reading):
@@ -268,30 +269,31 @@ def without_layers(model, part):
     return f"{model.name} has no layers: its tensors are called {names}"
 
 
-def unread_share(name, part):
-    """What of a part was not looked at, if a child could hide there, with its share of the layers."""
+def unread_of(part):
+    """What in a part's layers was not looked at, with its share of them; and may it hide a child?"""
     turned = parts.changes_of_basis(part)
     unread = part.unread | {"changes of basis": turned}
     counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
-    told = [f"{what}, {count / part.size:.0%}" for what, count in counts.items() if count]
-    if turned or sum(counts.values()) >= UNREAD * part.size > 0:
-        return f"in {name} {' and '.join(told)} of its layers' parameters were not looked at"
-    return ""
+    told = [f"{what} ({count / part.size:.0%})" for what, count in counts.items() if count and part.size]
+    return " and ".join(told), bool(turned) or sum(counts.values()) > UNREAD * part.size
 
 
 def detectability(base, suspect, match):
-    """Could a child have been seen, if its basis was changed? Of two models, and which parts of them.
+    """Could a child have been seen, if its basis was changed? Of two models, and a part of each.
 
-    Returns what hidden units lack ("" if nothing), if both may have units, and on what equal tokens rest.
+    Returns what hidden units lack ("" if nothing), if both may have units, on what equal tokens rest, and what
+    was not looked at.
     """
-    lacks = []
+    lacks, unread = [], []
     may_hide = True
     for model, found in (base, suspect):
         named = getattr(model.source, "names_mlps", False)  # by config.json
         may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.reads_else
-        hidden = unread_share(model.name, found)
-        if hidden:
-            lacks.append(hidden)
+        told, hides = unread_of(found)
+        if told:
+            unread.append(f"{told} of the layers of {model.name}")
+        if hides:
+            lacks.append(f"not all of {model.name} was looked at")
             may_hide = True
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
@@ -310,7 +312,7 @@ def detectability(base, suspect, match):
         proviso = ", if their tokenizers tell the truth"
     elif any(model.source.place for model in models):  # not both are newborns
         proviso = ", if their token numbers mean the same"
-    return " and ".join(lacks), may_hide, proviso
+    return " and ".join(lacks), may_hide, proviso, " and ".join(unread)
 
 
 def is_of_base(match, searches):
@@ -349,6 +351,8 @@ def beyond_chance(match, searches):
 def row_of(facts: Facts):
     """The row of two models: the verdict, its sentence, and the numbers."""
     verdict, sentence = judge(facts)
+    if facts.unread:
+        sentence += f"; not looked at: {facts.unread}"
     match = facts.reported_match
     body = facts.body or {}
     return {

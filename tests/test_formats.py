@@ -233,7 +233,7 @@ def test_mlps_that_nobody_found_are_missing(folder):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
         model = verdict_of.read_model("", formats.open_any(folder))
         both = [(model, model.readings[0].part)] * 2
-        lack, may_hide, _ = verdict_of.detectability(*both, None)
+        lack, may_hide, *_ = verdict_of.detectability(*both, None)
         assert "no MLPs found" in lack and may_hide is not verdict
 
 
