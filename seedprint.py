@@ -10,8 +10,8 @@
 laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(base, suspect)`:
 
     it takes    two models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
-    it returns  a row: `verdict` (same birth, part in common, no evidence, inconclusive), `sentence`, and
-                their numbers; and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
+    it returns  a row: `verdict` (same birth, part in common, no evidence, inconclusive), `sentence`, numbers;
+                and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
 
 A hidden unit is known by what it does to tokens. With E_t token t's embedding, U_t its row of the head, and W
 the unit's weights, its three views are the vectors over tokens t

@@ -64,8 +64,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
-TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
-TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PART = re.compile(  # of a file's name and its folder's: the model was cut into several
     r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank"

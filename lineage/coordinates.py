@@ -26,7 +26,7 @@ from torch import Tensor
 from init import STD, draw_weight, keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts
+from lineage import parts, stacks
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
@@ -117,7 +117,7 @@ def without_identity(rows):
 def plain_matrices(part):
     """The names of a part's matrices, by (what begins a layer's names, the rest), which folders share."""
     places = part.places.items()
-    return {place: name for name, place in places if parts.is_matrix(name, part.shapes[name], part.width)}
+    return {place: name for name, place in places if stacks.is_matrix(name, part.shapes[name], part.width)}
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):

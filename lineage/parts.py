@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is what, and which of them are the model? Found by structure, then by names.
+"""Which tensor of a checkpoint is what, and which of them are the model? By structure, names and shapes.
 
     >>> from lib import checkpoint
     >>> from lineage import parts
@@ -6,14 +6,13 @@
     >>> found.tables, found.heads, len(found.mlps)
     ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
 
-A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write a
-stream of one width. A *part* is the stacks that one thing feeds. The model is the part that an embedding
-matrix feeds and a head reads; towers, talkers and draft heads are other parts. Within a layer projects name
-the same things differently: each kind of matrix has a pattern here, and where names say nothing, shapes do.
+The model is the part that an embedding matrix feeds and a head reads; towers, talkers and draft heads are
+other parts (`lineage/stacks.py`). Within a layer projects name the same things differently, so each kind of
+matrix has a pattern here; where names say nothing, shapes do. A checkpoint has `shapes` by name, `family`,
+`place` and `read(name)`.
 """
 
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -21,19 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lib.formats import TABLE
+from lineage import stacks
+from lineage.stacks import HEAD, beginnings, is_matrix
 
-NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
-SEPARATOR = re.compile(r"[./]")
-LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"
-ONE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")  # what begins its name
 ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
-HEAD = re.compile(r"(?:^|\.)(?:lm_heads?|embed_out|output)(?:\.\d+)?\.(?:weight|kernel)$")
-NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names, of no embedding matrix
-BY_NAME, BY_ROWS, BY_HEAD = "name", "rows", "head"  # how an embedding matrix is told
-ADAPTER = re.compile(
-    r"(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)", re.IGNORECASE
-)
+ADAPTER = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)")
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 ROLES = {  # of an MLP's matrices
@@ -53,8 +44,6 @@ NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 WRITERS = ROLES["down"] + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
-# Masks are called attn.bias; unrelated models share rotary tables
-NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
 LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 VARIED = 1000  # different numbers, which no mask, identity or constant has,
 SAMPLE = 2**13  # among so many of a matrix
@@ -90,27 +79,18 @@ class MLP:
         return not self.is_first and self.place < LATE
 
 
-@dataclass(frozen=True, eq=False)
-class Stack:
-    """A run of layers whose tensors' names differ in one number, and which read and write one stream."""
-
-    prefix: str  # what begins the names of its tensors, up to the number
-    width: int  # of the stream
-    layers: dict  # by number: the full names by what follows the number
-
-
 @dataclass(frozen=True)
 class Part:
     """A model, or a part of one: what may be its embedding matrices and heads, its MLPs, and more."""
 
-    name: str  # what begins its stacks' names, and no others'; "" where there are none
+    name: str  # what begins the names of its layers, and of no others; "" where there are no others
     source: object
     shapes: dict  # of its tensors
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
     has_head: bool  # of its own
-    reads_else: bool  # does something lead to it that is no embedding matrix?
+    has_other_input: bool  # is it fed by what is no embedding matrix?
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors
@@ -150,254 +130,94 @@ def find(source):
 
 
 def split(source):
-    """The Parts of a checkpoint: first what reads tokens and has a head, if anything does; the larger first.
-
-    Of a checkpoint without layers the only Part has its embedding matrices, if there are any.
-    """
-    shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
-    stacks = stacks_of(shapes)
-    inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
-    outside = {name: shape for name, shape in shapes.items() if name not in inside}
-    reach = {name: reached(name, stacks) for name in outside}
-    groups = fed_stacks(source, outside, reach, stacks)
-    reading = [stack for _, fed in groups for stack in fed]
-    others = defaultdict(list)
-    for stack in stacks:
-        if stack not in reading:
-            others[part_name([stack], reading), stack.width].append(stack)
-    groups += [([], members) for members in others.values()]
-    if not stacks:
-        groups = [
-            ([name for name in outside if len(outside[name]) == 2 and kind_of_table(name) == BY_NAME], [])
-        ]
-    found = [part_of(source, outside, reach, *group, stacks) for group in groups]
+    """The Parts of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
+    found = [part_of(source, group) for group in stacks.find(source)]
     return sorted(found, key=lambda part: (part.tables != [], part.has_head, part.size), reverse=True)
 
 
-def stacks_of(shapes):
-    """Every Stack of a checkpoint: the outermost number in a name that counts layers.
-
-    A single layer is one if it is called so. Where layers are called so, a number before theirs counts more
-    than layers: stages, or models.
-    """
-    numbered = defaultdict(lambda: defaultdict(dict))
-    for name in sorted(shapes):
-        for number in NUMBER.finditer(name):
-            rest = name[number.end() :].replace("/", ".")
-            numbered[name[: number.start(1)]][int(number[1])][rest] = name
-    unnumbered = {size for name, shape in shapes.items() if not NUMBER.search(name) for size in shape}
-    stacks, taken = [], set()
-    for prefix in sorted(numbered, key=lambda prefix: (len(prefix), prefix)):
-        runs = {n: names for n, names in numbered[prefix].items() if taken.isdisjoint(names.values())}
-        is_named = ONE_LAYER.search(prefix) is not None
-        if not is_named and any(LAYER.search(rest) for names in runs.values() for rest in names):
-            continue
-        width = width_of(shapes, runs, unnumbered)
-        layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
-        if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
-            stacks.append(Stack(prefix, width, layers))
-            taken.update(name for names in layers.values() for name in names.values())
-    return sorted(stacks, key=lambda stack: stack.prefix)
-
-
-def width_of(shapes, layers, unnumbered):
-    """The width of the stream of some layers: the axis of the matrices that have most of their numbers."""
-    sizes = Counter()
-    for names in layers.values():
-        for name in names.values():
-            if len(shapes[name]) in (2, 3):
-                sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
-    return max(sizes, key=lambda size: (sizes[size], size in unnumbered, -size), default=0)
-
-
-def is_layer(shapes, names, width):
-    """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
-    axes = [shapes[name][-2:] for name in names if is_matrix(name, shapes[name], width)]
-    return len(axes) > 1 and width in {rows for rows, _ in axes} and width in {columns for _, columns in axes}
-
-
-def beginnings(name):
-    """What a name begins with, up to each of its separators, the longest first; at last nothing."""
-    return [name[: found.end()] for found in reversed([*SEPARATOR.finditer(name)])] + [""]
-
-
-def reached(name, stacks):
-    """The stacks that are closest to a tensor by their names."""
-    for start in beginnings(name):
-        found = [stack for stack in stacks if stack.prefix.startswith(start)]
-        if found:
-            return found
-    return []
-
-
-def part_name(members, stacks):
-    """The shortest beginning of some stacks' names that no other stack's has; "" where there is no other."""
-    shared = os.path.commonprefix([stack.prefix for stack in members])
-    others = [stack.prefix for stack in stacks if stack not in members]
-    for start in reversed(beginnings(shared)):
-        if not any(prefix.startswith(start) for prefix in others):
-            return start.rstrip("./")
-    return shared.rstrip("._/")
-
-
-def fed_stacks(source, outside, reach, stacks):
-    """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
-
-    Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
-    name, those with the most. A head's matrix is the last choice: it may be tied.
-    """
-    fed = {}
-    for kind in (BY_NAME, BY_ROWS, BY_HEAD):
-        known = {stack for members in fed.values() for stack in members}
-        fitting = {}
-        for name, shape in outside.items():
-            if len(shape) == 2 and kind == kind_of_table(name) and known.isdisjoint(reach[name]):
-                fitting[name] = fed_by(name, outside, reach, stacks, kind)
-        for name, members in fitting.items():
-            rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
-            most = max((outside[other][0] for other in rivals), default=0)
-            if members and (kind == BY_NAME or outside[name][0] == most):
-                fed[name] = members
-    groups = []
-    for name, members in fed.items():
-        joined = ([name], members)
-        for group in [group for group in groups if are_one(source, group, joined)]:
-            groups.remove(group)
-            joined = (group[0] + joined[0], [*dict.fromkeys(group[1] + joined[1])])
-        groups.append(joined)
-    return groups
-
-
-def kind_of_table(name):
-    """What may tell that a matrix beside layers is an embedding matrix; None: it is none."""
-    name = name.replace("/", ".")
-    if TABLE.search(name):
-        return BY_NAME
-    if NO_TABLE.search(name):
-        return None
-    return BY_HEAD if HEAD.search(name) else BY_ROWS
-
-
-def are_one(source, group, other):
-    """Do two groups of stacks read one embedding matrix, perhaps by two names?"""
-    a, b = group[0][0], other[0][0]
-    if not set(group[1]).isdisjoint(other[1]):
-        return True
-    return source.shapes[a] == source.shapes[b] and torch.equal(source.read(a), source.read(b))
-
-
-def fed_by(name, outside, reach, stacks, kind):
-    """The stacks whose stream an embedding matrix leads to, by itself or, if narrow, through another matrix.
-
-    Of those that are closest by name one with another input is none, and a tower of this width stands deeper.
-    """
-    size = outside[name][1]
-    for start in beginnings(name):
-        near = [stack for stack in stacks if stack.prefix.startswith(start)]
-        found = [stack for stack in near if stack.width == size]
-        least = min([len(beginnings(stack.prefix)) for stack in found], default=0)
-        found = [stack for stack in found if len(beginnings(stack.prefix)) == least]
-        if not found and kind == BY_NAME:
-            shapes = {*outside.values()}
-            found = [stack for stack in near if {(stack.width, size), (size, stack.width)} & shapes]
-        if len(found) > 1 or kind != BY_NAME:
-            found = [stack for stack in found if not has_other_input(stack, outside, reach)]
-        if found:
-            return found
-    return []
-
-
-def has_other_input(stack, outside, reach):
-    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?"""
-    width = stack.width
-    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    known = {width} | {shape[1] for name, shape in matrices.items() if kind_of_table(name) == BY_NAME}
-    known |= {
-        shape[0] for shape in matrices.values() if shape[1] == width
-    }  # a head's, stored as (inputs, outputs)
-    for name, shape in outside.items():
-        if reach[name] == [stack] and width in shape:
-            is_projection = len(shape) == 2 and shape[0] == width and shape[1] not in known
-            if is_projection or (len(shape) > 2 and shape[0] > 1):
-                return True
-    return False
-
-
-def part_of(source, outside, reach, named, members, stacks):
-    """The Part that some stacks are, and what is beside them, if matrices of these names feed them."""
-    near = {name: shape for name, shape in outside.items() if not stacks or set(reach[name]) & set(members)}
-    matrices = {name: shape for name, shape in near.items() if len(shape) == 2}
-    width = members[0].width if members else max([matrices[name][1] for name in named], default=0)
-    tables, heads = tables_and_heads(matrices, named, width)
+def part_of(source, group):
+    """The Part that a group of stacks is."""
+    shapes, beside = dict(group.beside), group.beside
+    matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
+    widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables] + [0]
+    width = widths[0]
+    tables, heads = tables_and_heads(matrices, group.tables, width)
     known = {name for table in tables + heads for name in table}
-    unknown = [name for name in near if len(near[name]) > 1 and name not in known]
-    mlps, layers, numbers, places, shapes = [], [], {}, {}, dict(near)
-    adapters = [name for name in near if ADAPTER.search(name)]
-    unread = {"adapters": adapters, "layers without an MLP that can be read": []}
-    for stack in members:  # a decoder comes before its encoder
+    unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
+    adapters, without_mlp = [name for name in beside if ADAPTER.search(name)], []
+    mlps, layers, numbers, places = [], [], {}, {}
+    for stack in group.stacks:
         for place, (number, names) in enumerate(stack.layers.items()):
-            label = f"layer {len(layers) + 1}"
-            start = f"{stack.prefix if len(members) > 1 else ''}{number}."
-            is_first = place == 0 and len(stack.layers) >= 8
             shapes |= {name: source.shapes[name] for name in names.values()}
-            adapters += adapters_of(names)
-            read = {rest: name for rest, name in names.items() if name not in adapters}
-            names = {rest.replace(".base_layer", ""): name for rest, name in read.items()}
-            found, others = mlps_of_layer(source, names, width)
+            changes = adapters_of(names)
+            read = {
+                rest.replace(".base_layer", ""): name for rest, name in names.items() if rest not in changes
+            }
+            found, others = mlps_of_layer(source, read, width)
+            is_first = place == 0 and len(stack.layers) >= 8
             for suffix, *rest in found:
-                mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label + suffix, *rest))
+                label = f"layer {len(layers) + 1}{suffix}"
+                mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label, *rest))
+            start = f"{stack.prefix if len(group.stacks) > 1 else ''}{number}."
+            places |= {name: (start, rest) for rest, name in read.items()}
+            layers.append([*read.values()])
+            numbers[start] = len(layers)
             unknown += others
-            if not found:
-                unread["layers without an MLP that can be read"] += others
-            numbers[start] = len(layers) + 1
-            places |= {name: (start, rest) for rest, name in names.items()}
-            layers.append([*names.values()])
-    gains = gains_of(dict(zip(near, near)), near, width)
+            adapters += [names[rest] for rest in changes]
+            without_mlp += [] if found else others
+    for name in known:
+        start = next(
+            start for start in beginnings(name) if all(s.prefix.startswith(start) for s in group.stacks)
+        )
+        places[name] = ("", name.removeprefix(start))
+    gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
-    norm = next(iter(norms), None)
-    name = part_name(members, stacks)
-    shared = os.path.commonprefix([stack.prefix for stack in members])
-    for table in known:
-        start = next(start for start in beginnings(table) if shared.startswith(start))
-        places[table] = ("", table.removeprefix(start))
-    has_head = heads != []
-    heads = heads or tables
-    beside = (norm, mlps, layers, numbers, places, unknown, unread)
-    reads_else = not tables and any(has_other_input(stack, outside, reach) for stack in members)
-    return Part(name, source, shapes, width, tables, heads, has_head, reads_else, *beside)
+    return Part(
+        name=group.name,
+        source=source,
+        shapes=shapes,
+        width=width,
+        tables=tables,
+        heads=heads or tables,
+        has_head=heads != [],
+        has_other_input=group.has_other_input,
+        norm=next(iter(norms), None),
+        mlps=mlps,
+        layers=layers,
+        numbers=numbers,
+        places=places,
+        unknown=unknown,
+        unread={"adapters": adapters, "layers without an MLP that can be read": without_mlp},
+    )
 
 
 def adapters_of(names):
-    """The tensors of a layer, of full names by their rests, that change its matrices: unmerged adapters."""
+    """Which of a layer's tensors, by the rests of their names, change its matrices: unmerged adapters."""
     owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
     found = []
-    for rest, name in names.items():
+    for rest in names:
         inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
         if ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner):
-            found.append(name)
+            found.append(rest)
     return found
 
 
 def changes_of_basis(part):
     """Matrices in a part's layers, beside attention and MLPs, that turn the stream, as SliceGPT's do."""
     known = {name for mlp in part.mlps for name in mlp.matrices.values()}
-    found = []
-    for name in part.unknown:
-        shape = part.shapes[name]
-        if (
-            name in known
-            or not part.places.get(name, ("",))[0]
-            or len(shape) > 2
-            or max(shape) > 2 * min(shape)
-        ):
-            continue
-        weight = part.read(name).float()
-        probe = torch.ones(shape[1])
-        for _ in range(8):  # of the power method: its length becomes the largest factor of a stretch, squared
-            probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
-        if probe.norm() <= 1.02 and weight.square().sum() >= min(shape) / 2:
-            found.append(name)
-    return found
+    return [name for name in part.unknown if name in part.places and name not in known and turns(part, name)]
+
+
+def turns(part, name):
+    """Does a matrix lead from one basis to another: it stretches nothing, and shrinks little?"""
+    shape = part.shapes[name]
+    if len(shape) > 2 or max(shape) > 2 * min(shape):
+        return False
+    weight = part.read(name).float()
+    probe = torch.ones(shape[1])
+    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
+        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+    return bool(probe.norm() <= 1.02 and weight.square().sum() >= min(shape) / 2)
 
 
 def tables_and_heads(matrices, named, width):
@@ -536,11 +356,6 @@ def norms_of_layer(source, names, width):
     if behind is None and len(gains) == 1:
         return *gains.values(), None, True
     return None, behind, behind is not None or not gains
-
-
-def is_matrix(name, shape, width):
-    """Does a tensor have rows along the residual stream?"""
-    return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
 
 
 def is_varied(weight: Tensor):

@@ -23,7 +23,7 @@ import numpy as np
 from scipy import stats
 
 from lib.formats import token_ids
-from lineage import coordinates, parts
+from lineage import coordinates, parts, stacks
 from lineage.bits import equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
 from lineage.views import hidden_units
@@ -281,14 +281,14 @@ def unread_of(part):
 def detectability(base, suspect, match):
     """Could a child have been seen, if its basis was changed? Of two models, and a part of each.
 
-    Returns what hidden units lack ("" if nothing), if both may have units, on what equal tokens rest, and what
-    was not looked at.
+    Returns what hidden units lack ("" if nothing), if both may have units, on what equal tokens rest, and
+    what was not looked at.
     """
     lacks, unread = [], []
     may_hide = True
     for model, found in (base, suspect):
         named = getattr(model.source, "names_mlps", False)  # by config.json
-        may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.reads_else
+        may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.has_other_input
         told, hides = unread_of(found)
         if told:
             unread.append(f"{told} of the layers of {model.name}")
@@ -297,7 +297,7 @@ def detectability(base, suspect, match):
             may_hide = True
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
-        elif parts.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
+        elif stacks.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
             lacks.append(f"no embedding matrix but a head found in {model.name}")
     if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
         tokens = f"they share {match.num_tokens:,} tokens"
