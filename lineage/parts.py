@@ -166,9 +166,12 @@ def part_of(source, group):
             adapters += [names[rest] for rest in changes]
             without_mlp += [] if found else others
     for name in known:
-        start = next(
+        shared = [
             start for start in beginnings(name) if all(s.prefix.startswith(start) for s in group.stacks)
-        )
+        ]
+        start = (
+            shared[0] if group.stacks else shared[1]
+        )  # a table alone may be called model.embed_tokens.weight
         places[name] = ("", name.removeprefix(start))
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])

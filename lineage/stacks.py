@@ -189,19 +189,24 @@ def fed_stacks(source, outside, reach, stacks, otherwise):
     groups = []
     for name, members in fed.items():
         joined = ([name], members)
+        if not members:
+            continue
         for group in [group for group in groups if are_one(source, group, joined)]:
             groups.remove(group)
             joined = (group[0] + joined[0], [*dict.fromkeys(group[1] + joined[1])])
-        groups += [joined] if members else []
+        groups.append(joined)
     return [(tables, sorted(members, key=lambda stack: stack.prefix)) for tables, members in groups]
 
 
 def are_one(source, group, other):
-    """Do two groups of stacks read one embedding matrix, perhaps by two names?"""
-    a, b = group[0][0], other[0][0]
-    if not set(group[1]).isdisjoint(other[1]):
+    """Do two groups read one embedding matrix? By two names only if they are not one model twice."""
+    (table, *_), members = group
+    (other_table, *_), others = other
+    if not set(members).isdisjoint(others):
         return True
-    return other[1] and source.shapes[a] == source.shapes[b] and torch.equal(source.read(a), source.read(b))
+    kinds = [{*rests} for stack in members + others for rests in list(stack.layers.values())[:1]]
+    is_alike = source.shapes[table] == source.shapes[other_table] and kinds[1:] != kinds[:-1]
+    return is_alike and torch.equal(source.read(table), source.read(other_table))
 
 
 def fed_by(name, outside, stacks, otherwise, is_named):

@@ -265,8 +265,9 @@ def without_layers(model, part):
     """What a model has in place of layers."""
     if part.tables:
         return f"{model.name} has no layers, but an embedding matrix alone"
-    names = ", ".join([*part.shapes][:3]) or "nothing"
-    return f"{model.name} has no layers: its tensors are called {names}"
+    if not part.shapes:
+        return f"{model.name} has no layers, and no weights"
+    return f"{model.name} has no layers: its tensors are called {', '.join([*part.shapes][:3])}"
 
 
 def unread_of(part):

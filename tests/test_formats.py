@@ -204,6 +204,22 @@ def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
         formats.open_any(folder)
 
 
+def test_integers_that_are_no_weights(folder):
+    """A lookup table and a mask, in a layer or beside it, and indices beside a matrix, are left out."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    others = {"hash.lookup": torch.ones(97, 2).long(), "model.layers.0.mlp.gate.ids": torch.ones(9, 2).long()}
+    others |= {"model.layers.0.self_attn.causal": torch.ones(9, 9).bool()}
+    others |= {"model.layers.1.mlp.down_proj.places": torch.ones(9, 9).int()}
+    safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
+    assert formats.open_any(folder).shapes.keys() == tensors.keys()
+    assert formats.open_checkpoint(folder).config is not None
+    del tensors["model.layers.1.mlp.down_proj.weight"]  # now they stand in its place
+    tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(9, 9)
+    safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
+    with pytest.raises(UserError, match="down_proj.places has packed numbers, of I32"):
+        formats.open_any(folder)
+
+
 def test_weights_that_were_never_gathered(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(0)
@@ -260,6 +276,11 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "ckpt.pt notes.md": "reads one file if named, as ckpt.pt",
     "config.json model-00001-of-00002.safetensors": "the .index.json that names all is missing",
     "checkpoint-500 checkpoint-900": "the folder has checkpoint-500, checkpoint-900",
+    "optimizer.pt rng_state.pth scheduler.pt weights.pt": "reads one file if named, as weights.pt",
+    "adapter.safetensors imatrix.gguf mmproj-F16.gguf z.gguf": "reads one file if named, as z.gguf",
+    "consolidated.01.pth optimizer.pt rng_state.pth": "the folder has consolidated.01.pth, optimizer.pt",
+    "__0_0.distcp __1_0.distcp": "dcp_to_torch_save joins it",
+    "model_world_size_2_rank_0.pt": "one rank's share",
     "": "the folder has nothing",
 }
 
@@ -335,9 +356,39 @@ def test_of_several_models_in_a_file_one_is_read(tmp_path, capsys):
     assert formats.open_any(tmp_path / "x").shapes == {"wte.weight": (3, 2)}
 
 
-@pytest.mark.parametrize("name", ["consolidated.01.pth", "m-00002-of-00003.safetensors", "mp_rank_01/x.pt"])
+PARTS_OF_MODELS = {  # what is said of them
+    "consolidated.01.pth": "name their folder",
+    "m-00002-of-00003.safetensors": "name their folder",
+    "mp_rank_01/x.pt": "name their folder",
+    "__0_0.distcp": "dcp_to_torch_save joins it",
+    "model_world_size_4_rank_3.pt": "accelerate merge-weights",
+    "pytorch_model_fsdp_0_rank0.bin": "accelerate merge-weights",
+}
+
+
+@pytest.mark.parametrize("name", PARTS_OF_MODELS)
 def test_a_part_is_no_model(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
-    with pytest.raises(UserError, match="one of a model's parts"):
+    with pytest.raises(UserError, match=f"one of a model's parts: .*{PARTS_OF_MODELS[name]}"):
         formats.open_any(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "first, second", [("consolidated.00.pth", "consolidated.01.pth"), ("mp_rank_00", "mp_rank_01")]
+)
+def test_the_first_part_is_one_beside_the_second(first, second, tmp_path):
+    paths = [tmp_path / (name if name.endswith("pth") else f"{name}/x.pt") for name in (first, second)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        torch.save({"wte.weight": torch.ones(3, 2)}, path)
+    with pytest.raises(UserError, match="one of a model's parts"):
+        formats.open_any(paths[0])
+    paths[1].unlink()
+    assert formats.open_any(paths[0]).shapes == {"wte.weight": (3, 2)}
+
+
+def test_old_ggml_is_told(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"tjgg" + bytes(60))
+    with pytest.raises(UserError, match="is of ggml: .*makes a .gguf of it"):
+        formats.open_any(tmp_path / "x.bin")
