@@ -15,6 +15,7 @@ matrix has a pattern here; where names say nothing, shapes do. A checkpoint has 
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,9 @@ class Part:
     """A model, or a part of one: what may be its embedding matrices and heads, its MLPs, and more."""
 
     name: str  # what begins the names of its layers, and of no others; "" where there are no others
-    source: object
+    read: Callable  # -> a tensor, by its name
+    place: object  # of the checkpoint
+    family: str
     shapes: dict  # of its tensors
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
@@ -111,17 +114,6 @@ class Part:
     def size(self):
         """The number of parameters in its layers."""
         return sum(math.prod(self.shapes[name]) for names in self.layers for name in names)
-
-    @property
-    def place(self):
-        return self.source.place
-
-    @property
-    def family(self):
-        return self.source.family
-
-    def read(self, name):
-        return self.source.read(name)
 
 
 def find(source):
@@ -175,23 +167,18 @@ def part_of(source, group):
         places[name] = ("", name.removeprefix(start))
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
-    return Part(
-        name=group.name,
-        source=source,
-        shapes=shapes,
-        width=width,
-        tables=tables,
-        heads=heads or tables,
-        has_head=heads != [],
-        has_other_input=group.has_other_input,
-        norm=next(iter(norms), None),
-        mlps=mlps,
-        layers=layers,
-        numbers=numbers,
-        places=places,
-        unknown=unknown,
-        unread={"adapters": adapters, "layers without an MLP that can be read": without_mlp},
+    unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
+    of_source = (source.read, source.place, source.family)
+    outside = (
+        shapes,
+        width,
+        tables,
+        heads or tables,
+        heads != [],
+        group.has_other_input,
+        next(iter(norms), None),
     )
+    return Part(group.name, *of_source, *outside, mlps, layers, numbers, places, unknown, unread)
 
 
 def adapters_of(names):

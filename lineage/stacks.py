@@ -17,8 +17,6 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-import torch
-
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
 LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called
 BEFORE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")
@@ -58,7 +56,7 @@ def find(source):
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     reach = {name: closest(name, stacks) for name in outside}
     otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
-    fed = fed_stacks(source, outside, reach, stacks, otherwise)
+    fed = fed_stacks(outside, reach, stacks, otherwise)
     reading = [stack for _, members in fed for stack in members]
     others = defaultdict(list)
     for stack in stacks:
@@ -68,6 +66,7 @@ def find(source):
     for tables, members in fed + [([], members) for members in others.values()]:
         beside = {name: shape for name, shape in outside.items() if set(reach[name]) & set(members)}
         is_fed_otherwise = tables == [] and not set(members).isdisjoint(otherwise)
+        members = [stack for stack in stacks if stack in members]
         groups.append(Group(common_name(members, stacks), members, tables, beside, is_fed_otherwise))
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
     return groups or [Group("", [], tables, outside, False)]
@@ -162,69 +161,45 @@ def has_other_input(stack, outside, reach):
     return False
 
 
-def fed_stacks(source, outside, reach, stacks, otherwise):
+def fed_stacks(outside, reach, stacks, otherwise):
     """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
     name, those with the most. A head's matrix is the last choice: it may be tied.
     """
-    named = [name for name, shape in outside.items() if is_table(name, shape)]
-    heads = [name for name, shape in outside.items() if len(shape) == 2 and HEAD.search(name)]
-    others = [name for name, shape in outside.items() if len(shape) == 2 and not NO_TABLE.search(name)]
-    fed = {name: fed_by(name, outside, stacks, otherwise, True) for name in named}
+    matrices = [name for name, shape in outside.items() if len(shape) == 2]
+    named = [name for name in matrices if is_table(name, outside[name])]
+    heads = [name for name in matrices if HEAD.search(name)]
+    others = [name for name in matrices if not NO_TABLE.search(name) and name not in named + heads]
+    free = [stack for stack in stacks if stack not in otherwise]
+    fed = {name: fed_by(name, outside, free) or fed_by(name, outside, stacks) for name in named}
     for choices in (others, heads):
         known = {stack for members in fed.values() for stack in members}
-        fitting = {}
-        for name in choices:
-            if (
-                name not in named
-                and (choices is heads or name not in heads)
-                and known.isdisjoint(reach[name])
-            ):
-                fitting[name] = fed_by(name, outside, stacks, otherwise, False)
+        fitting = {name: fed_by(name, outside, free) for name in choices if known.isdisjoint(reach[name])}
         for name, members in fitting.items():
             rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
             if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
                 fed[name] = members
     groups = []
-    for name, members in fed.items():
-        joined = ([name], members)
-        if not members:
-            continue
-        for group in [group for group in groups if are_one(source, group, joined)]:
+    for name in [name for name in fed if fed[name]]:
+        tables, members = [name], fed[name]
+        for group in [group for group in groups if not set(members).isdisjoint(group[1])]:
             groups.remove(group)
-            joined = (group[0] + joined[0], [*dict.fromkeys(group[1] + joined[1])])
-        groups.append(joined)
-    return [(tables, sorted(members, key=lambda stack: stack.prefix)) for tables, members in groups]
+            tables, members = group[0] + tables, [*dict.fromkeys(group[1] + members)]
+        groups.append((tables, members))
+    return groups
 
 
-def are_one(source, group, other):
-    """Do two groups read one embedding matrix? By two names only if they are not one model twice."""
-    (table, *_), members = group
-    (other_table, *_), others = other
-    if not set(members).isdisjoint(others):
-        return True
-    kinds = [{*rests} for stack in members + others for rests in list(stack.layers.values())[:1]]
-    is_alike = source.shapes[table] == source.shapes[other_table] and kinds[1:] != kinds[:-1]
-    return is_alike and torch.equal(source.read(table), source.read(other_table))
+def fed_by(name, outside, stacks):
+    """Those of some stacks whose stream an embedding matrix leads to: the closest, since towers stand deeper.
 
-
-def fed_by(name, outside, stacks, otherwise, is_named):
-    """The stacks whose stream an embedding matrix leads to, by itself or, if narrow, through another matrix.
-
-    A tower of this width stands deeper, or has another input.
+    Tables of ELECTRA, ALBERT and OPT-350m are narrower than the stream, to which another matrix leads.
     """
     size = outside[name][1]
-    for start in beginnings(name):
-        near = [stack for stack in stacks if stack.prefix.startswith(start)]
-        found = [stack for stack in near if stack.width == size]
-        least = min([len(beginnings(stack.prefix)) for stack in found], default=0)
-        found = [stack for stack in found if len(beginnings(stack.prefix)) == least]
-        if not found and is_named:
-            shapes = {*outside.values()}
-            found = [stack for stack in near if {(stack.width, size), (size, stack.width)} & shapes]
-        if len(found) > 1 or not is_named:
-            found = [stack for stack in found if stack not in otherwise]
-        if found:
-            return found
-    return []
+    fitting = [stack for stack in stacks if stack.width == size]
+    if not fitting and is_table(name, outside[name]):
+        shapes = {*outside.values()}
+        fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
+    found = closest(name, fitting)
+    depths = [len(beginnings(stack.prefix)) for stack in found]
+    return [stack for stack, depth in zip(found, depths) if depth == min(depths)]

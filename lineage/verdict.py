@@ -219,12 +219,8 @@ def told_of_parts(row, chosen, models, findings):
     if not all(reading.part.tables for reading in chosen):
         own = "not both have one"
     told = f"its {title(theirs)} is the base's {title(ours)}, {how}; the language models: {own}"
-    return {
-        "verdict": PART_IN_COMMON,
-        "sentence": told,
-        "part": theirs.part.name,
-        "base_part": ours.part.name,
-    }
+    names = {"part": theirs.part.name, "base_part": ours.part.name}
+    return {"verdict": PART_IN_COMMON, "sentence": told} | names
 
 
 def title(reading):
@@ -253,10 +249,8 @@ def gather(base: Model, suspect: Model, seed, permutations, units, layers, base_
     depth = len(reading.part.layers)
     bare = " and ".join(without_layers(*side) for side in sides if not side[1].layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare)
-    layers_read = {each.mlp.layer for each in facts.matches}
-    if len(distinct(places(facts.base_matches))) == 1 and match.depth > len(
-        layers_read
-    ):  # is it the only one?
+    is_one = len(distinct(places(facts.base_matches))) == 1
+    if is_one and match.depth > len({each.mlp.layer for each in facts.matches}):  # is it the only one?
         facts.match = best_match(*hypotheses, vocabularies, units, None, seed)
     return facts
 

@@ -237,7 +237,7 @@ def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     return weights | {"lm_head.weight": drawn(seed, 300, 64)}
 
 
-@pytest.mark.parametrize("tables", [("shared",), ("encoder.embed_tokens", "decoder.embed_tokens")])
+@pytest.mark.parametrize("tables", [("shared",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")])
 def test_an_encoder_and_a_decoder_on_one_table_are_one_model(tables):
     weights = encoder_and_decoder(1, tables)
     (part,) = parts.split(as_source(weights, CONFIG))
