@@ -131,54 +131,37 @@ def part_of(source, group):
     """The Part that a group of stacks is."""
     shapes, beside = dict(group.beside), group.beside
     matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
-    widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables] + [0]
-    width = widths[0]
+    widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables]
+    width = next(iter(widths), 0)
     tables, heads = tables_and_heads(matrices, group.tables, width)
     known = {name for table in tables + heads for name in table}
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
-    adapters, without_mlp = [name for name in beside if ADAPTER.search(name)], []
-    mlps, layers, numbers, places = [], [], {}, {}
+    places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
+    unread = {"adapters": list(filter(ADAPTER.search, beside)), "layers without an MLP that can be read": []}
+    mlps, layers, numbers = [], [], {}
     for stack in group.stacks:
         for place, (number, names) in enumerate(stack.layers.items()):
             shapes |= {name: source.shapes[name] for name in names.values()}
             changes = adapters_of(names)
-            read = {
-                rest.replace(".base_layer", ""): name for rest, name in names.items() if rest not in changes
-            }
-            found, others = mlps_of_layer(source, read, width)
+            unread["adapters"] += [names[rest] for rest in changes]
+            kept = {rest: name for rest, name in names.items() if rest not in changes}
+            names = {rest.replace(".base_layer", ""): name for rest, name in kept.items()}
+            found, others = mlps_of_layer(source, names, width)
             is_first = place == 0 and len(stack.layers) >= 8
             for suffix, *rest in found:
                 label = f"layer {len(layers) + 1}{suffix}"
                 mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label, *rest))
             start = f"{stack.prefix if len(group.stacks) > 1 else ''}{number}."
-            places |= {name: (start, rest) for rest, name in read.items()}
-            layers.append([*read.values()])
+            places |= {name: (start, rest) for rest, name in names.items()}
+            layers.append([*names.values()])
             numbers[start] = len(layers)
             unknown += others
-            adapters += [names[rest] for rest in changes]
-            without_mlp += [] if found else others
-    for name in known:
-        shared = [
-            start for start in beginnings(name) if all(s.prefix.startswith(start) for s in group.stacks)
-        ]
-        start = (
-            shared[0] if group.stacks else shared[1]
-        )  # a table alone may be called model.embed_tokens.weight
-        places[name] = ("", name.removeprefix(start))
+            unread["layers without an MLP that can be read"] += [] if found else others
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
-    unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
-    of_source = (source.read, source.place, source.family)
-    outside = (
-        shapes,
-        width,
-        tables,
-        heads or tables,
-        heads != [],
-        group.has_other_input,
-        next(iter(norms), None),
-    )
-    return Part(group.name, *of_source, *outside, mlps, layers, numbers, places, unknown, unread)
+    of_source = (group.name, source.read, source.place, source.family, shapes, width)
+    of_group = (tables, heads or tables, heads != [], group.has_other_input, next(iter(norms), None))
+    return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
 
 
 def adapters_of(names):
