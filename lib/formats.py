@@ -35,7 +35,9 @@ from model import ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
-STACK = re.compile(r"(?!.*\d[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors that hold all layers
+STACK = re.compile(
+    r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]"
+)  # of tensors that hold all layers
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # of masks and lookup tables
 SCALE = re.compile(r"scale|zero|absmax|codebook|quant|bias")  # in names of what unpacks a matrix
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
@@ -497,7 +499,7 @@ def own_checkpoint(place, raw, tensors):
 
 def foreign_checkpoint(place, raw, tensors):
     """The CheckpointReader of another architecture, which its tensors alone tell."""
-    if all("lora" in name for name in tensors):
+    if tensors and all("lora" in name for name in tensors):
         raise UserError(f"{place}: {hint(' '.join(tensors))}")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))

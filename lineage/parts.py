@@ -202,7 +202,9 @@ def tables_and_heads(matrices, named, width):
     if not named:
         return [], []
     tables = [(name,) for name in named if matrices[name][1] == width]
-    heads = [(name,) for name, shape in matrices.items() if shape[1] == width and HEAD.search(name)]
+    named_heads = [name for name, shape in matrices.items() if shape[1] == width and HEAD.search(name)]
+    runs = {stacks.NUMBER.sub("", name): (name,) for name in reversed(named_heads)}
+    heads = [*runs.values()]  # of those of codebooks one
     for table in named:
         size = matrices[table][1]
         if size != width:

@@ -388,6 +388,35 @@ def test_the_first_part_is_one_beside_the_second(first, second, tmp_path):
     assert formats.open_any(paths[0]).shapes == {"wte.weight": (3, 2)}
 
 
+def test_a_file_without_weights_has_no_layers(tmp_path):
+    """Optimizers' states and schedules have tensors deeper down, or none: nothing is said of kinship."""
+    torch.save({"w": torch.ones(9, 4), "h.0.a.weight": torch.ones(4, 4)}, tmp_path / "base.pt")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(9, 4)}}, "param_groups": [{"lr": 0.1}]}, tmp_path / "a.pt"
+    )
+    torch.save({"base_lrs": [0.1], "last_epoch": 3}, tmp_path / "b.pt")
+    torch.save({"cpu": torch.ones(99).byte(), "seed": 3}, tmp_path / "c.pth")
+    base = verdict_of.read_model("base", formats.open_any(tmp_path / "base.pt"))
+    for name in ("a.pt", "b.pt", "c.pth"):
+        suspect = verdict_of.read_model(name, formats.open_any(tmp_path / name))
+        row, _ = verdict_of.compare_pair(base, suspect)
+        assert row["verdict"] == "inconclusive" and "has no layers, and no weights" in row["sentence"]
+
+
+def test_layers_along_either_axis_of_one_tensor(tmp_path):
+    """As MaxText keeps them, with numbers in the names of matrices."""
+    stored = {"layers/mlp/wi_0/kernel": torch.randn(4, 3, 6), "layers/mlp/wo/kernel": torch.randn(6, 3, 4)}
+    for axis in (0, 1):
+        tensors = {name: weight.transpose(0, 1 - axis).contiguous() for name, weight in stored.items()}
+        safetensors.torch.save_file(tensors, tmp_path / f"{axis}.safetensors")
+        source = formats.open_any(tmp_path / f"{axis}.safetensors")
+        assert len(source.shapes) == 6
+        for name, weight in stored.items():
+            for layer in range(3):
+                read = source.read(name.replace("layers/", f"layers/{layer}."))
+                torch.testing.assert_close(read, weight[:, layer], rtol=0, atol=0)
+
+
 def test_old_ggml_is_told(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"tjgg" + bytes(60))
     with pytest.raises(UserError, match="is of ggml: .*makes a .gguf of it"):
