@@ -10,7 +10,7 @@
 laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(base, suspect)`:
 
     it takes    two models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
-    it returns  a row: `verdict` (same birth, no evidence, inconclusive), `sentence`, and their numbers;
+    it returns  a row: `verdict` (same birth, part in common, no evidence, inconclusive), `sentence`, numbers;
                 and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
 
 A hidden unit is known by what it does to tokens. With E_t token t's embedding, U_t its row of the head, and W
@@ -37,12 +37,15 @@ A layer of the suspect is the base's (the thresholds stand at the top of lineage
     coordinates     each of its matrices correlates by at least 0.1 with that of its name, number by number
 
     same birth      two layers are the base's, or the only one
+    part in common  not so of the language models, but of a part of the one (a tower that reads images, a text
+                    encoder, a draft head) and a part of the other, or all of it: `part` and `base_part`
     inconclusive    one layer of several is; or none, but a share reaches 10 % (both layers in the middle of
                     their models), 20 % (one), 50 % (neither); coordinates agree; or a child could not be seen
     no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
 """
 
 import itertools
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -154,14 +157,24 @@ def matrix(settings: CompareSettings):
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_pair(a, b, *numbers)
         rows.append({"a": a.name, "b": b.name} | row)
-        kinship = 0.0  # unrelated language models share units, but are not close
-        if row["verdict"] == SAME_BIRTH:
-            kinship = row["body_r"] if row["distance"] is None else 1 - row["distance"]
-        closeness.append(kinship)
+        closeness.append(kinship(row))
     names = [model.name for model in models]
+    bare = [model.name for model in models if not model.readings[0].part.layers]
+    if bare and rank() == 0:
+        print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
     label = "closeness: 1 - distance if of one birth, else 0"
-    family_tree(experiment.folder / "matrix.png", names, squareform(closeness) + np.eye(len(names)), label)
+    closeness = squareform(closeness) + np.eye(len(names))
+    family_tree(experiment.folder / "matrix.png", names, closeness, label, bare)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
+
+
+def kinship(row):
+    """How close two models are: 0 unless they are of one birth, since unrelated ones share units, too."""
+    if row["verdict"] != SAME_BIRTH:
+        return 0.0
+    if row["distance"] is not None:
+        return 1 - row["distance"]
+    return 1.0 if row["body_r"] is None else row["body_r"]  # equal bits under other names
 
 
 def check_several(names) -> None:

@@ -173,7 +173,7 @@ class Newborn(CheckpointReader):
         for name, shape in parameter_shapes(config).items():
             draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
             tensors[name] = LazyTensor(shape, "F32", draw)
-        super().__init__(None, tensors, config, config.d_model)
+        super().__init__(None, tensors, config)
 
 
 @dataclass(frozen=True)

@@ -343,8 +343,8 @@ def label_layers(axis, labels, first) -> None:
     axis.set_ticks(range(first, first + len(names), every), names[::every])
 
 
-def family_tree(path, names, closeness, label) -> None:
-    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1."""
+def family_tree(path, names, closeness, label, left_out=()) -> None:
+    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1; those left out are only grey."""
     from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
     from scipy.spatial.distance import squareform
 
@@ -352,10 +352,17 @@ def family_tree(path, names, closeness, label) -> None:
     title = "Which models are of one birth?"
     figure, grid = new_figure(title, 1, 2, 2.5 + 0.45 * count, 2 + 0.55 * count, width_ratios=(1, 2))
     tree, heat = grid[0]
-    distances = squareform(1 - np.clip(closeness, 0, 1), checks=False)
-    order = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
-    tree.set(xlabel="distance", title="family tree", yticks=[])
-    closeness = closeness[np.ix_(order, order)]
+    order = [i for i in range(count) if names[i] not in left_out]
+    if len(order) > 1:
+        distances = squareform(1 - np.clip(closeness[np.ix_(order, order)], 0, 1), checks=False)
+        leaves = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
+        order = [order[leaf] for leaf in leaves]
+    grey = [i for i in range(count) if i not in order]
+    order += grey
+    tree.set(xlabel="distance", title="family tree", yticks=[], ylim=(0, 10 * count))
+    is_grey = np.isin(order, grey)
+    closeness = np.ma.array(closeness[np.ix_(order, order)], mask=is_grey[:, None] | is_grey)
+    heat.set_facecolor("lightgrey")
     image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
     labels = [short_names(names)[i] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)

@@ -4,8 +4,8 @@
     >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
     >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
     torch.Size([4096])
-    >>> open_any(Path("/models/pythia-70m")).width
-    512
+    >>> open_any(Path("/models/pythia-70m")).shapes["gpt_neox.final_layer_norm.weight"]
+    (512,)
 
 A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
 .gguf file, which has all in it, may be named in its place. Nothing is executed: a .safetensors or .gguf file
@@ -35,8 +35,11 @@ from model import ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
-TOWER = re.compile(r"vision|visual|image|audio")  # part of a model that reads no tokens, often a frozen one
-STACK = re.compile(r"(?!.*\d\.)(?:.*\.)?(?:layers?|blocks?|h)\.")  # of tensors that hold all layers
+STACK = re.compile(
+    r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]"
+)  # of tensors that hold all layers
+NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # of masks and lookup tables
+SCALE = re.compile(r"scale|zero|absmax|codebook|quant|bias")  # in names of what unpacks a matrix
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -65,12 +68,13 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "per_layer_config": None,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
-LARGEST_WIDTH = 2**20  # of a residual stream
-TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
-TABLE = re.compile(rf"(?:^|\.)(?:{TABLE_NAMES})\.weight$")
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PART = re.compile(  # of a file's name and its folder's: the model was cut into several
-    r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank|\.distcp$"
+    r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank"
+    r"|\.distcp$|_rank_?\d+\.(?:pt|bin)$"
+)
+NO_MODEL = (
+    "optim|sched|rng|random|trainer|training_args|scaler|adapter|lora|mmproj|imatrix|vocab"  # in a file's
 )
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
@@ -99,7 +103,17 @@ HINTS = (  # what a file begins with, a folder has, or a library says of a file:
     ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
     (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
     (
-        r"(?i)^.*\.(?:pt|pth|bin|safetensors|gguf)$",
+        r"^(?:.*/)?.*\.distcp$",
+        "{} is of torch.distributed.checkpoint: its format_utils.dcp_to_torch_save joins it",
+    ),
+    (
+        r"^(?:.*/)?.*_rank_?\d+\.(?:pt|bin)$",
+        "{} is one rank's share: join them, as by `accelerate merge-weights`",
+    ),
+    (r"DTensor|ShardedTensor", "it has a {}, a share of a tensor: save what get_model_state_dict gathers"),
+    ("^(?:lmgg|fmgg|tjgg)", "it is of ggml: llama.cpp's convert_llama_ggml_to_gguf.py makes a .gguf of it"),
+    (
+        rf"(?i)^(?!.*(?:{NO_MODEL}|{PART.pattern})).*\.(?:pt|pth|bin|safetensors|gguf)$",
         "`seedprint.py compare` reads one file if named, as {}",
     ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
@@ -252,14 +266,17 @@ def unstacked(tensors):
             stacks[found[0]][name] = tensor
     others = dict(tensors)
     for prefix, members in stacks.items():
-        if len({tensor.shape[0] for tensor in members.values()}) > 1:
+        first, second = ({tensor.shape[axis] for tensor in members.values()} for axis in (0, 1))
+        axis = 0 if len(first) == 1 else 1  # MaxText's layers are along the second one
+        if len(first) > 1 and len(second) > 1:
             continue
         for name, tensor in members.items():
             del others[name]
-            for layer in range(tensor.shape[0]):
-                read = partial(tensor.read, layer)
+            shape = tensor.shape[:axis] + tensor.shape[axis + 1 :]
+            for layer in range(tensor.shape[axis]):
+                read = partial(tensor.read, (slice(None),) * axis + (layer,))
                 place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
-                others[place] = LazyTensor(tensor.shape[1:], tensor.kind, read)
+                others[place] = LazyTensor(shape, tensor.kind, read)
     return others
 
 
@@ -275,8 +292,13 @@ def check_shapes(tensors, expected, place, remedy="") -> None:
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
-        if PART.search(f"{place.parent.name}/{place.name}"):
-            raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
+        second = Path(re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place)))
+        is_first = second != place and exists(second)
+        if is_first or PART.search(f"{place.parent.name}/{place.name}"):
+            advice = "name their folder, or join them first"
+            if re.search(r"\.distcp|_rank", place.name):
+                advice = hint(place.name)
+            raise UserError(f"{place} is one of a model's parts: {advice}")
         return [place]
     path, *others = found_in(place, WEIGHT_FILES)
     others += place.glob("adapter_model.*")
@@ -420,11 +442,10 @@ def parameter_shapes(config):
 class CheckpointReader:
     """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    def __init__(self, place, tensors, config, width, family="bornbiased", names_mlps=False):
+    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False):
         self.place = place  # None: not on the disk
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
-        self.width = width  # of the residual stream
         self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -463,10 +484,21 @@ def contents(place):
         if tensor.shape == (0,):
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
-        if tensor.kind not in FLOATS and len(tensor.shape) > 1 and not BUFFER.search(name):
+        if is_packed(name, tensors):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
-    return raw, dict(tensors)
+    return raw, {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
+
+
+def is_packed(name, tensors):
+    """Does a tensor have other numbers in the place of a layer's matrix, or of another one's?"""
+    tensor = tensors[name]
+    if tensor.kind in FLOATS + NO_WEIGHT or len(tensor.shape) < 2 or BUFFER.search(name):
+        return False
+    start = name[: name.rfind(".") + 1]
+    beside = [n for n, t in tensors.items() if n.startswith(start) and t.kind in FLOATS and len(t.shape) > 1]
+    is_alone = all(SCALE.search(other.removeprefix(start)) for other in beside)
+    return "weight" in name.removeprefix(start) or (is_alone and re.search(r"\d\.", start) is not None)
 
 
 def own_checkpoint(place, raw, tensors):
@@ -486,26 +518,17 @@ def own_checkpoint(place, raw, tensors):
     if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
     check_shapes(tensors, expected, place, " by config.json: correct what it says")
-    return CheckpointReader(place, tensors, config, config.d_model)
+    return CheckpointReader(place, tensors, config)
 
 
 def foreign_checkpoint(place, raw, tensors):
-    """The CheckpointReader of another architecture: the residual width is config.json's, or a table's."""
-    names = " ".join(tensors)
-    if "lora_A" in names:  # its deltas would not be seen
-        raise UserError(f"{place}: {hint(names)}")
-    tensors = {name: tensor for name, tensor in unstacked(tensors).items() if not TOWER.search(name)}
-    width = raw.get("hidden_size")
-    for name, tensor in tensors.items():
-        if width is None and TABLE.search(name) and len(tensor.shape) == 2:
-            width = tensor.shape[1]
-    if type(width) is not int or not 0 < width < LARGEST_WIDTH:
-        said = f"{place} has no embedding matrix that tells its width; write hidden_size into a config.json"
-        raise UserError(f"{said} beside it")
+    """The CheckpointReader of another architecture, which its tensors alone tell."""
+    if tensors and all("lora" in name for name in tensors):
+        raise UserError(f"{place}: {hint(' '.join(tensors))}")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, tensors, None, width, family, names_mlps)
+    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps)
 
 
 def token_ids(place):

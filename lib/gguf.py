@@ -22,6 +22,11 @@ from lib.settings import INSTALL, UserError
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+OTHERS = {  # what a file may be that has no language model, by its type
+    "adapter": "a LoRA adapter: `llama-export-lora` merges it into its base",
+    "mmproj": "the part of one that reads images or sound",
+    "imatrix": "an importance matrix, with which one was quantised",
+}
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 MOST_LAYERS = 256  # whose tensors' names are listed
 PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
@@ -82,6 +87,12 @@ class GGUF:
         for _ in range(num_values):
             key = header.value()
             values[key] = header.value(header.number("I"))
+        kind = values.get("general.type", "model")
+        if values.get("general.architecture") == "clip":
+            kind = "mmproj"
+        if kind != "model" or num_tensors == 0:
+            what = OTHERS.get(kind, f"a file of type {kind!r}") if num_tensors else "a vocabulary alone"
+            raise UserError(f"{path} is no language model, but {what}")
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
             raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")

@@ -12,7 +12,7 @@ Matrices of fewer than 1,000 different numbers count for nothing: unrelated mode
 
 import hashlib
 
-from lineage import parts
+from lineage import parts, stacks
 
 
 def layers_of(source):
@@ -24,7 +24,7 @@ def layers_of(source):
         digests = {}
         for name in names:
             weight = source.read(name)
-            if weight.ndim > 1 and parts.is_varied(weight) and not parts.NO_WEIGHTS.search(name):
+            if weight.ndim > 1 and parts.is_varied(weight) and not stacks.NO_WEIGHTS.search(name):
                 numbers = weight.float().contiguous().numpy()  # in whatever format they are kept
                 digests[name] = hashlib.sha256(numbers).hexdigest()
         if digests and of_mlps.intersection(names) <= digests.keys():

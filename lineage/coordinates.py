@@ -26,7 +26,7 @@ from torch import Tensor
 from init import STD, draw_weight, keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts
+from lineage import parts, stacks
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
@@ -76,21 +76,20 @@ def weight_correlations(a, b):
     missing; models of different width have none. Returns these, and for each layer of b with a namesake in a,
     by its number and that one's, how far the numbers of their matrices correlate: the least of all.
     """
+    a, b = parts.find(a), parts.find(b)
     if a.width != b.width:
         return {}, {}
-    matrices = [plain_matrices(source) for source in (a, b)]
-    inputs_first = [parts.stores_inputs_first(source) for source in (a, b)]
-    found = parts.find(a)
+    matrices = [plain_matrices(part) for part in (a, b)]
+    inputs_first = [parts.stores_inputs_first(part) for part in (a, b)]
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
-    correlations = {}  # of each layer's matrices, by what begins their names
-    for name in progress({**matrices[0], **matrices[1]}, desc="weights", leave=False):
-        names = [named.get(name) for named in matrices]
-        layer = parts.LAYER.search(name)
-        is_table = (names[0],) in found.tables + found.heads
+    correlations = {}  # of each layer's matrices, by its numbers in b and a
+    for place in progress({**matrices[0], **matrices[1]}, desc="weights", leave=False):
+        names = [named.get(place) for named in matrices]
+        layer, _ = place
         correlation = 0.0  # of a matrix that the other model has not
-        if all(names) and (is_table or (layer and a.shapes[names[0]] == b.shapes[names[1]])):
-            rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
-            rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
+        if all(names) and (not layer or a.shapes[names[0]] == b.shapes[names[1]]):
+            rows_a = parts.residual_rows(a.read(names[0]), names[0], a.width, inputs_first[0])
+            rows_b = parts.residual_rows(b.read(names[1]), names[1], b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
             step = 1 + count // MOST_ROWS
             rows_a, rows_b = without_identity(rows_a[:count:step]), without_identity(rows_b[:count:step])
@@ -98,12 +97,11 @@ def weight_correlations(a, b):
                 continue  # a mask, or another constant, which unrelated models share
             correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
         if layer:
-            correlations.setdefault(name[: layer.end()], []).append(correlation)
+            correlations.setdefault(layer, []).append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
-    numbers = [parts.layer_numbers(source) for source in (a, b)]
-    shared = [layer for layer in correlations if layer in numbers[0] and layer in numbers[1]]
-    return values, {(numbers[1][layer], numbers[0][layer]): min(correlations[layer]) for layer in shared}
+    shared = [layer for layer in correlations if layer in a.numbers and layer in b.numbers]
+    return values, {(b.numbers[layer], a.numbers[layer]): min(correlations[layer]) for layer in shared}
 
 
 def without_identity(rows):
@@ -116,10 +114,10 @@ def without_identity(rows):
     return rows
 
 
-def plain_matrices(source):
-    """The names of a source's matrices, by what they are without wrappers, which differ between folders."""
-    named = [name for name, shape in source.shapes.items() if parts.is_matrix(name, shape, source.width)]
-    return {parts.PREFIX.sub("", name): name for name in named}
+def plain_matrices(part):
+    """The names of a part's matrices, by (what begins a layer's names, the rest), which folders share."""
+    places = part.places.items()
+    return {place: name for name, place in places if stacks.is_matrix(name, part.shapes[name], part.width)}
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):

@@ -157,7 +157,7 @@ def weights_of(source):
 def as_source(weights, config):
     """Weights by name as a checkpoint of ours, in memory."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    source = {"config": config, "width": config.d_model, "family": "bornbiased", "place": None}
+    source = {"config": config, "family": "bornbiased", "place": None}
     return SimpleNamespace(shapes=shapes, read=weights.__getitem__, **source)
 
 

@@ -325,6 +325,9 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
     # The gate, if both have one: signs of up can be flipped.
     view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"
     theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
+    far = None  # which gains would tell
+    if base_mlp.knows_norm and mlp.knows_norm:
+        far = distance(base.rows(base_number, view)[base_units], theirs)
     return Match(
         mlp=mlp,
         base_mlp=base_mlp,
@@ -333,5 +336,5 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
         r=strengths.median().item() if len(places) else 0.0,
         by_chance=len(by_chance),
         in_place=int((base_units == suspect_units).sum()),
-        distance=distance(base.rows(base_number, view)[base_units], theirs),
+        distance=far,
     )

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is what? Found by names and shapes, whatever the architecture.
+"""Which tensor of a checkpoint is what, and which of them are the model? By structure, names and shapes.
 
     >>> from lib import checkpoint
     >>> from lineage import parts
@@ -6,24 +6,26 @@
     >>> found.tables, found.heads, len(found.mlps)
     ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
 
-Projects name the same things differently, so each kind of thing has a pattern here; where names say nothing,
-shapes do. A checkpoint has `shapes` by name, `width` (d, of the stream), `family` and `read(name)`.
+The model is the part that an embedding matrix feeds and a head reads; towers, talkers and draft heads are
+other parts (`lineage/stacks.py`). Within a layer projects name the same things differently, so each kind of
+matrix has a pattern here; where names say nothing, shapes do. A checkpoint has `shapes` by name, `family`,
+`place` and `read(name)`.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from lib.formats import TABLE
+from lineage import stacks
+from lineage.stacks import HEAD, beginnings, is_matrix
 
-# What comes first in a name; T5's has two
-LAYER = re.compile(r"(?:^|[._])(?:layers?|h|blocks?)[._]?(\d{1,9})\.")
-ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-WRAPPERS = "model|transformer|gpt_neox|backbone|bert|language_model|base_model|module|_orig_mod"
-PREFIX = re.compile(rf"^(?:(?:{WRAPPERS})\.)+")
-HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|output)\.weight$")
+ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
+ADAPTER = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)")
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 ROLES = {  # of an MLP's matrices
@@ -43,8 +45,6 @@ NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 WRITERS = ROLES["down"] + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
-# Masks are called attn.bias; unrelated models share rotary tables
-NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
 LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 VARIED = 1000  # different numbers, which no mask, identity or constant has,
 SAMPLE = 2**13  # among so many of a matrix
@@ -67,6 +67,7 @@ class MLP:
     expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
+    knows_norm: bool = True  # or there is none
 
     @property
     def views(self):
@@ -80,16 +81,26 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What may be a model's embedding matrices and heads, its final norm, its MLPs, and more."""
+class Part:
+    """A model, or a part of one: what may be its embedding matrices and heads, its MLPs, and more."""
 
+    name: str  # what begins the names of its layers, and of no others; "" where there are no others
+    read: Callable  # -> a tensor, by its name
+    place: object  # of the checkpoint
+    family: str
+    shapes: dict  # of its tensors
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
+    has_head: bool  # of its own
+    has_other_input: bool  # is it fed by what is no embedding matrix?
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors
+    numbers: dict  # each layer's number, from 1, by what its names begin with, without what all begin with
+    places: dict  # by a tensor's name that beginning, "" of a table or a head, and the rest
     unknown: list  # matrices among which an MLP may be: neither tables nor plainly attention's
+    unread: dict  # names of tensors in layers that were not looked at, by what they are
 
     @property
     def missing(self):
@@ -99,61 +110,106 @@ class Parts:
         names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
 
+    @property
+    def size(self):
+        """The number of parameters in its layers."""
+        return sum(math.prod(self.shapes[name]) for names in self.layers for name in names)
+
 
 def find(source):
-    """The Parts of a checkpoint. Of the widths of config.json and a table, that of most layers is right."""
-    outside = {}
-    sizes = Counter()  # along which axes of layers' matrices
-    layers = defaultdict(dict)  # full names by the rest of a name, by stack and number
-    for name in sorted(name for name, shape in source.shapes.items() if 0 not in shape):
-        match = LAYER.search(name)
-        if match is None:
-            outside[name] = source.shapes[name]
-        else:
-            layers[name[: match.start(1)], int(match[1])][name[match.end() :]] = name
-            sizes.update(set(source.shapes[name][-2:]))
-    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    named = [name for name in matrices if TABLE.search(name)]
-    width = source.width
-    if named and all(width not in matrices[name] for name in named):
-        width = max(matrices[named[0]][1], width, key=lambda size: sizes[size])
-    tables, heads = tables_and_heads(matrices, named, width)
-    norms = [name for name, shape in outside.items() if shape == (width,) and FINAL_NORM.search(name)]
+    """The Part of a checkpoint that is the model; a Part is its own."""
+    return source if isinstance(source, Part) else split(source)[0]
+
+
+def split(source):
+    """The Parts of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
+    found = [part_of(source, group) for group in stacks.find(source)]
+    return sorted(found, key=lambda part: (part.tables != [], part.has_head, part.size), reverse=True)
+
+
+def part_of(source, group):
+    """The Part that a group of stacks is."""
+    shapes, beside = dict(group.beside), group.beside
+    matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
+    widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables]
+    width = next(iter(widths), 0)
+    tables, heads = tables_and_heads(matrices, group.tables, width)
     known = {name for table in tables + heads for name in table}
-    unknown = [name for name in outside if len(outside[name]) > 1 and name not in known]
-    mlps = []
-    depths = Counter(stack for stack, _ in layers)
-    places = Counter()
-    for layer, (stack, number) in enumerate(sorted(layers)):  # a decoder's come before its encoder's
-        depth = depths[stack]
-        place = places[stack] / depth
-        is_first = place == 0 and depth >= 8
-        found, others = mlps_of_layer(source, layers[stack, number], width)
-        mlps += [MLP(layer, place, is_first, f"layer {layer + 1}{label}", *rest) for label, *rest in found]
-        unknown += others
-        places[stack] += 1
-    names = [list(layers[key].values()) for key in sorted(layers)]
-    return Parts(width, tables, heads or tables, next(iter(norms), None), mlps, names, unknown)
+    unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
+    places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
+    unread = {"adapters": list(filter(ADAPTER.search, beside)), "layers without an MLP that can be read": []}
+    mlps, layers, numbers = [], [], {}
+    for stack in group.stacks:
+        for place, (number, names) in enumerate(stack.layers.items()):
+            shapes |= {name: source.shapes[name] for name in names.values()}
+            changes = adapters_of(names)
+            unread["adapters"] += [names[rest] for rest in changes]
+            kept = {rest: name for rest, name in names.items() if rest not in changes}
+            names = {rest.replace(".base_layer", ""): name for rest, name in kept.items()}
+            found, others = mlps_of_layer(source, names, width)
+            is_first = place == 0 and len(stack.layers) >= 8
+            for suffix, *rest in found:
+                label = f"layer {len(layers) + 1}{suffix}"
+                mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label, *rest))
+            start = f"{stack.prefix if len(group.stacks) > 1 else ''}{number}."
+            places |= {name: (start, rest) for rest, name in names.items()}
+            layers.append([*names.values()])
+            numbers[start] = len(layers)
+            unknown += others
+            unread["layers without an MLP that can be read"] += [] if found else others
+    gains = gains_of(dict(zip(beside, beside)), beside, width)
+    norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
+    of_source = (group.name, source.read, source.place, source.family, shapes, width)
+    of_group = (tables, heads or tables, heads != [], group.has_other_input, next(iter(norms), None))
+    return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
+
+
+def adapters_of(names):
+    """Which of a layer's tensors, by the rests of their names, change its matrices: unmerged adapters."""
+    owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
+    found = []
+    for rest in names:
+        inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
+        if ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner):
+            found.append(rest)
+    return found
+
+
+def changes_of_basis(part):
+    """Matrices in a part's layers, beside attention and MLPs, that turn the stream, as SliceGPT's do."""
+    known = {name for mlp in part.mlps for name in mlp.matrices.values()}
+    return [name for name in part.unknown if name in part.places and name not in known and turns(part, name)]
+
+
+def turns(part, name):
+    """Does a matrix lead from one basis to another: it stretches nothing, and shrinks little?"""
+    shape = part.shapes[name]
+    if len(shape) > 2 or max(shape) > 2 * min(shape):
+        return False
+    weight = part.read(name).float()
+    probe = torch.ones(shape[1])
+    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
+        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+    return bool(probe.norm() <= 1.02 and weight.square().sum() >= min(shape) / 2)
 
 
 def tables_and_heads(matrices, named, width):
-    """What may be a model's embedding matrices and heads, of its `matrices` outside of layers, by name.
+    """What may be a part's embedding matrices and heads, of its `matrices` outside of layers, by name.
 
-    `named` are embedding matrices by name. ELECTRA's, ALBERT's and OPT-350m's are narrower than the stream:
-    a matrix leads to its width, and another one back to the head.
+    ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
+    another one back to the head.
     """
-    fitting = [name for name, shape in matrices.items() if shape[1] == width]
-    heads = [(name,) for name in fitting if HEAD.search(name)]
-    tables = [(name,) for name in named if name in fitting]
+    if not named:
+        return [], []
+    tables = [(name,) for name in named if matrices[name][1] == width]
+    named_heads = [name for name, shape in matrices.items() if shape[1] == width and HEAD.search(name)]
+    runs = {stacks.NUMBER.sub("", name): (name,) for name in reversed(named_heads)}
+    heads = [*runs.values()]  # of those of codebooks one
     for table in named:
         size = matrices[table][1]
         if size != width:
             tables += [(table, name) for name, shape in matrices.items() if shape == (width, size)]
             heads += [(table, name) for name, shape in matrices.items() if shape == (size, width)]
-    if not named:  # those with the most rows, of whatever name
-        most = max([matrices[name][0] for name in fitting], default=0)
-        tables = [(name,) for name in fitting if matrices[name][0] == most and (name,) not in heads]
-        tables = tables or heads  # a tied matrix under the head's name
     return tables, heads
 
 
@@ -174,17 +230,18 @@ def mlps_of_layer(source, names, width):
         return [], unknown
     norms = norms_of_layer(source, names, width)
     mlps = []
-    named = named_mlps(shapes, width)
-    for owner, roles in (named or mlps_by_shape(shapes, width)).items():
-        of_roles = {role: names[rest] for role, rest in roles.items()}
-        shape = shapes[roles["down"]]
-        number = re.search(r"\.experts\.(\d+)$", f".{owner}")
-        if len(shape) == 3:
-            for expert in range(min(shape[0], MOST_EXPERTS)):
-                mlps.append((f", expert {expert + 1}", of_roles, bool(named), expert, *norms))
-        else:
+    for axes in (2, 3):  # a plain MLP may stand beside a stack of experts
+        alike = {rest: shape for rest, shape in shapes.items() if len(shape) == axes}
+        named = named_mlps(alike, width)
+        for owner, roles in (named or mlps_by_shape(alike, width)).items():
+            of_roles = {role: names[rest] for role, rest in roles.items()}
+            number = re.search(r"\.experts\.(\d+)$", f".{owner}")
             label = f", expert {int(number[1]) + 1}" if number else ""
-            mlps.append((label, of_roles, bool(named), None, *norms))
+            if axes == 2:
+                mlps.append((label, of_roles, bool(named), None, *norms))
+                continue
+            for expert in range(min(shapes[roles["down"]][0], MOST_EXPERTS)):
+                mlps.append((f", expert {expert + 1}", of_roles, bool(named), expert, *norms))
     return mlps, unknown
 
 
@@ -228,7 +285,17 @@ def named_mlps(shapes, width):
 
 
 def mlps_by_shape(shapes, width):
-    """The same where names tell nothing: one matrix writes what one or two others read."""
+    """The same where names tell nothing: of the matrices of one owner, or else of all."""
+    owners = defaultdict(dict)
+    for rest, shape in shapes.items():
+        owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
+    found = {owner: roles_by_shape(members, width) for owner, members in owners.items()}
+    found = {owner: roles for owner, roles in found.items() if roles} or {"": roles_by_shape(shapes, width)}
+    return {owner: roles for owner, roles in found.items() if roles}
+
+
+def roles_by_shape(shapes, width):
+    """The matrices of an MLP by role: one writes what one or two others read; {} if there is none."""
     reads, writes = defaultdict(list), defaultdict(list)
     for rest, shape in shapes.items():
         if shape[-1] != shape[-2]:
@@ -243,34 +310,27 @@ def mlps_by_shape(shapes, width):
             inputs = [rest for size, rests in reads.items() if size >= 2 * units for rest in rests]
             names = ("gate_up",) if len(inputs) == 1 else None
         if names and len(down) == 1:
-            return {"": dict(zip(names, inputs)) | {"down": down[0]}}
+            return dict(zip(names, inputs)) | {"down": down[0]}
     return {}
 
 
+def gains_of(names, shapes, width):
+    """Of full names by their rests those of vectors along the stream that are no biases."""
+    return {rest: name for rest, name in names.items() if shapes[name] == (width,) and rest[-4:] != "bias"}
+
+
 def norms_of_layer(source, names, width):
-    """The names of the gains in front of a layer's MLP and behind it; OLMo 2 has none in front."""
-    gains = {rest: name for rest, name in names.items() if source.shapes[name] == (width,)}
+    """The gains in front of a layer's MLP and behind it, and if these are known. OLMo 2 has none in front."""
+    gains = gains_of(names, source.shapes, width)
     behind = gains.get(f"{NORM_BEHIND}.weight")
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
         rests = [rest for rest in gains if re.search(norm + GAIN, rest)]
         rests.sort(key=lambda rest: ATTENTION.search(rest) is None)
         if rests:
-            return gains[rests[-1]], behind  # T5's feed-forward layer is a layer's last
-    return None, behind
-
-
-def is_matrix(name, shape, width):
-    """Does a tensor have rows along the residual stream?"""
-    return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
-
-
-def layer_numbers(source):
-    """Each layer's number, counted through the model from 1, by what begins its names, without wrappers."""
-    numbers = {}
-    for number, names in enumerate(find(source).layers, start=1):
-        name = PREFIX.sub("", names[0])
-        numbers[name[: LAYER.search(name).end()]] = number
-    return numbers
+            return gains[rests[-1]], behind, True  # T5's feed-forward layer is a layer's last
+    if behind is None and len(gains) == 1:
+        return *gains.values(), None, True
+    return None, behind, behind is not None or not gains
 
 
 def is_varied(weight: Tensor):

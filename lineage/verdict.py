@@ -13,6 +13,7 @@ every layer, with r above 0.9 after ordinary fine-tuning. The thresholds are our
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import numpy as np
 from scipy import stats
 
 from lib.formats import token_ids
-from lineage import coordinates, parts
+from lineage import coordinates, parts, stacks
 from lineage.bits import equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
 from lineage.views import hidden_units
@@ -30,6 +31,8 @@ from lineage.views import hidden_units
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
+PART_IN_COMMON = "part in common"
+VERDICTS = (SAME_BIRTH, PART_IN_COMMON, INCONCLUSIVE, NO_EVIDENCE)  # what says most comes first
 NOT_READ = "not read"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
@@ -41,6 +44,7 @@ FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
+UNREAD = 0.1  # share of the layers' parameters, from which on what was not looked at may be a child's
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
 ROUNDING = 1e-6  # and up to here of a change of basis, which computes the same
 SAME_TABLE, CHANGED_TABLE = 0.99, 0.75  # how alike embedding matrices are, in any basis (0.61: strangers)
@@ -51,12 +55,15 @@ LAYERS_OF_LARGE_MODELS = 8
 
 def judge(facts):
     """The verdict of two models and its reason: layers that are the base's by any evidence, or a doubt."""
+    layers = facts.layers_of_base
     found = [bits_phrase(facts), matched_phrase(facts), alike_phrase(facts)]
     evidence = "; ".join(phrase for phrase in found if phrase)
     table = table_phrase(facts)
-    if facts.are_enough:
+    if facts.bare:
+        return INCONCLUSIVE, f"nothing to compare: {facts.bare}; {table}"
+    if len(layers) >= (1 if facts.depth == 1 else 2):
         return SAME_BIRTH, "; ".join([evidence, *changes(facts), table])
-    if evidence:
+    if layers:
         copied = "but no other layer's: one layer may have been copied"
         return INCONCLUSIVE, f"{evidence}, {copied}; {table}; {REMEDY}"
     units = facts.lack or units_phrase(facts)
@@ -64,7 +71,7 @@ def judge(facts):
     if facts.body_agrees:
         few = "but not in every kind of matrix of two layers: a part may have been copied"
         return INCONCLUSIVE, f"{body}, {few}; {units}; {table}; {REMEDY}"
-    if facts.lack and (facts.may_have_mlps or facts.body is None or facts.body["p"] <= UNDECIDED_P):
+    if facts.lack and (facts.may_hide or facts.body is None or facts.body["p"] <= UNDECIDED_P):
         return INCONCLUSIVE, f"{body}, but a changed basis would hide a child, and {units}"
     if facts.lack:
         return NO_EVIDENCE, f"{body}; a child whose basis was changed would not be seen: {units}"
@@ -74,15 +81,23 @@ def judge(facts):
     return NO_EVIDENCE, f"{units}{facts.proviso}; {table}"
 
 
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What is read of a part of a model: its hidden units, and digests of its layers' matrices, once each."""
+
+    part: parts.Part
+    units: Callable  # -> its Units, by each LayoutHypothesis
+    layers: Callable  # -> digests of each layer's matrices, by which equal ones are found
+
+
 @dataclass
 class Model:
     """What is read of a model before it is compared, by `read_model`."""
 
     name: str
     source: object
-    units: list  # its hidden units, by each LayoutHypothesis
+    readings: list  # of its parts; what reads tokens and has a head comes first
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
-    layers: Callable  # -> digests of each layer's matrices, by which equal ones are found
 
 
 @dataclass
@@ -96,8 +111,10 @@ class Facts:
     equal: dict = field(default_factory=dict)  # layers that are the base's, bit for bit, and its
     depth: int = 2  # layers of the suspect
     lack: str = ""  # why hidden units cannot tell; "" if they can
-    may_have_mlps: bool = True  # that were not found
+    may_hide: bool = True  # may there be hidden units that were not found?
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
+    unread: str = ""  # what was not looked at
+    bare: str = ""  # what a model without layers has in their place
 
     @property
     def matches(self):
@@ -108,7 +125,7 @@ class Facts:
     def base_matches(self):
         """Those whose layer is the base's; once there are two, late ones need no strength."""
         found = [match for match in self.matches if is_of_base(match, len(self.matches))]
-        if distinct(places(found)) > 1:
+        if len(distinct(places(found))) > 1:
             found = [match for match in self.matches if match in found or match.share >= MIDDLE_SHARE]
         return found
 
@@ -118,10 +135,9 @@ class Facts:
         return dict(pair for pair, r in self.layer_r.items() if self.body_agrees and r >= ALIKE_R)
 
     @property
-    def are_enough(self):
-        """Are the layers that are the base's two, or the only one? Of several one may have been copied."""
-        found = {*self.equal.items(), *self.alike.items(), *places(self.base_matches)}
-        return distinct(found) >= min(2, self.depth)
+    def layers_of_base(self):
+        """The layers that are the base's, by any evidence."""
+        return distinct({*self.equal.items(), *self.alike.items(), *places(self.base_matches)})
 
     @property
     def body_agrees(self):
@@ -147,7 +163,11 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    return Model(name, source, hidden_units(source), vocabulary, functools.cache(partial(layers_of, source)))
+    readings = []
+    for part in parts.split(source):
+        units = functools.cache(partial(hidden_units, part))
+        readings.append(Reading(part, units, functools.cache(partial(layers_of, part))))
+    return Model(name, source, readings, vocabulary)
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
@@ -156,44 +176,123 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
     large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
     """
-    correlations, layer_r = coordinates.weight_correlations(base.source, suspect.source)
+    ask = partial(gather, base, suspect, seed, permutations, units, layers)
+    models = [*itertools.product(language_models(base), language_models(suspect))]
+    pairs = [*itertools.product(base.readings, suspect.readings)]
+    findings = {pair: ask(*pair) for pair in models}
+    pair = min(models, key=lambda pair: VERDICTS.index(judge(findings[pair])[0]))
+    facts = findings[pair]
+    row = row_of(facts)
+    if len(pairs) > 1:
+        findings |= {pair: ask(*pair) for pair in pairs if pair not in findings}
+        row |= told_of_parts(row, pair, models, findings)
+    layer_map = facts.match.layer_map if facts.match else {}
+    return row, {"layers": layer_rows(facts), "layer_map": layer_map}
+
+
+def language_models(model: Model):
+    """What is judged as a model: the first part, and others that have a head, too, and half its size."""
+    first, *others = model.readings
+    least = first.part.size / 2
+    return [first] + [r for r in others if first.part.has_head and r.part.has_head and r.part.size >= least]
+
+
+def told_of_parts(row, chosen, models, findings):
+    """What a row says of two models with parts, of which `models` are the pairs judged as models."""
+    verdict, sentence = row["verdict"], row["sentence"]
+    common = [pair for pair, facts in findings.items() if judge(facts)[0] == SAME_BIRTH]
+    if len(models) > 1:
+        sentence = f"its {title(chosen[1])} and the base's {title(chosen[0])}: {sentence}"
+    if verdict == SAME_BIRTH:
+        kin = [theirs for _, theirs in common]
+        strange = dict.fromkeys(title(theirs) for _, theirs in findings if theirs not in kin)
+        told = f"; not seen to be the base's: its {' and '.join(strange)}" if strange else ""
+        return {"sentence": sentence + told}
+    if not common:
+        return {"sentence": sentence}
+    ours, theirs = max(common, key=lambda pair: pair[1].part.size)
+    facts = findings[ours, theirs]
+    how = matched_phrase(facts) or alike_phrase(facts) or bits_phrase(facts)
+    if len(facts.equal) == facts.depth:
+        how = "bit for bit"
+    own = f"{verdict} ({sentence})"
+    if not all(reading.part.tables for reading in chosen):
+        own = "not both have one"
+    told = f"its {title(theirs)} is the base's {title(ours)}, {how}; the language models: {own}"
+    names = {"part": theirs.part.name, "base_part": ours.part.name}
+    return {"verdict": PART_IN_COMMON, "sentence": told} | names
+
+
+def title(reading):
+    """A part for a reader: its name, and how many layers it has."""
+    depth = len(reading.part.layers)
+    return f"`{reading.part.name or '*'}` ({depth} layer{'s' if depth != 1 else ''})"
+
+
+def gather(base: Model, suspect: Model, seed, permutations, units, layers, base_reading, reading):
+    """The Facts of two parts of two models."""
+    pair = (base_reading.part, reading.part)
+    correlations, layer_r = coordinates.weight_correlations(*pair)
     tests = {}
     for kind, C in correlations.items():
         tests[kind] = coordinates.diagonal_test(C, (kind, seed), permutations)
     match = None
-    if base.units and suspect.units:
-        vocabularies = (base.vocabulary, suspect.vocabulary)
-        pair = (base.units[0], suspect.units[0])
-        is_large = any(units.width > WIDE or len(units.parts.mlps) > MANY for units in pair)
+    hypotheses = (base_reading.units(), reading.units())
+    vocabularies = (base.vocabulary, suspect.vocabulary)
+    if all(hypotheses):
+        is_large = any(part.width > WIDE or len(part.mlps) > MANY for part in pair)
         limit = layers or (LAYERS_OF_LARGE_MODELS if is_large else None)
-        match = best_match(base.units, suspect.units, vocabularies, units, limit, seed)
-    lacks = detectability(base, suspect, match)
-    equal = {}
-    if base.source.width == suspect.source.width:
-        equal = equal_layers(base.layers(), suspect.layers())
-    depth = len(parts.find(suspect.source).layers)
-    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
-    layers_read = {each.mlp.layer for each in facts.matches}
-    if distinct(places(facts.base_matches)) == 1 and match.depth > len(layers_read):  # is it the only one?
-        match = best_match(base.units, suspect.units, vocabularies, units, None, seed)
-        facts.match = match
-    return row_of(facts), {"layers": layer_rows(facts), "layer_map": match.layer_map if match else {}}
+        match = best_match(*hypotheses, vocabularies, units, limit, seed)
+    sides = ((base, base_reading.part), (suspect, reading.part))
+    lacks = detectability(*sides, match)
+    equal = equal_layers(base_reading.layers(), reading.layers())
+    depth = len(reading.part.layers)
+    bare = " and ".join(without_layers(*side) for side in sides if not side[1].layers)
+    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare)
+    is_one = len(distinct(places(facts.base_matches))) == 1
+    if is_one and match.depth > len({each.mlp.layer for each in facts.matches}):  # is it the only one?
+        facts.match = best_match(*hypotheses, vocabularies, units, None, seed)
+    return facts
 
 
-def detectability(base: Model, suspect: Model, match):
-    """Could a child have been seen, if its basis was changed?
+def without_layers(model, part):
+    """What a model has in place of layers."""
+    if part.tables:
+        return f"{model.name} has no layers, but an embedding matrix alone"
+    if not part.shapes:
+        return f"{model.name} has no layers, and no weights"
+    return f"{model.name} has no layers: its tensors are called {', '.join([*part.shapes][:3])}"
 
-    Returns what hidden units lack ("" if nothing), if both may have MLPs, and on what equal tokens rest.
+
+def unread_of(part):
+    """What in a part's layers was not looked at, with its share of them; and may it hide a child?"""
+    turned = parts.changes_of_basis(part)
+    unread = part.unread | {"changes of basis": turned}
+    counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
+    told = [f"{what} ({count / part.size:.0%})" for what, count in counts.items() if count and part.size]
+    return " and ".join(told), bool(turned) or sum(counts.values()) > UNREAD * part.size
+
+
+def detectability(base, suspect, match):
+    """Could a child have been seen, if its basis was changed? Of two models, and a part of each.
+
+    Returns what hidden units lack ("" if nothing), if both may have units, on what equal tokens rest, and
+    what was not looked at.
     """
-    lacks = []
-    may_have_mlps = True
-    for model in (base, suspect):
-        found = parts.find(model.source)
+    lacks, unread = [], []
+    may_hide = True
+    for model, found in (base, suspect):
         named = getattr(model.source, "names_mlps", False)  # by config.json
-        may_have_mlps = may_have_mlps and bool(found.mlps or found.unknown or named)
+        may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.has_other_input
+        told, hides = unread_of(found)
+        if told:
+            unread.append(f"{told} of the layers of {model.name}")
+        if hides:
+            lacks.append(f"not all of {model.name} was looked at")
+            may_hide = True
         if found.missing:
             lacks.append(f"no {found.missing} found in {model.name}")
-        elif parts.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
+        elif stacks.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
             lacks.append(f"no embedding matrix but a head found in {model.name}")
     if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
         tokens = f"they share {match.num_tokens:,} tokens"
@@ -203,11 +302,12 @@ def detectability(base: Model, suspect: Model, match):
     elif match and all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
         lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
     proviso = ""
-    if base.vocabulary and suspect.vocabulary:
+    models = (base[0], suspect[0])
+    if all(model.vocabulary for model in models):
         proviso = ", if their tokenizers tell the truth"
-    elif any(model.source.place for model in (base, suspect)):  # not both are newborns
+    elif any(model.source.place for model in models):  # not both are newborns
         proviso = ", if their token numbers mean the same"
-    return " and ".join(lacks), may_have_mlps, proviso
+    return " and ".join(lacks), may_hide, proviso, " and ".join(unread)
 
 
 def is_of_base(match, searches):
@@ -224,8 +324,8 @@ def places(matches):
 
 
 def distinct(pairs):
-    """How many layers some pairs of layers are: experts of one layer, and copies of one, count once."""
-    return min(len({layer for layer, _ in pairs}), len({base_layer for _, base_layer in pairs}))
+    """Which layers some pairs of layers are: experts of one layer, and copies of one, count once."""
+    return min({layer for layer, _ in pairs}, {base_layer for _, base_layer in pairs}, key=len)
 
 
 def middle_layers(match):
@@ -246,6 +346,8 @@ def beyond_chance(match, searches):
 def row_of(facts: Facts):
     """The row of two models: the verdict, its sentence, and the numbers."""
     verdict, sentence = judge(facts)
+    if facts.unread:
+        sentence += f"; not looked at: {facts.unread}"
     match = facts.reported_match
     body = facts.body or {}
     return {
@@ -263,6 +365,8 @@ def row_of(facts: Facts):
         "body_log10_p": body.get("log10_p"),
         "embedding_z": facts.embedding and facts.embedding["z"],
         "table_likeness": facts.match and facts.match.table_likeness,
+        "part": None,
+        "base_part": None,
     }
 
 
@@ -302,7 +406,8 @@ def matched_phrase(facts: Facts):
     if not found:
         return ""
     least = facts.reported_match
-    layers = "every layer" if len(found) == len(searched) else f"{len(found)} of {len(searched)} layers"
+    count, total = (len({match.mlp.layer for match in matches}) for matches in (found, searched))
+    layers = "every layer" if len(found) == len(searched) else f"{count} of {total} layers"
     if any(match.units != least.units for match in found):
         here = f"{least.found:,} of {least.units:,} of layer {least.mlp.layer + 1}"
         share = "all" if least.share == 1 else f"at least {least.share:.0%} of the"
@@ -395,6 +500,6 @@ def table_phrase(facts: Facts):
     # Units are matched as the base's matrix alone shows them.
     if has_same_coordinates or facts.base_matches or likeness > CHANGED_TABLE:
         return "the base's embedding matrix, changed"
-    if facts.are_enough or (facts.match is None and facts.embedding is None):
+    if facts.layers_of_base or (facts.match is None and facts.embedding is None):
         return "embedding matrices that do not agree, or number tokens otherwise"
     return "a different embedding matrix"

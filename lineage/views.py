@@ -94,7 +94,7 @@ class Units:
         self.parts = parts.find(source)
         self.width = self.parts.width
         self.layout = layout or layout_hypotheses(source)[0]
-        self.inputs_first = parts.stores_inputs_first(source)
+        self.inputs_first = parts.stores_inputs_first(self.parts)
         self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
         self.views = functools.lru_cache(KEPT_LAYERS)(self.compute_views)
         self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects

@@ -5,18 +5,22 @@
 
 A copy, its bfloat16 cast, a child of 30 steps more, and a merge of 60 % of the base with 40 % of that child
 are to be the `same birth`; a newborn, and a model of another seed that learnt the same text, `no evidence`.
+Of models with a tower a copy and a noised child are of the same birth, a newborn is not, and a newborn that
+has the base's tower is `part in common`. Of models whose tensors are renamed a copy, a noised child and a
+newborn are compared with the base.
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import transformers
-from test_architectures import ARCHITECTURES, GATED, PLAIN, SIZES, T5_SIZES, build
+from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_SIZES, build
 
 from lib import formats
-from lineage.verdict import NO_EVIDENCE, SAME_BIRTH, compare_pair, read_model
+from lineage.verdict import NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model
 
 NARROW = PLAIN | {"embedding_size": 64}
 MAMBA2 = SIZES | {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}
@@ -50,6 +54,31 @@ MORE = {  # class: its configuration's, and the arguments
     "FalconMambaForCausalLM": ("FalconMambaConfig", SIZES),
     "Lfm2ForCausalLM": ("Lfm2Config", LFM2),
     "JambaForCausalLM": ("JambaConfig", JAMBA),
+}
+MOE = EXPERTS | {"num_local_experts": 4, "shared_intermediate_size": 160}
+MORE["GraniteMoeSharedForCausalLM"] = ("GraniteMoeSharedConfig", MOE)
+HYBRID = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 32}
+HYBRID |= {"mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+MORE["GraniteMoeHybridForCausalLM"] = ("GraniteMoeHybridConfig", MOE | HYBRID)
+MORE["XLMWithLMHeadModel"] = ("XLMConfig", {"emb_dim": 128, "n_layers": 3, "n_heads": 4, "vocab_size": 1000})
+VISION = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+VISION |= {"image_size": 32, "patch_size": 8}
+TEXT = PLAIN | {"max_position_embeddings": 64}
+WHISPER = {"d_model": 128, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 256}
+WHISPER |= {"decoder_ffn_dim": 256, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+WHISPER |= {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+WHISPER |= {"decoder_start_token_id": 0, "suppress_tokens": None, "begin_suppress_tokens": None}
+LLAVA = {"vision_config": VISION | {"model_type": "clip_vision_model"}, "image_token_index": 9}
+LLAVA |= {"text_config": GATED | {"model_type": "llama"}}
+PARTS = {  # class: its configuration's, the arguments, and what begins the names of its tower
+    "LlavaForConditionalGeneration": ("LlavaConfig", LLAVA, "model.vision_tower."),
+    "CLIPModel": ("CLIPConfig", {"text_config": TEXT, "vision_config": VISION}, "vision_model."),
+    "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, "model.encoder."),
+}
+RENAMED = {  # what is to be what in the names of a LLaMA
+    "resblocks": {"model.layers": "transformer.resblocks", "model.embed_tokens": "token_embedding"},
+    "sequential": {"model.layers": "sequential", "model.embed_tokens": "sequential.90.word_embeddings"},
+    "cells": {"model.layers": "cells", "model.embed_tokens": "w", "model.norm": "n"},
 }
 ALL = ARCHITECTURES | MORE
 ALL["DeepseekV3ForCausalLM"][1]["head_dim"] = 16  # which its rotation is of
@@ -87,10 +116,54 @@ def family(name: str):
     yield "stranger", trained(build(name, 2, ALL), 30)
 
 
-def verdicts(name: str) -> dict[str, tuple[str, str]]:
+def noised(weights: dict, size=0.5) -> dict:
+    """Tensors with noise of half of each matrix's standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}
+    return {n: w + size * w.std() * noise[n] if w.ndim > 1 else w for n, w in weights.items()}
+
+
+def of_tensors(kinds: dict, folder: Path) -> dict[str, tuple[str, str, str]]:
+    """The same of files of tensors: `kinds` has (tensors, right verdict) of the base and of each suspect."""
+    models = {}
+    for kind, (tensors, _) in kinds.items():
+        tensors = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+        safetensors.torch.save_file(tensors, folder / f"{kind}.safetensors")
+        models[kind] = read_model(kind, formats.open_any(folder / f"{kind}.safetensors"))
+    base = models.pop("base")
+    rows = {kind: compare_pair(base, model, permutations=999)[0] for kind, model in models.items()}
+    return {kind: (kinds[kind][1], row["verdict"], row["sentence"]) for kind, row in rows.items()}
+
+
+def with_parts(name: str, folder: Path):
+    """The verdicts on a model with a part that reads no tokens."""
+    base, stranger = (build(name, seed, PARTS).state_dict() for seed in (1, 2))
+    frozen = {key: base[key] if key.startswith(PARTS[name][2]) else stranger[key] for key in base}
+    kinds = {"base": (base, ""), "copy": (base, SAME_BIRTH), "noised": (noised(base), SAME_BIRTH)}
+    kinds |= {"stranger": (stranger, NO_EVIDENCE), "frozen part": (frozen, PART_IN_COMMON)}
+    trained = {key: noised(base)[key] if key.startswith(PARTS[name][2]) else stranger[key] for key in base}
+    return of_tensors(kinds | {"part trained on": (trained, PART_IN_COMMON)}, folder)
+
+
+def renamed(name: str, folder: Path):
+    """The verdicts on LLaMAs whose tensors are called otherwise, beside one of usual names."""
+    base, stranger = (build("Qwen3ForCausalLM", seed).state_dict() for seed in (1, 2))
+    kinds = {"base": (base, "")}
+    for kind, weights in (("copy", base), ("noised", noised(base)), ("stranger", stranger)):
+        for old, new in RENAMED[name].items():
+            weights = {key.replace(old, new): weight for key, weight in weights.items()}
+        kinds[kind] = (weights, NO_EVIDENCE if kind == "stranger" else SAME_BIRTH)
+    return of_tensors(kinds, folder)
+
+
+def verdicts(name: str) -> dict[str, tuple[str, str, str]]:
     """By kind of relative the verdict that is right, and the one that was given, with its sentence."""
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
+        if name in PARTS:
+            return with_parts(name, Path(folder))
+        if name in RENAMED:
+            return renamed(name, Path(folder))
         for kind, model in family(name):
             model.save_pretrained(Path(folder) / kind)
             read = read_model(kind, formats.open_any(Path(folder) / kind))
@@ -106,7 +179,7 @@ def verdicts(name: str) -> dict[str, tuple[str, str]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for architecture in sys.argv[1:] or ALL:
+    for architecture in sys.argv[1:] or [*ALL, *PARTS, *RENAMED]:
         try:
             answers = verdicts(architecture)
         except Exception as error:  # of transformers' configurations, which change

@@ -55,7 +55,7 @@ def test_a_single_file_in_place_of_its_folder(folder):
     assert formats.open_checkpoint(file).config.d_model == 32
     (folder / "config.json").unlink()
     source = formats.open_any(file)
-    assert (source.config, source.width) == (None, 32)
+    assert source.config is None and source.shapes["model.norm.weight"] == (32,)
     with pytest.raises(UserError, match="config.json is missing"):
         formats.open_checkpoint(file)
 
@@ -198,9 +198,25 @@ def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
     tensors |= {"model.attn.bias": torch.ones(9, 9).byte(), "position_ids": torch.ones(1, 9).long()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
-    assert formats.open_any(folder).width == 32  # masks and positions are no weights
+    assert "model.norm.weight" in formats.open_any(folder).shapes  # masks and positions are no weights
     safetensors.torch.save_file(tensors | {name: torch.ones(32, 32).to(kind)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E4M3|I32|U8): .*dequantize"):
+        formats.open_any(folder)
+
+
+def test_integers_that_are_no_weights(folder):
+    """A lookup table and a mask, in a layer or beside it, and indices beside a matrix, are left out."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    others = {"hash.lookup": torch.ones(97, 2).long(), "model.layers.0.mlp.gate.ids": torch.ones(9, 2).long()}
+    others |= {"model.layers.0.self_attn.causal": torch.ones(9, 9).bool()}
+    others |= {"model.layers.1.mlp.down_proj.places": torch.ones(9, 9).int()}
+    safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
+    assert formats.open_any(folder).shapes.keys() == tensors.keys()
+    assert formats.open_checkpoint(folder).config is not None
+    del tensors["model.layers.1.mlp.down_proj.weight"]  # now they stand in its place
+    tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(9, 9)
+    safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
+    with pytest.raises(UserError, match="down_proj.places has packed numbers, of I32"):
         formats.open_any(folder)
 
 
@@ -232,8 +248,9 @@ def test_mlps_that_nobody_found_are_missing(folder):
     for config, verdict in (({}, True), ({"text_config": {"moe_intermediate_size": 64}}, False)):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
         model = verdict_of.read_model("", formats.open_any(folder))
-        lack, may_have_mlps, _ = verdict_of.detectability(model, model, None)
-        assert "no MLPs found" in lack and may_have_mlps is not verdict
+        both = [(model, model.readings[0].part)] * 2
+        lack, may_hide, *_ = verdict_of.detectability(*both, None)
+        assert "no MLPs found" in lack and may_hide is not verdict
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])
@@ -259,6 +276,11 @@ FOUND_INSTEAD = {  # files of a folder: what is said of it
     "ckpt.pt notes.md": "reads one file if named, as ckpt.pt",
     "config.json model-00001-of-00002.safetensors": "the .index.json that names all is missing",
     "checkpoint-500 checkpoint-900": "the folder has checkpoint-500, checkpoint-900",
+    "optimizer.pt rng_state.pth scheduler.pt weights.pt": "reads one file if named, as weights.pt",
+    "adapter.safetensors imatrix.gguf mmproj-F16.gguf z.gguf": "reads one file if named, as z.gguf",
+    "consolidated.01.pth optimizer.pt rng_state.pth": "the folder has consolidated.01.pth, optimizer.pt",
+    "__0_0.distcp __1_0.distcp": "dcp_to_torch_save joins it",
+    "model_world_size_2_rank_0.pt": "one rank's share",
     "": "the folder has nothing",
 }
 
@@ -301,11 +323,11 @@ def test_pickles_that_torch_does_not_open(tmp_path):
 
 def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "weights.bin")
-    assert formats.open_any(tmp_path / "weights.bin").width == 32
+    assert formats.open_any(tmp_path / "weights.bin").shapes["model.norm.weight"] == (32,)
     for size in (0x80, 0x280, 0x4B50):  # of a header, which then begins as a pickle does, or a zip file
         header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
-        assert formats.open_any(tmp_path / "y").width == 2
+        assert formats.open_any(tmp_path / "y").shapes == {"wte.weight": (2, 2)}
     for content in ("<!doctype html><html>", "\b\x07\x12\x07pytorch"):  # a web page, ONNX
         (tmp_path / "x").write_text(content)
         with pytest.raises(UserError, match="expected a .safetensors or .gguf file, or torch.save's"):
@@ -334,9 +356,68 @@ def test_of_several_models_in_a_file_one_is_read(tmp_path, capsys):
     assert formats.open_any(tmp_path / "x").shapes == {"wte.weight": (3, 2)}
 
 
-@pytest.mark.parametrize("name", ["consolidated.01.pth", "m-00002-of-00003.safetensors", "mp_rank_01/x.pt"])
+PARTS_OF_MODELS = {  # what is said of them
+    "consolidated.01.pth": "name their folder",
+    "m-00002-of-00003.safetensors": "name their folder",
+    "mp_rank_01/x.pt": "name their folder",
+    "__0_0.distcp": "dcp_to_torch_save joins it",
+    "model_world_size_4_rank_3.pt": "accelerate merge-weights",
+    "pytorch_model_fsdp_0_rank0.bin": "accelerate merge-weights",
+}
+
+
+@pytest.mark.parametrize("name", PARTS_OF_MODELS)
 def test_a_part_is_no_model(name, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
-    with pytest.raises(UserError, match="one of a model's parts"):
+    with pytest.raises(UserError, match=f"one of a model's parts: .*{PARTS_OF_MODELS[name]}"):
         formats.open_any(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "first, second", [("consolidated.00.pth", "consolidated.01.pth"), ("mp_rank_00", "mp_rank_01")]
+)
+def test_the_first_part_is_one_beside_the_second(first, second, tmp_path):
+    paths = [tmp_path / (name if name.endswith("pth") else f"{name}/x.pt") for name in (first, second)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        torch.save({"wte.weight": torch.ones(3, 2)}, path)
+    with pytest.raises(UserError, match="one of a model's parts"):
+        formats.open_any(paths[0])
+    paths[1].unlink()
+    assert formats.open_any(paths[0]).shapes == {"wte.weight": (3, 2)}
+
+
+def test_a_file_without_weights_has_no_layers(tmp_path):
+    """Optimizers' states and schedules have tensors deeper down, or none: nothing is said of kinship."""
+    torch.save({"w": torch.ones(9, 4), "h.0.a.weight": torch.ones(4, 4)}, tmp_path / "base.pt")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(9, 4)}}, "param_groups": [{"lr": 0.1}]}, tmp_path / "a.pt"
+    )
+    torch.save({"base_lrs": [0.1], "last_epoch": 3}, tmp_path / "b.pt")
+    torch.save({"cpu": torch.ones(99).byte(), "seed": 3}, tmp_path / "c.pth")
+    base = verdict_of.read_model("base", formats.open_any(tmp_path / "base.pt"))
+    for name in ("a.pt", "b.pt", "c.pth"):
+        suspect = verdict_of.read_model(name, formats.open_any(tmp_path / name))
+        row, _ = verdict_of.compare_pair(base, suspect)
+        assert row["verdict"] == "inconclusive" and "has no layers, and no weights" in row["sentence"]
+
+
+def test_layers_along_either_axis_of_one_tensor(tmp_path):
+    """As MaxText keeps them, with numbers in the names of matrices."""
+    stored = {"layers/mlp/wi_0/kernel": torch.randn(4, 3, 6), "layers/mlp/wo/kernel": torch.randn(6, 3, 4)}
+    for axis in (0, 1):
+        tensors = {name: weight.transpose(0, 1 - axis).contiguous() for name, weight in stored.items()}
+        safetensors.torch.save_file(tensors, tmp_path / f"{axis}.safetensors")
+        source = formats.open_any(tmp_path / f"{axis}.safetensors")
+        assert len(source.shapes) == 6
+        for name, weight in stored.items():
+            for layer in range(3):
+                read = source.read(name.replace("layers/", f"layers/{layer}."))
+                torch.testing.assert_close(read, weight[:, layer], rtol=0, atol=0)
+
+
+def test_old_ggml_is_told(tmp_path):
+    (tmp_path / "x.bin").write_bytes(b"tjgg" + bytes(60))
+    with pytest.raises(UserError, match="is of ggml: .*makes a .gguf of it"):
+        formats.open_any(tmp_path / "x.bin")

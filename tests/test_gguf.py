@@ -45,6 +45,13 @@ def coder():
     return coder
 
 
+def save_gguf(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write(path, architecture, model, coder=None, pre="smollm", more=(), said=None):
     """A .gguf file as llama.cpp's converter writes it: q and k of llama in pairs, some matrices packed.
 
@@ -305,3 +312,30 @@ def test_smollm2_speaks_english():
         logits = checkpoint.load("smollm2")(tokens)
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
     assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    "kind, architecture, said",
+    [
+        ("adapter", "llama", "a LoRA adapter"),
+        ("mmproj", "clip", "the part of one that reads images"),
+        ("model", "clip", "the part of one that reads images"),
+        ("imatrix", None, "an importance matrix"),
+    ],
+)
+def test_a_file_without_a_language_model(kind, architecture, said, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture or "none")
+    if architecture is None:
+        del writer.kv_data[0]["general.architecture"]
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.x.weight", np.ones((4, 4), np.float32))
+    save_gguf(writer)
+    with pytest.raises(UserError, match=f"x.gguf is no language model, but {said}"):
+        formats.open_any(tmp_path / "x.gguf")
+
+
+def test_a_vocabulary_alone(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    save_gguf(writer)
+    with pytest.raises(UserError, match="is no language model, but a vocabulary alone"):
+        formats.open_any(tmp_path / "x.gguf")

@@ -70,7 +70,7 @@ def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
     tables = {"gate": read("model.embed_tokens.weight"), "up": read("model.embed_tokens.weight")}
     tables["down"] = read("lm_head.weight") if "lm_head.weight" in source.shapes else tables["up"]
     is_layernorm = "model.norm.bias" in source.shapes
-    d = source.width
+    d = source.config.d_model
     without_mean = np.eye(d) - is_layernorm * np.ones((d, d)) / d
     gain = np.diag(read(f"{prefix}post_attention_layernorm.weight"))
     final_gain = np.diag(read("model.norm.weight"))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import scipy.stats
 import torch
 from conftest import assert_refused, random_model, run_here
@@ -107,6 +108,23 @@ def test_matrix(family, tmp_path):
     compared, _ = run("compare", folders[0], *folders[1:], *FEW, out=tmp_path)
     for row in compared["rows"]:  # of the same pair the same
         assert pairs[row.pop("base"), row.pop("suspect")] == row
+
+
+def test_matrix_leaves_out_what_has_no_layers(family, tmp_path):
+    """Its rows are inconclusive, its closeness is none; equal layers without a distance are close."""
+    weights = {"embed_tokens.weight": Newborn(CONFIG, 1).read("model.embed_tokens.weight")}
+    safetensors.torch.save_file(weights, tmp_path / "table.safetensors")
+    weights = disguise.weights_of(Newborn(CONFIG, 1))
+    others = {name.replace("model.layers.", "cells."): w for name, w in weights.items() if "layers" in name}
+    safetensors.torch.save_file(others, tmp_path / "layers.safetensors")
+    models = [family / "base", tmp_path / "table.safetensors", tmp_path / "layers.safetensors"]
+    done = run_here("seedprint", "matrix", *models, *FEW, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "left out of the tree, without layers: " in done.stderr and (tmp_path / "matrix.png").exists()
+    verdicts = [row["verdict"] for row in read_json(tmp_path / "matrix.json")["rows"]]
+    assert verdicts == ["inconclusive", "same birth", "inconclusive"]
+    row = {"verdict": "same birth", "distance": None, "body_r": None}
+    assert seedprint.kinship(row) == 1 and seedprint.kinship(row | {"verdict": "part in common"}) == 0
 
 
 # ---- the paper's test --------------------------------------------------------------------------------------

@@ -1,0 +1,205 @@
+"""Which tensors of a checkpoint are layers, and what feeds these? Found by structure, whatever names say.
+
+    >>> from lib import checkpoint
+    >>> from lineage import stacks
+    >>> (group,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
+    >>> group.tables, [(stack.prefix, stack.width, len(stack.layers)) for stack in group.stacks]
+    (['model.embed_tokens.weight'], [('model.layers.', 256, 6)])
+
+A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
+a stream of one width. Stacks that one embedding matrix feeds, as an encoder and its decoder, are a group; so
+are stacks of one name and width that read no tokens, as those of a tower.
+"""
+
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
+LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called
+BEFORE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")
+TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
+TABLE = re.compile(rf"(?:^|[./])(?:{TABLE_NAMES})[./]weight$")
+HEAD = re.compile(r"(?:^|[./])(?:lm_heads?|embed_out|output)(?:\.\d+)?[./](?:weight|kernel)$")
+NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names, of no embedding matrix
+# Masks are called attn.bias; unrelated models share rotary tables
+NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """A run of layers whose tensors' names differ in one number, and which read and write one stream."""
+
+    prefix: str  # what begins the names of its tensors, up to the number
+    width: int  # of the stream
+    layers: dict  # by number: the full names by what follows the number
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stacks that one thing feeds, and the tensors beside them."""
+
+    name: str  # what begins its stacks' names, and no others'; "" where there are no others
+    stacks: list  # a decoder comes before its encoder
+    tables: list  # the names of the embedding matrices that feed it
+    beside: dict  # shapes by name of what is closer to it than to others, or as close
+    has_other_input: bool  # is it fed by a convolution, or a projection?
+
+
+def find(source):
+    """The Groups of a checkpoint; without layers the only one has its embedding matrices, if any."""
+    shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
+    stacks = stacks_of(shapes)
+    inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
+    outside = {name: shape for name, shape in shapes.items() if name not in inside}
+    reach = {name: closest(name, stacks) for name in outside}
+    otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
+    fed = fed_stacks(outside, reach, stacks, otherwise)
+    reading = [stack for _, members in fed for stack in members]
+    others = defaultdict(list)
+    for stack in stacks:
+        if stack not in reading:
+            others[common_name([stack], reading), stack.width].append(stack)
+    groups = []
+    for tables, members in fed + [([], members) for members in others.values()]:
+        beside = {name: shape for name, shape in outside.items() if set(reach[name]) & set(members)}
+        is_fed_otherwise = tables == [] and not set(members).isdisjoint(otherwise)
+        members = [stack for stack in stacks if stack in members]
+        groups.append(Group(common_name(members, stacks), members, tables, beside, is_fed_otherwise))
+    tables = [name for name, shape in outside.items() if is_table(name, shape)]
+    return groups or [Group("", [], tables, outside, False)]
+
+
+def stacks_of(shapes):
+    """Every Stack of a checkpoint: the outermost number in a name that counts layers.
+
+    A single layer is one if it is called so. Where layers are called so, a number before theirs counts more
+    than layers: stages, or models.
+    """
+    numbered = defaultdict(lambda: defaultdict(dict))
+    for name in sorted(shapes):
+        for number in NUMBER.finditer(name):
+            rest = name[number.end() :].replace("/", ".")
+            numbered[name[: number.start(1)]][int(number[1])][rest] = name
+    unnumbered = {size for name, shape in shapes.items() if not NUMBER.search(name) for size in shape}
+    stacks, taken = [], set()
+    for prefix in sorted(numbered, key=lambda prefix: (len(prefix), prefix)):
+        runs = {n: names for n, names in numbered[prefix].items() if taken.isdisjoint(names.values())}
+        is_named = BEFORE_LAYER.search(prefix) is not None
+        if not is_named and any(LAYER.search(rest) for names in runs.values() for rest in names):
+            continue
+        width = width_of(shapes, runs, unnumbered)
+        layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
+        if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
+            stacks.append(Stack(prefix, width, layers))
+            taken.update(name for names in layers.values() for name in names.values())
+    return sorted(stacks, key=lambda stack: stack.prefix)
+
+
+def width_of(shapes, layers, unnumbered):
+    """The width of the stream of some layers: the axis of the matrices that have most of their numbers."""
+    sizes = Counter()
+    for names in layers.values():
+        for name in names.values():
+            if len(shapes[name]) in (2, 3):
+                sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
+    return max(sizes, key=lambda size: (sizes[size], size in unnumbered, -size), default=0)
+
+
+def is_layer(shapes, names, width):
+    """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
+    axes = [shapes[name][-2:] for name in names if is_matrix(name, shapes[name], width)]
+    return len(axes) > 1 and width in {rows for rows, _ in axes} and width in {columns for _, columns in axes}
+
+
+def is_matrix(name, shape, width):
+    """Does a tensor have rows along the residual stream?"""
+    return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
+
+
+def is_table(name, shape):
+    """Is a tensor an embedding matrix by its name?"""
+    return len(shape) == 2 and TABLE.search(name) is not None
+
+
+def beginnings(name):
+    """What a name begins with, up to each of its separators, the longest first; at last nothing."""
+    return [name[: found.end()] for found in reversed([*re.finditer("[./]", name)])] + [""]
+
+
+def closest(name, stacks):
+    """The stacks that share with a tensor the longest beginning of their names."""
+    for start in beginnings(name):
+        found = [stack for stack in stacks if stack.prefix.startswith(start)]
+        if found:
+            return found
+    return []
+
+
+def common_name(members, stacks):
+    """The shortest beginning of some stacks' names that no other stack's has; "" where there is no other."""
+    shared = os.path.commonprefix([stack.prefix for stack in members])
+    others = [stack.prefix for stack in stacks if stack not in members]
+    for start in reversed(beginnings(shared)):
+        if not any(prefix.startswith(start) for prefix in others):
+            return start.rstrip("./")
+    return shared.rstrip("._/")
+
+
+def has_other_input(stack, outside, reach):
+    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?"""
+    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
+    known = {stack.width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
+    known |= {rows for rows, columns in matrices.values() if columns == stack.width}  # a head's, turned
+    for name, shape in outside.items():
+        if reach[name] == [stack] and stack.width in shape:
+            is_projection = len(shape) == 2 and shape[0] == stack.width and shape[1] not in known
+            if is_projection or (len(shape) > 2 and shape[0] > 1):
+                return True
+    return False
+
+
+def fed_stacks(outside, reach, stacks, otherwise):
+    """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
+
+    Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
+    name, those with the most. A head's matrix is the last choice: it may be tied.
+    """
+    matrices = [name for name, shape in outside.items() if len(shape) == 2]
+    named = [name for name in matrices if is_table(name, outside[name])]
+    heads = [name for name in matrices if HEAD.search(name)]
+    others = [name for name in matrices if not NO_TABLE.search(name) and name not in named + heads]
+    free = [stack for stack in stacks if stack not in otherwise]
+    fed = {name: fed_by(name, outside, free) or fed_by(name, outside, stacks) for name in named}
+    for choices in (others, heads):
+        known = {stack for members in fed.values() for stack in members}
+        fitting = {name: fed_by(name, outside, free) for name in choices if known.isdisjoint(reach[name])}
+        for name, members in fitting.items():
+            rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
+            if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
+                fed[name] = members
+    groups = []
+    for name in [name for name in fed if fed[name]]:
+        tables, members = [name], fed[name]
+        for group in [group for group in groups if not set(members).isdisjoint(group[1])]:
+            groups.remove(group)
+            tables, members = group[0] + tables, [*dict.fromkeys(group[1] + members)]
+        groups.append((tables, members))
+    return groups
+
+
+def fed_by(name, outside, stacks):
+    """Those of some stacks whose stream an embedding matrix leads to: the closest, since towers stand deeper.
+
+    Tables of ELECTRA, ALBERT and OPT-350m are narrower than the stream, to which another matrix leads.
+    """
+    size = outside[name][1]
+    fitting = [stack for stack in stacks if stack.width == size]
+    if not fitting and is_table(name, outside[name]):
+        shapes = {*outside.values()}
+        fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
+    found = closest(name, fitting)
+    depths = [len(beginnings(stack.prefix)) for stack in found]
+    return [stack for stack, depth in zip(found, depths) if depth == min(depths)]

@@ -1,0 +1,403 @@
+"""lineage/stacks.py and lineage/parts.py: which tensors are the model, and what was not looked at?"""
+
+import math
+
+import pytest
+import torch
+from test_verdict import BASE, CHILD, CONFIG, PLAIN, STRANGER, changed
+
+from lib.checkpoint import Newborn
+from lineage import parts, stacks
+from lineage.disguise import as_source, disguised, noised, weights_of
+from lineage.verdict import (
+    INCONCLUSIVE,
+    NO_EVIDENCE,
+    PART_IN_COMMON,
+    SAME_BIRTH,
+    Facts,
+    compare_pair,
+    read_model,
+    row_of,
+)
+
+NOISED = noised(BASE, 0.5)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8
+
+
+def row_of_pair(base: dict, suspect: dict) -> dict:
+    """The row of two models, by their tensors."""
+    models = [read_model(name, as_source(weights, CONFIG)) for name, weights in (("A", base), ("B", suspect))]
+    return compare_pair(*models, permutations=199)[0]
+
+
+def judged(base: dict, suspect: dict) -> tuple[str, str]:
+    row = row_of_pair(base, suspect)
+    return row["verdict"], row["sentence"]
+
+
+# ---- no verdict without its evidence -----------------------------------------------------------------------
+
+LSTM = {f"rnn.weight_{kind}_l{layer}": drawn(layer, 256, 64) for kind in ("ih", "hh") for layer in (0, 1)}
+BARE = {  # files without layers, and what is said of them
+    "a random table": (
+        {"embed_tokens.weight": drawn(1, 300, 64)},
+        "but an embedding matrix alone; a different",
+    ),
+    "a table of another width": (
+        {"wte.weight": drawn(1, 300, 80)},
+        "but an embedding matrix alone; embedding",
+    ),
+    "the base's table": (
+        {"embed_tokens.weight": BASE.read("model.embed_tokens.weight")},
+        "alone; the base's embedding matrix",
+    ),
+    "an LSTM": (LSTM, "its tensors are called rnn.weight_ih_l0, rnn.weight_ih_l1"),
+    "a vector": ({"w": drawn(1, 64)}, "its tensors are called w"),
+    "nothing": ({}, "B has no layers, and no weights"),
+}
+
+
+@pytest.mark.parametrize("case", BARE)
+def test_of_a_model_without_layers_nothing_is_said(case):
+    weights, said = BARE[case]
+    answer, sentence = judged(weights_of(BASE), weights)
+    assert answer == INCONCLUSIVE and said in sentence, sentence
+    assert judged(weights, weights_of(BASE))[0] == judged(weights, weights)[0] == INCONCLUSIVE
+
+
+def test_same_birth_names_its_layers():
+    """No layer of no depth is enough; of one layer one is, of more two are."""
+    for depth in range(4):
+        for equal in ({}, {1: 1}, {1: 1, 2: 2}):
+            expected = len(equal) >= min(2, max(1, depth)) and (depth > 0 or len(equal) > 1)
+            row = row_of(Facts(None, equal=equal, depth=depth, lack="no units"))
+            assert (row["verdict"] == SAME_BIRTH) == expected, (depth, equal)
+            assert not expected or row["sentence"].startswith("layer")
+
+
+# ---- stacks ------------------------------------------------------------------------------------------------
+
+LAYER = "model.layers."
+SLASHES = {LAYER: "params/h/", "model.embed_tokens.weight": "params/wte/embedding", "lm_head": "params/head"}
+SLASHES |= {"model.norm.weight": "params/ln_f/scale", "_proj.weight": "_proj/kernel", ".mlp.": "/mlp/"}
+SLASHES |= {".self_attn.": "/self_attn/", "_layernorm.weight": "_layernorm/scale", ".input": "/input"}
+SPLIT = {f"{LAYER}{layer}.self_attn.": f"model.attentions.{layer}." for layer in range(3)}
+SPLIT |= {f"{LAYER}{layer}.mlp.": f"model.ffns.{layer}." for layer in range(3)}
+UNDERSCORES = {
+    LAYER: "layers_",
+    ".self_attn.": "_attention_",
+    ".mlp.": "_mlp_",
+    "_proj.weight": "_proj_weight",
+}
+NAMES = {
+    "resblocks": {LAYER: "transformer.resblocks.", "embed_tokens": "token_embedding"},
+    "sequential": {LAYER: "sequential.", "model.embed_tokens": "sequential.90.word_embeddings"},
+    "no name": {LAYER: "transformer.", "model.embed_tokens.weight": "w"},
+    "slashes": SLASHES,
+    "underscores": UNDERSCORES,
+    "cells": {LAYER: "cells.", "model.embed_tokens": "tok_emb"},
+    "unit3": {LAYER: "unit", "model.embed_tokens": "embedder"},
+    "lists of attention and MLPs": SPLIT,
+    "stages": {LAYER: "stages.0.blocks.", "embed_tokens.weight": "token_embedding_table"},
+    "compiled, and parallel": {"model.": "module._orig_mod.model."},
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_layers_of_any_name(case):
+    """A copy, a noised child, a rotated one and a stranger, beside a base of usual names, and of these."""
+    kinds = {"copy": BASE, "noised": NOISED, "rotated": CHILD, "stranger": STRANGER}
+    renamed = {kind: changed(weights_of(source), NAMES[case]) for kind, source in kinds.items()}
+    for base in (weights_of(BASE), renamed["copy"]):
+        for kind, weights in renamed.items():
+            answer, sentence = judged(base, weights)
+            assert answer == (NO_EVIDENCE if kind == "stranger" else SAME_BIRTH), (kind, sentence)
+
+
+def layout(*shapes) -> dict:
+    """Shapes by name, of (name, shape)."""
+    return {name: torch.zeros(shape) for name, shape in shapes}
+
+
+def block(prefix: str, width: int, units: int) -> list:
+    return [
+        (f"{prefix}.up", (units, width)),
+        (f"{prefix}.down", (width, units)),
+        (f"{prefix}.o", (width, width)),
+    ]
+
+
+def test_the_outermost_number_counts_layers():
+    """Inner ones are experts; where layers are called so, a number before theirs counts models."""
+    experts = [each for i in (0, 1, 2) for e in range(4) for each in block(f"m.{i}.moe.{e}", 8, 12)]
+    (stack,) = stacks.stacks_of({name: shape for name, shape in experts})
+    assert (stack.prefix, stack.width, [*stack.layers]) == ("m.", 8, [0, 1, 2])
+    models = dict(each for m in (0, 1) for i in (0, 1, 2) for each in block(f"models.{m}.layers.{i}", 8, 12))
+    assert [stack.prefix for stack in stacks.stacks_of(models)] == ["models.0.layers.", "models.1.layers."]
+    widths = {0: 16, 1: 24, 2: 20}  # of MLPs, as OpenELM's
+    uneven = dict(each for i, units in widths.items() for each in block(f"blocks.{i}", 8, units))
+    assert [stack.width for stack in stacks.stacks_of(uneven)] == [8]
+    one = dict(block("layers.0", 8, 12))
+    assert len(stacks.stacks_of(one)) == 1 and not stacks.stacks_of(dict(block("thing.0", 8, 12)))
+    assert not stacks.stacks_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
+
+
+# ---- parts -------------------------------------------------------------------------------------------------
+
+
+def tower(seed: int, prefix: str, width=48, patch=True) -> dict:
+    """Three layers that read no tokens."""
+    weights = {f"{prefix}post_norm.weight": torch.ones(width)}
+    if patch:
+        weights[f"{prefix}patch.weight"] = drawn(seed, width, 3, 4, 4)
+    for layer in range(3):
+        start = f"{prefix}encoder.layers.{layer}."
+        for number, name in enumerate(("q_proj", "k_proj", "v_proj", "out_proj")):
+            weights[f"{start}self_attn.{name}.weight"] = drawn(100 * seed + 10 * layer + number, width, width)
+        weights[f"{start}mlp.fc1.weight"] = drawn(100 * seed + 10 * layer + 5, 80, width)
+        weights[f"{start}mlp.fc2.weight"] = drawn(100 * seed + 10 * layer + 6, width, 80)
+    return weights
+
+
+def with_noise(weights: dict, size=0.3) -> dict:
+    noise = {name: drawn(len(name), *weight.shape) * 8 for name, weight in weights.items()}
+    return {n: w + size * w.std() * noise[n] if w.ndim > 1 else w for n, w in weights.items()}
+
+
+TOWERS = (
+    "vpm.",
+    "apm.",
+    "encoder.",
+    "vit.",
+    "clip.vision_model.",
+    "text_encoder.",
+    "codec_model.",
+    "visual.",
+)
+TOWERS += ("model.vision_tower.",)
+
+
+@pytest.mark.parametrize("prefix", TOWERS)
+def test_a_tower_in_common(prefix):
+    """By bits; in bfloat16; trained on in both; and the language models by themselves, whatever its name."""
+    ours, theirs = weights_of(BASE), weights_of(STRANGER)
+    frozen = tower(1, prefix)
+    base = ours | frozen
+    cases = {
+        "frozen": (theirs | frozen, PART_IN_COMMON, "bit for bit; the language models: no evidence"),
+        "bfloat16": (
+            {n: w.bfloat16() for n, w in (theirs | frozen).items()},
+            PART_IN_COMMON,
+            "coordinates of",
+        ),
+        "trained": (theirs | with_noise(frozen), PART_IN_COMMON, "in every kind of matrix of layers 1-3"),
+        "another": (theirs | tower(2, prefix), NO_EVIDENCE, "as by chance"),
+        "kin": (weights_of(NOISED) | frozen, SAME_BIRTH, "every layer were matched"),
+        "kin, another tower": (
+            weights_of(NOISED) | tower(2, prefix),
+            SAME_BIRTH,
+            "not seen to be the base's: its",
+        ),
+        "no tower": (theirs, NO_EVIDENCE, "as by chance"),
+        "renamed": (theirs | tower(1, "x.y."), PART_IN_COMMON, "its `x` (3 layers) is the base's `"),
+    }
+    for case, (suspect, verdict, said) in cases.items():
+        answer, sentence = judged(base, suspect)
+        assert answer == verdict and said in sentence, (case, sentence)
+
+
+def test_a_bare_encoder_and_what_contains_it():
+    """Both ways; and of two bare encoders each is the model."""
+    bare, other = tower(1, ""), tower(2, "")
+    inside = weights_of(STRANGER) | tower(1, "vpm.")
+    for base, suspect, names in ((bare, inside, ("vpm", "")), (inside, bare, ("", "vpm"))):
+        row = row_of_pair(base, suspect)
+        assert (row["verdict"], (row["part"], row["base_part"])) == (PART_IN_COMMON, names), row["sentence"]
+        assert "bit for bit" in row["sentence"]
+    for unrelated in (weights_of(STRANGER) | tower(2, "vpm."), weights_of(STRANGER)):
+        assert judged(bare, unrelated)[0] == judged(unrelated, bare)[0] == INCONCLUSIVE
+    assert judged(bare, with_noise(bare))[0] == judged(bare, bare)[0] == SAME_BIRTH
+    answer, sentence = judged(bare, other)
+    assert answer == NO_EVIDENCE and "a child whose basis was changed would not be seen" in sentence
+    row = row_of_pair(bare, bare)
+    assert row["part"] is None and row["base_part"] is None
+
+
+def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
+    """As T5's: an encoder and a decoder on one embedding matrix, under one name or two."""
+    weights = {f"{name}.weight": Newborn(CONFIG, seed).read("model.embed_tokens.weight") for name in tables}
+    for start, number in (("encoder", seed), ("decoder", seed + 50)):
+        layers = {n: w for n, w in weights_of(noised(Newborn(CONFIG, number), 0)).items() if "layers" in n}
+        weights |= changed(layers, {LAYER: f"{start}.block."})
+    for layer in range(3):
+        weights[f"decoder.block.{layer}.cross_attn.q_proj.weight"] = drawn(seed + layer, 64, 64)
+    return weights | {"lm_head.weight": drawn(seed, 300, 64)}
+
+
+@pytest.mark.parametrize("tables", [("shared",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")])
+def test_an_encoder_and_a_decoder_on_one_table_are_one_model(tables):
+    weights = encoder_and_decoder(1, tables)
+    (part,) = parts.split(as_source(weights, CONFIG))
+    assert len(part.layers) == 6 and part.name == ""
+    assert judged(weights, with_noise(weights))[0] == SAME_BIRTH
+    assert judged(weights, encoder_and_decoder(2, tables))[0] == NO_EVIDENCE
+
+
+def with_text_encoder(encoder: dict, seed: int) -> dict:
+    """As MusicGen: a decoder of codebooks beside a text encoder with a table of its own."""
+    decoder = changed(
+        weights_of(noised(Newborn(CONFIG, seed), 0)), {"model.": "decoder.", "lm_head": "decoder.lm_heads.0"}
+    )
+    table = decoder.pop("decoder.embed_tokens.weight")
+    decoder |= {"decoder.embed_tokens.0.weight": table, "decoder.embed_tokens.1.weight": drawn(seed, 300, 64)}
+    return {f"text_encoder.{name}": weight for name, weight in encoder.items()} | decoder
+
+
+def test_a_text_encoder_is_a_part():
+    text = {n: w for n, w in encoder_and_decoder(1).items() if n.startswith(("encoder", "shared"))}
+    base = with_text_encoder(text, 7)
+    assert [part.name for part in parts.split(as_source(base, CONFIG))] == ["decoder", "text_encoder"]
+    for suspect in (
+        with_text_encoder(text, 8),
+        with_text_encoder(with_noise(text), 8),
+        encoder_and_decoder(1),
+    ):
+        answer, sentence = judged(base, suspect)
+        assert answer == PART_IN_COMMON and "is the base's `text_encoder` (3 layers)" in sentence, sentence
+    assert judged(base, with_noise(base))[0] == SAME_BIRTH
+    other = {n: w for n, w in encoder_and_decoder(2).items() if n.startswith(("encoder", "shared"))}
+    assert judged(base, with_text_encoder(other, 8))[0] == NO_EVIDENCE
+
+
+def test_draft_heads_and_two_models_in_a_file():
+    draft = {
+        n.replace("model.", "draft."): w for n, w in weights_of(Newborn(CONFIG, 9)).items() if ".0." in n
+    }
+    draft["draft.fc.weight"] = drawn(9, 64, 128)
+    base = weights_of(BASE) | draft
+    row = row_of_pair(base, weights_of(STRANGER) | draft)
+    assert row["verdict"] == PART_IN_COMMON and row["part"] == row["base_part"] == "draft"
+    assert judged(base, weights_of(CHILD))[0] == SAME_BIRTH
+    for source, verdict in ((NOISED, SAME_BIRTH), (STRANGER, NO_EVIDENCE)):
+        both = {
+            f"{start}.{name}": w
+            for start in ("ema_model", "online")
+            for name, w in weights_of(source).items()
+        }
+        answer, sentence = judged(weights_of(BASE), both)
+        assert answer == verdict and sentence.startswith("its `ema_model` (3 layers)"), sentence
+
+
+# ---- what was not looked at --------------------------------------------------------------------------------
+
+
+def with_adapters(weights: dict, names: tuple, rank: int) -> dict:
+    """A pair of factors below each MLP matrix."""
+    others = dict(weights)
+    for number, (name, weight) in enumerate(weights.items()):
+        if ".mlp." in name:
+            below = name.removesuffix("weight")
+            others |= {below + names[0]: drawn(number, rank, weight.shape[1])}
+            others |= {below + names[1]: drawn(number + 500, weight.shape[0], rank)}
+    return others
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("lora_a.weight", "lora_b.weight"), ("lora_down", "lora_up"), ("svd_v", "svd_u"), ("p.weight", "q")],
+)
+def test_adapters_are_told(names):
+    for rank, verdict in ((1, NO_EVIDENCE), (48, INCONCLUSIVE)):  # a child may hide in large ones
+        answer, sentence = judged(weights_of(BASE), with_adapters(weights_of(STRANGER), names, rank))
+        assert answer == verdict and "not looked at: adapters (" in sentence, sentence
+        answer, sentence = judged(weights_of(BASE), with_adapters(weights_of(NOISED), names, rank))
+        assert answer == SAME_BIRTH and "not looked at: adapters (" in sentence, sentence
+
+
+def sliced(source, kept: int) -> dict:
+    """As SliceGPT: each layer in bases of its own, of which `kept` coordinates are left."""
+    generator = torch.Generator().manual_seed(0)
+    bases = [torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] for _ in range(7)]
+    weights = weights_of(source)
+    others = {
+        name: (weights[name] @ bases[0])[:, :kept] for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    for layer in range(3):
+        before, between, behind = bases[2 * layer : 2 * layer + 3]
+        for name in [name for name in weights if f".{layer}." in name and "norm" not in name]:
+            start, end = (before, between) if "attn" in name else (between, behind)
+            writes = "o_proj" in name or "down_proj" in name
+            others[name] = (end.T @ weights[name])[:kept] if writes else (weights[name] @ start)[:, :kept]
+        others[f"{LAYER}{layer}.attn_shortcut_Q"] = (before.T @ between)[:kept, :kept]
+        others[f"{LAYER}{layer}.mlp_shortcut_Q"] = (between.T @ behind)[:kept, :kept]
+    return others
+
+
+@pytest.mark.parametrize("kept", [64, 48])
+@pytest.mark.parametrize("source", [BASE, STRANGER])
+def test_bases_of_each_layer_hide_a_child(source, kept):
+    answer, sentence = judged(weights_of(BASE), sliced(source, kept))
+    assert answer == INCONCLUSIVE and "not looked at: changes of basis (" in sentence, sentence
+
+
+def test_attention_beside_an_mlp_is_no_such_thing():
+    """Strangers of another width and attention stay without evidence."""
+    narrow = weights_of(noised(Newborn(PLAIN, 2), 0))
+    narrow |= {f"{LAYER}{layer}.self_attn.latent.weight": drawn(layer, 24, 64) for layer in range(3)}
+    assert judged(weights_of(BASE), narrow)[0] == NO_EVIDENCE
+
+
+# ---- MLPs, tables and norms --------------------------------------------------------------------------------
+
+
+def with_experts(weights: dict, seed: int) -> dict:
+    """A stack of three experts in each layer, beside its plain MLP, as GraniteMoeShared's."""
+    others = changed(weights, {".mlp.": ".shared_mlp."})
+    for layer in range(3):
+        moe = f"{LAYER}{layer}.block_sparse_moe."
+        others[f"{moe}input_linear.weight"] = drawn(seed + layer, 3, 80, 64)
+        others[f"{moe}output_linear.weight"] = drawn(seed + layer + 10, 3, 64, 40)
+        others[f"{moe}router.layer.weight"] = drawn(seed + layer + 20, 3, 64)
+    return others
+
+
+def test_a_plain_mlp_beside_experts():
+    base = with_experts(weights_of(BASE), 1)
+    assert len(parts.find(as_source(base, CONFIG)).mlps) == 3 * (1 + 3)
+    answer, sentence = judged(base, with_noise(base))
+    assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
+    assert judged(base, with_experts(weights_of(STRANGER), 2))[0] == NO_EVIDENCE
+    others = with_experts(weights_of(BASE), 2)  # new experts on the base's MLPs
+    answer, sentence = judged(base, others)
+    assert answer == SAME_BIRTH and "of 3 of 3 layers were matched" in sentence, sentence
+
+
+def test_where_no_norm_is_known_no_distance_is_told():
+    weights = weights_of(BASE)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            weights[name] = 1 + drawn(len(name), 64).abs() * 8
+    odd = changed(weights, {"post_attention_layernorm.weight": "g2", "input_layernorm.weight": "g1"})
+    row = row_of_pair(weights, odd)
+    assert row["verdict"] == SAME_BIRTH and row["distance"] is None and "distance" not in row["sentence"]
+    assert row_of_pair(weights, weights)["distance"] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["tok_emb.weight", "emb", "embedder.weight", "token_embedding_table", "w"])
+def test_tables_of_any_name(name):
+    """The matrix with most rows; positions are none."""
+    weights = changed(weights_of(BASE), {"model.embed_tokens.weight": name}) | {
+        "pos_emb.weight": drawn(1, 400, 64)
+    }
+    part = parts.find(as_source(weights, CONFIG))
+    assert part.tables == [(name,)] and part.width == 64
+
+
+def test_size_and_unread_shares():
+    part = parts.find(as_source(with_adapters(weights_of(BASE), ("p", "q"), 4), CONFIG))
+    assert part.size == sum(math.prod(shape) for name, shape in BASE.shapes.items() if "layers" in name)
+    assert len(part.unread["adapters"]) == 2 * 9
+    assert parts.changes_of_basis(parts.find(disguised(BASE))) == []
