@@ -31,7 +31,8 @@ from lineage import parts
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
-MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared
+MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared,
+WIDE, FEW_ROWS = 1536, 2**8  # and of one with longer rows
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 
 
@@ -83,7 +84,8 @@ def weight_correlations(a, b):
     found = parts.find(a)
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
     correlations = {}  # of each layer's matrices, by what begins their names
-    for name in progress({**matrices[0], **matrices[1]}, desc="weights", leave=False):
+    most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
+    for name in progress({**matrices[0], **matrices[1]}, desc="coordinates", leave=False):
         names = [named.get(name) for named in matrices]
         layer = parts.LAYER.search(name)
         is_table = (names[0],) in found.tables + found.heads
@@ -92,8 +94,8 @@ def weight_correlations(a, b):
             rows_a = parts.residual_rows(a.read(names[0]), name, a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), name, b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
-            step = 1 + count // MOST_ROWS
-            rows_a, rows_b = without_identity(rows_a[:count:step]), without_identity(rows_b[:count:step])
+            step = 1 + count // most
+            rows_a, rows_b = (without_identity(rows[:count], step) for rows in (rows_a, rows_b))
             if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
             correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
@@ -106,14 +108,17 @@ def weight_correlations(a, b):
     return values, {(numbers[1][layer], numbers[0][layer]): min(correlations[layer]) for layer in shared}
 
 
-def without_identity(rows):
-    """Rows (m, d) without the identity that they may have begun from: all that did would look related."""
+def without_identity(rows, step=1):
+    """Every `step`-th of rows (m, d), without the identity that they may have begun from.
+
+    All models that began from it would look related.
+    """
     size = min(rows.shape)
     mean = rows[:size, :size].diagonal().float().mean()
-    if mean.abs() > rows.float().std():
+    if mean.abs() > rows[::step].float().std():
         rows = rows.float().clone()
         rows.diagonal().sub_(mean)
-    return rows
+    return rows[::step]
 
 
 def plain_matrices(source):

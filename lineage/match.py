@@ -146,8 +146,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
         pairings = [equal_ids(base, suspect), ids_by_string(base, suspect, vocabularies)]
         for tokens in filter(None, pairings):
             try:
-                basis = basis_correlations(base, suspect, tokens)
-                ways += score_ways(base, suspect, tokens, basis, units)
+                ways += score_ways(*seen_alike(base, suspect, tokens), units)
             except UserError as error:  # a decoy's numbers, perhaps
                 refusal = error
     if not ways:
@@ -156,6 +155,16 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     if score < SETTLED and score < CLEARLY_MORE * ways[0][0]:  # chance may have found it
         _, *way = ways[0]
     return match_models(*way, units, layers, key)
+
+
+def seen_alike(base, suspect, tokens):
+    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
+    base = base.seen_in_few
+    basis = basis_correlations(base, suspect, tokens)
+    suspect = suspect.seen_in(basis)
+    for view, directions in suspect.directions.items():
+        basis[view] = basis[view] @ directions.T
+    return base, suspect, tokens, basis
 
 
 def score_ways(base, suspect, tokens, basis, units):
@@ -185,7 +194,7 @@ def match_models(
     few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
     columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
     matches, shares = [], []
-    for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
+    for number, views, share, _ in progress(columns, desc="hidden units", total=len(theirs), leave=False):
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
@@ -195,7 +204,7 @@ def match_models(
     layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
     layer_map["share"] = np.transpose(shares).tolist()
     widths = (base.width, suspect.width)
-    alike = basis["up"].square().sum().item() / min(widths)
+    alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
     by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
     return ModelMatch(
         matches=matches,
@@ -215,7 +224,7 @@ def layers_to_read(base: Units, suspect: Units, limit):
 
 
 def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
+    """What leads from one model's views to another's: by view, correlations of their tables' Qs, (d, e)."""
     chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
     ids_a, ids_b = (ids[chosen] for ids in tokens)
     basis = {}
@@ -227,6 +236,10 @@ def basis_correlations(base: Units, suspect: Units, tokens):
         a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
         to_a = whitener(a, ids_a, base.tables.root(names[0]))
         to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
+        if base.directions:
+            to_a = base.directions[view] @ to_a
+        if suspect.directions:
+            to_b = suspect.directions[view] @ to_b
         basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
     basis["gate"] = basis["up"]
     return basis
