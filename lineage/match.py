@@ -187,9 +187,14 @@ def match_models(
     model's tokens, which breaks what ties the two alone. If `exchanged`, the suspect's gates are called up.
     """
     ids_a, ids_b = tokens
-    order = torch.from_numpy(keyed_generator("null of units", key).permutation(len(ids_b)))
     basis = basis or basis_correlations(base, suspect, tokens)
-    null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
+    generator = keyed_generator("null of units", key)
+    if base.directions:  # random ones, whose order breaks the same
+        order = torch.from_numpy(generator.permutation(len(basis["up"])))
+        null = {view: leading[order] for view, leading in basis.items()}
+    else:
+        order = torch.from_numpy(generator.permutation(len(ids_b)))
+        null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
     ours, theirs = layers_to_read(base, suspect, layers)
     few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
     columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)

@@ -28,7 +28,7 @@ ROW_BATCH = 4096  # tokens whose products are made at once
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
-DIRECTIONS = 1536  # of the stream, drawn at random, in which units of a wider model are seen
+WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so many random directions
 KEPT_LAYERS = 3  # whose views are kept
 NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
@@ -110,7 +110,7 @@ class Units:
 
     def seen_in(self, rows):
         """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
-        if self.width <= DIRECTIONS:
+        if self.width <= WIDE:
             return self
         directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
         return Units(self.source, self.layout, self.tables, directions)

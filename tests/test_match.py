@@ -119,6 +119,7 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
         rows, likeness = {}, {}
         for directions in (views.DIRECTIONS, 96):
             monkeypatch.setattr(views, "DIRECTIONS", directions)
+            monkeypatch.setattr(views, "WIDE", directions)
             for pair in ((base, source), (source, base)):
                 a, b = ([Units(each)] for each in pair)
                 found = match.best_match(a, b, ({}, {}), 1024, None, 0)
