@@ -1,8 +1,9 @@
 """Which layers of two files are equal, bit for bit, whatever they are called? The surest evidence (ours).
 
+    >>> from functools import partial
     >>> from lib import checkpoint
     >>> from lineage.bits import equal_layers, layers_of
-    >>> layers = layers_of(checkpoint.parse_spec("tiny_llama@42").open())
+    >>> layers = partial(layers_of, checkpoint.parse_spec("tiny_llama@42").open())
     >>> equal_layers(layers, layers)
     {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
 
@@ -10,63 +11,49 @@ A merge by layers keeps numbers, but not names, nor the embedding matrix that un
 Matrices of fewer than 1,000 different numbers count for nothing: unrelated models share masks and constants.
 """
 
-import functools
 import hashlib
 import math
 
 from lib.runtime import progress
 from lineage import parts
 
-FIRST = 4096  # numbers of a matrix, by which layers are told apart before all are read
+FIRST = 4096  # numbers of a layer's smallest matrices, by which strangers are told apart
 
 
-def layers_of(source):
-    """A checkpoint's Layers, by their numbers."""
+def layers_of(source, count=None):
+    """By a layer's number, if its MLPs count, the SHA-256 of each matrix that counts.
+
+    If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
+    """
     found = parts.find(source)
     of_mlps = {name for mlp in found.mlps for name in mlp.matrices.values()}
-    return {number: Layer(source, names, of_mlps) for number, names in enumerate(found.layers, start=1)}
-
-
-class Layer:
-    """A layer's matrices, by the SHA-256 of their numbers; most are read only if `beginning` is another's."""
-
-    def __init__(self, source, names, of_mlps):
-        self.source = source
-        self.of_mlps = of_mlps.intersection(names)
-        names = [name for name in names if not parts.NO_WEIGHTS.search(name)]
-        self.sizes = {name: math.prod(source.shapes[name]) for name in names if len(source.shapes[name]) > 1}
-
-    def digests(self, names, count=None):
-        """By name, of those matrices that count, the SHA-256 of the first `count` numbers; None: of all."""
-        found = {}
-        for name in names:
-            weight = self.source.read(name)
-            if parts.is_varied(weight):
+    layers = {}
+    for number, names in enumerate(progress(found.layers, desc="bits", leave=False), start=1):
+        digests = {}
+        largest = 0  # of the matrices that were read
+        for size, name in sorted((math.prod(source.shapes[name]), name) for name in names):
+            if count and digests and size > largest:
+                break
+            weight = source.read(name)
+            if weight.ndim > 1 and parts.is_varied(weight) and not parts.NO_WEIGHTS.search(name):
                 numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
-                found[name] = hashlib.sha256(numbers).hexdigest()
-        return found
-
-    @functools.cached_property
-    def beginning(self):
-        """The digests of the FIRST numbers of the smallest matrices that count."""
-        for size in sorted(set(self.sizes.values())):
-            found = self.digests([name for name in self.sizes if self.sizes[name] == size], FIRST)
-            if found:
-                return sorted(found.values())
-
-    @functools.cached_property
-    def whole(self):
-        """The digests of all matrices that count; none if one of its MLPs' does not."""
-        found = self.digests(self.sizes)
-        return sorted(found.values()) if self.of_mlps <= found.keys() else []
+                digests[name] = hashlib.sha256(numbers).hexdigest()
+                largest = size
+        if digests and (count or of_mlps.intersection(names) <= digests.keys()):
+            layers[number] = sorted(digests.values())
+    return layers
 
 
-def equal_layers(base, suspect):
-    """The number of the base's layer for each of the suspect's that has its matrices, and no others."""
+def equal_layers(base, suspect, count=FIRST):
+    """The number of the base's layer for each of the suspect's that has its matrices, and no others.
+
+    `base(count)` and `suspect(count)` are the `layers_of` two checkpoints. All is read only of two in which
+    some layers begin alike.
+    """
     equal = {}
-    for number, layer in progress(suspect.items(), desc="bits", leave=False):
-        alike = [other for other in base if base[other].beginning == layer.beginning]
-        same = [other for other in alike if layer.whole and base[other].whole == layer.whole]
+    base_layers = base(count)
+    for number, digests in suspect(count).items():
+        same = [base_number for base_number, others in base_layers.items() if others == digests]
         if same:
             equal[number] = min(same, key=lambda base_number: abs(base_number - number))
-    return equal
+    return equal_layers(base, suspect, None) if equal and count else equal

@@ -159,8 +159,10 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
 
 def seen_alike(base, suspect, tokens):
     """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
-    base = base.seen_in_few
     basis = basis_correlations(base, suspect, tokens)
+    base = base.seen_in_few
+    for view, directions in base.directions.items():
+        basis[view] = directions @ basis[view]
     suspect = suspect.seen_in(basis)
     for view, directions in suspect.directions.items():
         basis[view] = basis[view] @ directions.T
@@ -189,7 +191,7 @@ def match_models(
     ids_a, ids_b = tokens
     basis = basis or basis_correlations(base, suspect, tokens)
     generator = keyed_generator("null of units", key)
-    if base.directions:  # random ones, whose order breaks the same
+    if base.directions or suspect.directions:  # whose order ties the two alone, as well
         order = torch.from_numpy(generator.permutation(len(basis["up"])))
         null = {view: leading[order] for view, leading in basis.items()}
     else:
@@ -199,7 +201,7 @@ def match_models(
     few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
     columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
     matches, shares = [], []
-    for number, views, share, _ in progress(columns, desc="hidden units", total=len(theirs), leave=False):
+    for number, views, share, _ in columns:
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
@@ -229,7 +231,7 @@ def layers_to_read(base: Units, suspect: Units, limit):
 
 
 def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Qs, (d, e)."""
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
     chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
     ids_a, ids_b = (ids[chosen] for ids in tokens)
     basis = {}
@@ -241,10 +243,6 @@ def basis_correlations(base: Units, suspect: Units, tokens):
         a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
         to_a = whitener(a, ids_a, base.tables.root(names[0]))
         to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
-        if base.directions:
-            to_a = base.directions[view] @ to_a
-        if suspect.directions:
-            to_b = suspect.directions[view] @ to_b
         basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
     basis["gate"] = basis["up"]
     return basis
@@ -269,7 +267,7 @@ class BaseRows:
         self.sampled = []  # how many of them live,
         self.living = []  # and how many live in all
         rows = defaultdict(list)
-        for number in numbers:
+        for number in progress(numbers, desc="units of the base's layers", leave=False):
             chosen, views, living = base.sample(number, units)
             shown = evenly_spaced(len(chosen), few)
             views = {view: columns[:, shown] for view, columns in views.items()}
@@ -308,7 +306,7 @@ class BaseRows:
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
     """Yield for each of the suspect's MLPs in `theirs` its number, views, and `column` of those in `ours`."""
     rows = BaseRows(base, basis, ours, units, few)
-    for number in theirs:
+    for number in progress(theirs, desc="units of the suspect's layers", leave=False):
         views = suspect.views(number)
         if exchanged:
             views = {"gate": views["up"], "up": views["gate"], "down": views["down"]}

@@ -170,7 +170,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     lacks = detectability(base, suspect, match)
     equal = {}
     if base.source.width == suspect.source.width:
-        equal = equal_layers(base.layers(), suspect.layers())
+        equal = equal_layers(base.layers, suspect.layers)
     depth = len(parts.find(suspect.source).layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks)
     layers_read = {each.mlp.layer for each in facts.matches}
