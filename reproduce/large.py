@@ -27,7 +27,7 @@ from lib.checkpoint import Newborn, config_json
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, UserError, run_script
-from lineage.disguise import axes_of, select
+from lineage.disguise import axes_of
 from model import ModelConfig
 
 LLAMA_2_7B = ModelConfig(32_000, 4096, 32, 32, 4096, 11_008)
@@ -81,27 +81,28 @@ def noised(name, weight):
 
 
 def disguised(name, weight):
-    """A noised parameter in another basis; its layer's units in another order, half flipped."""
-    if weight.ndim == 1:
-        return weight
+    """A noised parameter in another basis; its layer's units in another order, half with other signs."""
     weight = noised(name, weight)
-    writes = axes_of(name)[0] == "stream"
-    weight = basis().T @ weight if writes else weight @ basis()
-    generator = keyed_generator("units", name.split(".")[2])
-    signs = torch.from_numpy(generator.choice(np.float32([-1, 1]), LLAMA_2_7B.d_ff))
-    if "up_proj" in name:
-        weight = weight * signs[:, None]
-    elif "down_proj" in name:
-        weight = weight * signs
-    weights = {name: weight}
-    select(weights, {"units": torch.from_numpy(generator.permutation(LLAMA_2_7B.d_ff))})
-    return weights[name]
+    along = axes_of(name)
+    if along[0] != "stream":
+        weight = weight @ basis(weight.shape[1])
+    elif weight.ndim == 2:
+        weight = basis(len(weight)).T @ weight
+    if "units" in along:
+        axis = along.index("units")
+        generator = keyed_generator("units", name.split(".")[2])
+        order = torch.from_numpy(generator.permutation(weight.shape[axis]))
+        signs = torch.from_numpy(generator.choice(np.float32([-1, 1]), len(order)))
+        weight = weight.index_select(axis, order)
+        if "gate" not in name:
+            weight *= signs.unsqueeze(1 - axis)
+    return weight
 
 
 @functools.cache
-def basis():
+def basis(d):
     """A random basis of the residual stream, (d, d)."""
-    numbers = keyed_generator("basis").standard_normal(2 * (LLAMA_2_7B.d_model,), np.float32)
+    numbers = keyed_generator("basis").standard_normal((d, d), np.float32)
     return torch.linalg.qr(torch.from_numpy(numbers)).Q
 
 
