@@ -45,19 +45,22 @@ class Correlation:
     def __init__(self, d):
         self.products = torch.zeros(d, d, dtype=torch.float64)
         self.squares = torch.zeros(2, d, dtype=torch.float64)
+        self.sums, self.batch = torch.zeros(2, d, d)  # made once: new memory costs more than what it holds
 
     def update(self, A: Tensor, B: Tensor):
         """Add rows (n, d) of each; returns the correlation of all of A's numbers with B's."""
         means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
-        products = torch.zeros(self.products.shape)
+        products = self.sums.zero_()
         squares = torch.zeros_like(self.squares)
         for a, b in zip(A.split(ROW_BATCH), B.split(ROW_BATCH)):
             a = a.float() - means[0]
             b = b.float() - means[1]
-            products += a.T @ b
+            products += torch.mm(a.T, b, out=self.batch)
             squares += torch.stack([a.square().sum(0), b.square().sum(0)])
         mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
-        self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())
+        scale = mean_squares.prod().rsqrt().item()
+        for total, part in zip(self.products.split(ROW_BATCH // 16), products.split(ROW_BATCH // 16)):
+            total.add_(part, alpha=scale)
         self.squares += squares / mean_squares
         return (products.trace() / squares.sum(1).prod().clamp(min=1e-60).sqrt()).item()
 

@@ -141,11 +141,11 @@ class Units:
         """
         mlp = self.parts.mlps[number]
         rows = {view: self.rows(number, view) for view in mlp.views}
-        largest = {view: weights.abs().amax(dim=1) for view, weights in rows.items()}  # (m,) each
+        largest = {view: weights.norm(torch.inf, dim=1) for view, weights in rows.items()}  # (m,) each
         living = torch.stack(list(largest.values())).gt(0).all(dim=0)
         views = {}
         for view, weights in rows.items():
-            columns = self.root(view) @ (weights.T / largest[view].clamp(min=1e-30))
+            columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
             lengths = columns.norm(dim=0)
             if not lengths.isfinite().all():
                 raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
