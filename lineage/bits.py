@@ -1,8 +1,9 @@
 """Which layers of two files are equal, bit for bit, whatever they are called? The surest evidence (ours).
 
+    >>> from functools import partial
     >>> from lib import checkpoint
     >>> from lineage.bits import equal_layers, layers_of
-    >>> layers = layers_of(checkpoint.parse_spec("tiny_llama@42").open())
+    >>> layers = partial(layers_of, checkpoint.parse_spec("tiny_llama@42").open())
     >>> equal_layers(layers, layers)
     {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
 
@@ -11,32 +12,48 @@ Matrices of fewer than 1,000 different numbers count for nothing: unrelated mode
 """
 
 import hashlib
+import math
 
+from lib.runtime import progress
 from lineage import parts, stacks
 
+FIRST = 4096  # numbers of a layer's smallest matrices, by which strangers are told apart
 
-def layers_of(source):
-    """By a layer's number, if its MLPs count, the SHA-256 of each matrix that counts."""
+
+def layers_of(source, count=None):
+    """By a layer's number, if its MLPs count, the SHA-256 of each matrix that counts.
+
+    If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
+    """
     found = parts.find(source)
     of_mlps = {name for mlp in found.mlps for name in mlp.matrices.values()}
     layers = {}
-    for number, names in enumerate(found.layers, start=1):
+    for number, names in enumerate(progress(found.layers, desc="bits", leave=False), start=1):
         digests = {}
-        for name in names:
+        largest = 0  # of the matrices that were read
+        for size, name in sorted((math.prod(source.shapes[name]), name) for name in names):
+            if count and digests and size > largest:
+                break
             weight = source.read(name)
             if weight.ndim > 1 and parts.is_varied(weight) and not stacks.NO_WEIGHTS.search(name):
-                numbers = weight.float().contiguous().numpy()  # in whatever format they are kept
+                numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
                 digests[name] = hashlib.sha256(numbers).hexdigest()
-        if digests and of_mlps.intersection(names) <= digests.keys():
+                largest = size
+        if digests and (count or of_mlps.intersection(names) <= digests.keys()):
             layers[number] = sorted(digests.values())
     return layers
 
 
-def equal_layers(base, suspect):
-    """The number of the base's layer for each of the suspect's that has its matrices, and no others."""
+def equal_layers(base, suspect, count=FIRST):
+    """The number of the base's layer for each of the suspect's that has its matrices, and no others.
+
+    `base(count)` and `suspect(count)` are the `layers_of` two checkpoints. All is read only of two in which
+    some layers begin alike.
+    """
     equal = {}
-    for number, digests in suspect.items():
-        same = [base_number for base_number, others in base.items() if others == digests]
+    base_layers = base(count)
+    for number, digests in suspect(count).items():
+        same = [base_number for base_number, others in base_layers.items() if others == digests]
         if same:
             equal[number] = min(same, key=lambda base_number: abs(base_number - number))
-    return equal
+    return equal_layers(base, suspect, None) if equal and count else equal

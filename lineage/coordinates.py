@@ -31,7 +31,8 @@ from lineage import parts, stacks
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
-MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared
+MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared,
+WIDE, FEW_ROWS = 1536, 2**8  # and of one with longer rows
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 
 
@@ -44,19 +45,22 @@ class Correlation:
     def __init__(self, d):
         self.products = torch.zeros(d, d, dtype=torch.float64)
         self.squares = torch.zeros(2, d, dtype=torch.float64)
+        self.sums, self.batch = torch.zeros(2, d, d)  # made once: new memory costs more than what it holds
 
     def update(self, A: Tensor, B: Tensor):
         """Add rows (n, d) of each; returns the correlation of all of A's numbers with B's."""
         means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
-        products = torch.zeros(self.products.shape)
+        products = self.sums.zero_()
         squares = torch.zeros_like(self.squares)
         for a, b in zip(A.split(ROW_BATCH), B.split(ROW_BATCH)):
             a = a.float() - means[0]
             b = b.float() - means[1]
-            products += a.T @ b
+            products += torch.mm(a.T, b, out=self.batch)
             squares += torch.stack([a.square().sum(0), b.square().sum(0)])
         mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
-        self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())
+        scale = mean_squares.prod().rsqrt().item()
+        for total, part in zip(self.products.split(ROW_BATCH // 16), products.split(ROW_BATCH // 16)):
+            total.add_(part, alpha=scale)
         self.squares += squares / mean_squares
         return (products.trace() / squares.sum(1).prod().clamp(min=1e-60).sqrt()).item()
 
@@ -82,8 +86,9 @@ def weight_correlations(a, b):
     matrices = [plain_matrices(part) for part in (a, b)]
     inputs_first = [parts.stores_inputs_first(part) for part in (a, b)]
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
+    most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
     correlations = {}  # of each layer's matrices, by its numbers in b and a
-    for place in progress({**matrices[0], **matrices[1]}, desc="weights", leave=False):
+    for place in progress({**matrices[0], **matrices[1]}, desc="coordinates", leave=False):
         names = [named.get(place) for named in matrices]
         layer, _ = place
         correlation = 0.0  # of a matrix that the other model has not
@@ -91,8 +96,8 @@ def weight_correlations(a, b):
             rows_a = parts.residual_rows(a.read(names[0]), names[0], a.width, inputs_first[0])
             rows_b = parts.residual_rows(b.read(names[1]), names[1], b.width, inputs_first[1])
             count = min(len(rows_a), len(rows_b))
-            step = 1 + count // MOST_ROWS
-            rows_a, rows_b = without_identity(rows_a[:count:step]), without_identity(rows_b[:count:step])
+            step = 1 + count // most
+            rows_a, rows_b = (without_identity(rows[:count], step) for rows in (rows_a, rows_b))
             if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
             correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
@@ -104,14 +109,17 @@ def weight_correlations(a, b):
     return values, {(b.numbers[layer], a.numbers[layer]): min(correlations[layer]) for layer in shared}
 
 
-def without_identity(rows):
-    """Rows (m, d) without the identity that they may have begun from: all that did would look related."""
+def without_identity(rows, step=1):
+    """Every `step`-th of rows (m, d), without the identity that they may have begun from.
+
+    All models that began from it would look related.
+    """
     size = min(rows.shape)
     mean = rows[:size, :size].diagonal().float().mean()
-    if mean.abs() > rows.float().std():
+    if mean.abs() > rows[::step].float().std():
         rows = rows.float().clone()
         rows.diagonal().sub_(mean)
-    return rows
+    return rows[::step]
 
 
 def plain_matrices(part):

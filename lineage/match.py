@@ -146,8 +146,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
         pairings = [equal_ids(base, suspect), ids_by_string(base, suspect, vocabularies)]
         for tokens in filter(None, pairings):
             try:
-                basis = basis_correlations(base, suspect, tokens)
-                ways += score_ways(base, suspect, tokens, basis, units)
+                ways += score_ways(*seen_alike(base, suspect, tokens), units)
             except UserError as error:  # a decoy's numbers, perhaps
                 refusal = error
     if not ways:
@@ -156,6 +155,18 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     if score < SETTLED and score < CLEARLY_MORE * ways[0][0]:  # chance may have found it
         _, *way = ways[0]
     return match_models(*way, units, layers, key)
+
+
+def seen_alike(base, suspect, tokens):
+    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
+    basis = basis_correlations(base, suspect, tokens)
+    base = base.seen_in_few
+    for view, directions in base.directions.items():
+        basis[view] = directions @ basis[view]
+    suspect = suspect.seen_in(basis)
+    for view, directions in suspect.directions.items():
+        basis[view] = basis[view] @ directions.T
+    return base, suspect, tokens, basis
 
 
 def score_ways(base, suspect, tokens, basis, units):
@@ -178,14 +189,19 @@ def match_models(
     model's tokens, which breaks what ties the two alone. If `exchanged`, the suspect's gates are called up.
     """
     ids_a, ids_b = tokens
-    order = torch.from_numpy(keyed_generator("null of units", key).permutation(len(ids_b)))
     basis = basis or basis_correlations(base, suspect, tokens)
-    null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
+    generator = keyed_generator("null of units", key)
+    if base.directions or suspect.directions:  # whose order ties the two alone, as well
+        order = torch.from_numpy(generator.permutation(len(basis["up"])))
+        null = {view: leading[order] for view, leading in basis.items()}
+    else:
+        order = torch.from_numpy(generator.permutation(len(ids_b)))
+        null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
     ours, theirs = layers_to_read(base, suspect, layers)
     few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
     columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
     matches, shares = [], []
-    for number, views, share, _ in progress(columns, desc="layers", total=len(theirs), leave=False):
+    for number, views, share, _ in columns:
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
@@ -195,7 +211,7 @@ def match_models(
     layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
     layer_map["share"] = np.transpose(shares).tolist()
     widths = (base.width, suspect.width)
-    alike = basis["up"].square().sum().item() / min(widths)
+    alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
     by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
     return ModelMatch(
         matches=matches,
@@ -251,7 +267,7 @@ class BaseRows:
         self.sampled = []  # how many of them live,
         self.living = []  # and how many live in all
         rows = defaultdict(list)
-        for number in numbers:
+        for number in progress(numbers, desc="units of the base's layers", leave=False):
             chosen, views, living = base.sample(number, units)
             shown = evenly_spaced(len(chosen), few)
             views = {view: columns[:, shown] for view, columns in views.items()}
@@ -290,7 +306,7 @@ class BaseRows:
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
     """Yield for each of the suspect's MLPs in `theirs` its number, views, and `column` of those in `ours`."""
     rows = BaseRows(base, basis, ours, units, few)
-    for number in theirs:
+    for number in progress(theirs, desc="units of the suspect's layers", leave=False):
         views = suspect.views(number)
         if exchanged:
             views = {"gate": views["up"], "up": views["gate"], "down": views["down"]}

@@ -245,7 +245,7 @@ def gather(base: Model, suspect: Model, seed, permutations, units, layers, base_
         match = best_match(*hypotheses, vocabularies, units, limit, seed)
     sides = ((base, base_reading.part), (suspect, reading.part))
     lacks = detectability(*sides, match)
-    equal = equal_layers(base_reading.layers(), reading.layers())
+    equal = equal_layers(base_reading.layers, reading.layers)
     depth = len(reading.part.layers)
     bare = " and ".join(without_layers(*side) for side in sides if not side[1].layers)
     facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare)

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from init import keyed_generator
+from lib.runtime import progress
 from lib.settings import UserError
 from lineage import parts
 
@@ -26,6 +28,7 @@ ROW_BATCH = 4096  # tokens whose products are made at once
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
+WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so many random directions
 KEPT_LAYERS = 3  # whose views are kept
 NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
@@ -88,20 +91,40 @@ class Tables:
 class Units:
     """The hidden units of a checkpoint's MLPs, as its tokens see them, under one LayoutHypothesis."""
 
-    def __init__(self, source, layout=None, tables=None):
+    def __init__(self, source, layout=None, tables=None, directions=None):
         self.source = source
+        self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
         self.tables = tables or Tables(source)
         self.parts = parts.find(source)
         self.width = self.parts.width
         self.layout = layout or layout_hypotheses(source)[0]
         self.inputs_first = parts.stores_inputs_first(self.parts)
         self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
+        self.root = functools.cache(self.compute_root)
         self.views = functools.lru_cache(KEPT_LAYERS)(self.compute_views)
         self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
 
     def table_of(self, view):
         """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
         return self.layout.head if view == "down" else self.layout.table
+
+    def seen_in(self, rows):
+        """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
+        if self.width <= WIDE:
+            return self
+        directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
+        return Units(self.source, self.layout, self.tables, directions)
+
+    @functools.cached_property
+    def seen_in_few(self):
+        """The same units in DIRECTIONS random directions."""
+        numbers = keyed_generator("directions", self.width).standard_normal((DIRECTIONS, self.width), "f4")
+        return self.seen_in(dict.fromkeys(("gate", "up", "down"), torch.from_numpy(numbers)))
+
+    def compute_root(self, view):
+        """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
+        root = self.tables.root(self.table_of(view))
+        return self.directions[view] @ root if self.directions else root
 
     def numbers(self, limit=None):
         """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
@@ -118,11 +141,11 @@ class Units:
         """
         mlp = self.parts.mlps[number]
         rows = {view: self.rows(number, view) for view in mlp.views}
-        largest = {view: weights.abs().amax(dim=1) for view, weights in rows.items()}  # (m,) each
+        largest = {view: weights.norm(torch.inf, dim=1) for view, weights in rows.items()}  # (m,) each
         living = torch.stack(list(largest.values())).gt(0).all(dim=0)
         views = {}
         for view, weights in rows.items():
-            columns = self.tables.root(self.table_of(view)) @ (weights.T / largest[view].clamp(min=1e-30))
+            columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
             lengths = columns.norm(dim=0)
             if not lengths.isfinite().all():
                 raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
@@ -230,6 +253,7 @@ def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
     mean = torch.zeros(a.shape[1])
     for batch in ids_a.split(ROW_BATCH):
         mean += a[batch].float().sum(dim=0) / len(ids_a)
-    for batch_a, batch_b in zip(ids_a.split(ROW_BATCH), ids_b.split(ROW_BATCH)):
+    batches = list(zip(ids_a.split(ROW_BATCH), ids_b.split(ROW_BATCH)))
+    for batch_a, batch_b in progress(batches, desc="embedding matrices", leave=False):
         total += (a[batch_a].float() - mean).T @ b[batch_b].float()  # centring one of the two is enough
     return total

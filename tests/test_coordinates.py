@@ -117,6 +117,26 @@ def test_weight_correlations_against_a_stack(changes, left_out):
         assert len(layer_r) == min(source.config.num_layers for source in pair)
 
 
+def test_few_rows_of_wide_models_say_the_same(monkeypatch):
+    """Of matrices of 192 to 320 rows, 20 or so: what is correlated is as much, to the error of so few."""
+    a = Newborn(replace(KINDS["llama_gqa"], d_model=192, d_ff=320, vocab_size=300), 1)
+    for b in (noised(a, 1.0), Newborn(a.config, 2)):
+        all_rows, all_layers = coordinates.weight_correlations(a, b)
+        monkeypatch.setattr(coordinates, "WIDE", 100)
+        monkeypatch.setattr(coordinates, "FEW_ROWS", 20)
+        few_rows, few_layers = coordinates.weight_correlations(a, b)
+        monkeypatch.undo()
+        for kind, matrices in (("body", 3 * 7), ("embedding", 2)):
+            # 192 columns have 17 rows or more of a matrix each: five errors of the mean of their correlations
+            error = 5 / (192 * 17 * matrices) ** 0.5
+            means = [values[kind].diagonal().mean().item() for values in (few_rows, all_rows)]
+            assert means[0] == pytest.approx(means[1], abs=error)
+            # a column's own correlation is one of 17 or more rows of each
+            assert (few_rows[kind] - all_rows[kind]).abs().max() < 5.5 / (17 * matrices) ** 0.5
+        for layers, r in all_layers.items():  # the least of seven
+            assert few_layers[layers] == pytest.approx(r, abs=5 / (192 * 17) ** 0.5)
+
+
 def test_a_common_identity_is_no_kinship():
     """Of matrices that begin as the identity what was learnt since is compared."""
     noise = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -124,6 +144,8 @@ def test_a_common_identity_is_no_kinship():
     for found, since in zip(rows, noise):
         torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
     torch.testing.assert_close(coordinates.without_identity(noise[0]), noise[0], atol=0, rtol=0)
+    few = coordinates.without_identity(noise[0] + torch.eye(96), 7)
+    torch.testing.assert_close(few, rows[0][::7], atol=0, rtol=0)
 
 
 # ---- the paper's test --------------------------------------------------------------------------------------

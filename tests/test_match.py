@@ -17,7 +17,7 @@ from lib.checkpoint import Newborn
 from lib.formats import token_ids
 from lib.inputs import random_tokens
 from lib.settings import UserError
-from lineage import disguise, match
+from lineage import disguise, match, views
 from lineage.disguise import cut, disguised, narrowed, noised, of_matrices, pruned, rounded
 from lineage.match import Match
 from lineage.views import RIDGE, Units, hidden_units
@@ -104,6 +104,39 @@ def test_correlations_against_all_tokens(config, tmp_path):
     for view, correlations in ours.items():
         # float32: rounding of some hundred products, and of solves whose condition is a table's, below 10
         np.testing.assert_allclose(correlations, abs(by_hand[0][view].T @ by_hand[1][view]), atol=2e-4)
+
+
+def test_wide_models_are_seen_in_few_directions(monkeypatch):
+    """A copy is one to rounding, in whatever basis; a child and a stranger are what all directions say."""
+    base = Newborn(ModelConfig(1200, 64, 2, 4, 256, 400), 1)
+    suspects = {
+        "copy": disguised(base),
+        "child": noised(disguised(base), 0.5),
+        "narrower child": narrowed(noised(base, 0.3), 0.75),
+        "stranger": Newborn(base.config, 2),
+    }
+    for name, source in suspects.items():
+        rows, likeness = {}, {}
+        for directions in (views.DIRECTIONS, 96):
+            monkeypatch.setattr(views, "DIRECTIONS", directions)
+            monkeypatch.setattr(views, "WIDE", directions)
+            for pair in ((base, source), (source, base)):
+                a, b = ([Units(each)] for each in pair)
+                found = match.best_match(a, b, ({}, {}), 1024, None, 0)
+                rows.setdefault(directions, []).extend(found.matches)
+                likeness.setdefault(directions, []).append(found.table_likeness)
+        monkeypatch.undo()
+        # 96 directions of 256 estimate a mean of squares to their square root's share, and a few percent more
+        np.testing.assert_allclose(likeness[96], likeness[views.DIRECTIONS], rtol=0.05, atol=0.05)
+        for few, all_of_them in zip(rows[96], rows[views.DIRECTIONS]):
+            assert few.units == all_of_them.units and few.by_chance < 8, name
+            if name == "stranger":
+                assert max(few.found, all_of_them.found) < 8, few
+            else:
+                assert few.found == all_of_them.found == few.units, (name, few, all_of_them)
+                # of a copy all is rounding's; else the ridge weighs more where there are fewer directions
+                assert few.r == pytest.approx(all_of_them.r, abs=1e-4 if name == "copy" else 0.15), name
+                assert few.distance == pytest.approx(all_of_them.distance, abs=1e-6), name
 
 
 def test_a_vocabulary_of_which_a_part_is_shared(tmp_path):
