@@ -283,7 +283,7 @@ class Transformer(nn.Module):
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
 
     def cast_blocks(self, dtype) -> "Transformer":
-        """Cast the blocks to `dtype`. Embedding, final norm and head stay float32; so do states and logits."""
+        """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
         self.model.layers.to(dtype)
         return self
 
