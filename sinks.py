@@ -69,17 +69,17 @@ class InterveneSettings(Settings):
 
 @dataclass
 class SilenceSettings(Settings):
-    num_builders: at_least(1) | None = None  # to set to zero; None: 99 % of the dimension, 64 at most
-    hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, to set to zero in place of builders
+    num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
+    hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, at zero in place of builders
 
 
 @dataclass
 class TransplantSettings(Settings):
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
-    num_sequences: at_least(2) = 32  # sequences; if longer than 64 tokens, fewer, but 4 at least
+    num_sequences: at_least(2) = 32  # sequences of up to 64 tokens; of longer ones fewer, but 4 at least
     constants_text: str | None = None  # text whose first tokens give the constants; None: docstrings
-    num_constants: at_least(1) = 16  # sequences of it; none of them is measured
-    controls: bool = True  # also constants in some layers, wrong ones, and two tokens more in front
+    num_constants: at_least(1) = 16  # sequences of that text; none of them is measured
+    controls: bool = True  # also measure other constants, and other tokens in front
     save: str | None = None  # new folder for the model with its constants
 
 
@@ -96,7 +96,7 @@ def measure_models(name, paper, settings: Settings, measure):
         model = spec.load(experiment.device, experiment.dtype)
         for key, rows in measure(experiment.settings, spec, model).items():
             lists[key] += [{"checkpoint": spec.label} | row for row in rows]
-        del model  # before the next one comes
+        del model  # the next one needs its memory
         if spec.folder is not None and spec.folder.is_file():
             source = {"checkpoint": spec.label, "file": spec.folder.name, "sha256": sha256(spec.folder)}
             lists["sources"].append(source)
@@ -142,7 +142,7 @@ def first(settings: Settings):
 
 
 def by_first_token(settings: Settings, spec, model):
-    """A row for each head: its alpha_1 while some tokens of the text take position 1, one after another."""
+    """A row for each head: its alpha_1 with each of FIRST_TOKENS tokens of the text at position 1."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     found = tokens[:, 1:].unique().cpu()
     places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
@@ -357,7 +357,7 @@ def transplant(settings: TransplantSettings):
 
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model):
-    """A row for each length and case; and lists for the figure and the docs."""
+    """A row for each length and case; `layers` for the figure; for CHAINED also `chain`, `first_tokens`."""
     if spec.config.explicit_sink:
         raise UserError(f"{spec.label} has an explicit sink already")
     lists = defaultdict(list)

@@ -25,9 +25,9 @@ EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is abo
 def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
     """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
-    Attention returns a weighted mean of values. If they are one-hot, this mean is the weights, and the fused
-    kernel computes it in O(T) memory. A CPU's kernel wants Dh values: so K is at most Dh. `sink_key` (G Dh,)
-    is the key of an explicit sink, which has position 0.
+    Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
+    fused kernel computes it in O(T) memory. On a CPU this kernel wants values of width Dh, so that K is at
+    most Dh. `sink_key` (G Dh,) is the key of an explicit sink, which has position 0.
     """
     keys = in_front(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
@@ -38,7 +38,7 @@ def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor
 
 
 def mean_attention(q: Tensor, k: Tensor, positions, sink_key=None) -> Tensor:
-    """alpha (B, H, K): the weight on each position, averaged over the queries from there on (BB 6.2.1)."""
+    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p (BB 6.2.1)."""
     positions = torch.as_tensor(positions, device=k.device)
     parts = []
     for part in positions.split(k.shape[3]):
@@ -79,7 +79,7 @@ def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
     """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H).
 
     `norm_ratio` and `value_ratio` are `ratio_of_first` of the stream and of the heads' values, averaged over
-    sequences and layers. `constant_alpha` is the attention to an explicit sink, or 0.
+    sequences and layers. `constant_alpha` is the attention to an explicit sink; it is 0 if there is none.
     """
     positions = (1, 0) if model.config.explicit_sink else (1,)
     alphas, norms, values = [], [], []
@@ -123,14 +123,14 @@ def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
 
 
 class LayerMean:
-    """A mean over sequences for each layer. The sequences come in batches."""
+    """The mean over sequences of something in each layer. The sequences come in batches."""
 
     def __init__(self, num_sequences):
         self.num_sequences = num_sequences
         self.means = defaultdict(float)  # by layer
 
     def add(self, layer, values: Tensor) -> None:
-        """Add values (B, ...), one for each sequence, or the sum of them, (1, ...)."""
+        """Add the values of a batch, (B, ...), or their sum, (1, ...)."""
         self.means[layer] += values.sum(0).cpu() / self.num_sequences
 
     def stack(self) -> Tensor:
@@ -269,15 +269,16 @@ def disparity(states: Tensor) -> Tensor:
 
 
 def output_tau(weight: Tensor, std: Tensor):
-    """Kendall's tau of the norms of W_O's columns (d, H Dh) and the std (H, Dh) of their inputs, if any."""
+    """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of their inputs, or None."""
     tau = kendalltau(weight.float().norm(dim=0).cpu().numpy(), std.flatten().numpy()).statistic
     return None if tau != tau else float(tau)
 
 
 def effective_rank(mean: Tensor, product: Tensor):
-    """exp of the entropy of the centred states' singular values, divided by their sum: from 1 to d (ours).
+    """How many directions the centred states spread over, from 1 to d (ours).
 
-    `mean` (d,) is the mean state, `product` (d, d) the mean outer product of states, both float64.
+    It is exp of the entropy of their singular values, scaled to sum 1. `mean` (d,) is the mean state and
+    `product` (d, d) the mean outer product of states, both in float64.
     """
     values = torch.linalg.eigvalsh(product - torch.outer(mean, mean)).clamp(min=0).sqrt()
     return torch.special.entr(values / values.sum()).sum().exp().item()

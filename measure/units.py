@@ -25,7 +25,7 @@ from model import Transformer
 
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
 SELECTIVITY = 20  # a selective builder is so many times as active at position 1 as elsewhere (ours)
-LEAST_SHARE = 0.001  # and makes so much of the dimension
+LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
 LEAST_DISPARITY = 50  # a dimension dominates after a layer that doubles disparity to more than this (ours)
 
 
@@ -59,9 +59,9 @@ def watch(model: Transformer, unit, position=1):
 class Activity:
     """The hidden units, and the stream at position 1, averaged over sequences.
 
-    The sink's dimension after a layer is the largest one of that stream. A unit contributes its activation
-    times its down weight on the dimension, times the dimension's sign. *Builders* contribute most, *removers*
-    take most away (ours).
+    The sink's dimension after a layer is where that stream is largest. A unit contributes to it the product
+    of its activation, its down weight on the dimension, and the dimension's sign. *Builders* contribute most,
+    *removers* take most away (ours).
     """
 
     down: list[Tensor]  # down projections, (d, d_ff) each
@@ -172,7 +172,7 @@ def ranked(scores: Tensor, count):
 
 
 def replace_units(units, means=None):
-    """An `on_units` that sets each (layer, unit) to zero; or, at position 1 alone, to its mean (L, d_ff)."""
+    """An `on_units` that sets each (layer, unit) to zero, or at position 1 to that of means (L, d_ff)."""
     numbers = defaultdict(list)
     for layer, unit in units:
         numbers[layer].append(unit)
@@ -194,7 +194,7 @@ def replace_units(units, means=None):
 def rounded_inputs(model: Transformer, scale):
     """Within this context the blocks' projections read whole numbers from -127 to 127, times a step.
 
-    Each `token` has a step of its own, or one step serves the `tensor` of a sequence.
+    With `token` each position has its own step; with `tensor` one step serves a whole sequence.
     """
     dims = {"token": (2,), "tensor": (1, 2)}[scale]
 
@@ -214,9 +214,9 @@ def rounded_inputs(model: Transformer, scale):
 def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=None, start=1, before=0):
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
-    alpha_0 is the attention to an explicit sink, or 0. The first `before` tokens stand in front of the text:
-    the first prediction is that of the text's second token. `streams` (B, T, d), one for each batch, are
-    read by layer `start` in place of the tokens.
+    alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
+    the text: the first prediction is that of the text's second token. If `streams` are given, (B, T, d) for
+    each batch, layer `start` reads them, and the layers below do not run.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
@@ -242,9 +242,10 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
 
 
 def ablate(model: Transformer, tokens: Tensor, seen, cases):
-    """alpha_1 (n, L, H), loss, and the stream (n, d) at position 1 after layer `seen`: as is, and by case.
+    """Yield alpha_1 (n, L, H), the loss, and the stream (n, d) at position 1 after layer `seen`.
 
-    A case is the arguments of `replace_units`. Layers below its lowest unit run only once.
+    The unchanged model comes first, then each case: the arguments of `replace_units`. Layers below a case's
+    units run only once.
     """
     starts = [min(units)[0] for units, _ in cases]
     streams = {start: [] for start in starts if start > 1}  # in front of a layer, (B, T, d) of each batch
