@@ -16,9 +16,9 @@ row of an MLP down projection its mean. A mean that all hidden units share then 
 line to `birth_value`.
 
 A draw depends on (seed, parameter name, shape) alone. Each parameter has its own stream of numpy's Philox. It
-is drawn on the CPU in float32, then scaled, moved and cast. So a seed gives the same bits on any device and
-for any number of processes and threads. Another layer, or a block without a sublayer, changes no other draw;
-but `gpt2` scales two parameters by the number of layers.
+is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the same
+bits on any device and for any number of processes and threads. Another layer, or a block without a sublayer,
+changes no other draw; but `gpt2` scales two parameters by the number of layers.
 """
 
 import hashlib

@@ -45,7 +45,7 @@ SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
 class Settings(RunSettings):
     model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train, with the tokenizer's vocabulary
     num_layers: at_least(1) | None = None  # blocks; None: the preset's
-    num_heads: at_least(1) | None = None  # heads of attention, all with keys of their own
+    num_heads: at_least(1) | None = None  # heads, each with its own keys and values; None: the preset's
     d_model: at_least(2) | None = None  # width of the residual stream; None: the preset's
     d_ff: at_least(1) | None = None  # hidden units of an MLP; None: the preset's
     seed: int = 42  # seed of the weights
@@ -110,7 +110,7 @@ class Training:
         self.run = run
         self.device = device
         self.dtype = dtype
-        self.is_master = runtime.rank() == 0  # this process writes and prints
+        self.is_master = runtime.rank() == 0  # rank 0 writes and prints
         self.tokens = runs.open_data(settings, device)
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
