@@ -1,7 +1,7 @@
 """Where do the numbers come from at birth? (BB Appendix B.1)
 
     >>> import init
-    >>> model = init.newborn("nano_gpt2", seed=42, embedding_seed=0)  # that of `probe.py --seed 42`
+    >>> model = init.newborn("nano_gpt2", seed=42, embedding_seed=0)  # the model of `probe.py --seed 42`
 
 | parameters                            | scheme `gpt2`           | scheme `normal` (Hugging Face's) |
 |---------------------------------------|-------------------------|----------------------------------|
@@ -10,15 +10,15 @@
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
-Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: every row of an MLP
-down projection loses its mean, so that a mean output common to all hidden units cannot pass (`contraction.py
-cure`). SwiGLU's contraction is another one, of order 1/d, and stays. A scheme of your own is a name in
-`SCHEMES` and a line in `birth_value`.
+Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: it subtracts from each
+row of an MLP down projection its mean. A mean that all hidden units share then adds nothing to the stream
+(`contraction.py cure`). It does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES` and a
+line to `birth_value`.
 
-A draw is a function of (seed, parameter name, shape) alone: every parameter has a stream of its own (numpy's
-Philox), drawn on the CPU in float32, then scaled, moved and cast. So with the pinned numpy a seed gives the
-same bits on any device, for any number of processes and threads, and adding a layer or ablating a sublayer
-leaves all other draws as they are (`gpt2` scales two of them by the number of layers).
+A draw depends on (seed, parameter name, shape) alone. Each parameter has its own stream of numpy's Philox. It
+is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the same
+bits on any device and for any number of processes and threads. Another layer, or a block without a sublayer,
+changes no other draw; but `gpt2` scales two parameters by the number of layers.
 """
 
 import hashlib
@@ -37,31 +37,31 @@ STD = 0.02
 
 
 def keyed_generator(*key) -> np.random.Generator:
-    """A random stream that is a function of `key` alone: Philox under the key's 128-bit hash."""
+    """A random stream that depends on `key` alone: Philox, seeded with the key's 128-bit hash."""
     text = "/".join(map(str, key))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def draw_weight(seed, name, shape, std, count=None) -> Tensor:
-    """The newborn weight `name`: N(0, std^2), float32 on the CPU; or its first `count` numbers, flat."""
+    """The newborn weight `name`, N(0, std^2), float32 on the CPU; or its first numbers, (count,)."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
 
 
 def residual_std(config: ModelConfig, scheme):
-    """Standard deviation of the attention output and MLP down projections; a new scheme's is gpt2's."""
+    """Standard deviation of the attention output and MLP down projections."""
     if scheme == "normal":
         return STD
     return STD / math.sqrt(2 * config.num_layers)
 
 
 def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
-    """The parameter `name` at birth, float32 on the CPU, by the table above; ValueError: unknown scheme.
+    """The parameter `name` at birth, float32 on the CPU; ValueError for an unknown scheme.
 
-    Embedding and head draw from `embedding_seed` (None: `seed`); giving all models the same one isolates the
-    blocks' effect (BB B.2).
+    Embedding and head are drawn by `embedding_seed`, or by `seed` if it is None. Models that share an
+    embedding seed differ in their blocks alone (BB B.2).
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
@@ -80,7 +80,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
-    """An untrained model, in eval mode, by preset name or configuration; its blocks in `dtype`."""
+    """An untrained model in eval mode, of a preset's name or a configuration. Its blocks are in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
     with torch.device("meta"):
         built = Transformer(config)
@@ -91,15 +91,15 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
         value = birth_value(config, name, parameter.shape, seed, embedding_seed, scheme)
         parameter.data.copy_(value)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        list(pool.map(fill, built.named_parameters()))  # the list waits, and raises what a thread raised
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws without Python's lock
+        list(pool.map(fill, built.named_parameters()))  # list() waits, and raises a thread's error
     return built
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights under another configuration, in the same memory: who changes one changes both.
+    """The same weights in the same memory under another configuration: a change to one changes both.
 
-    ValueError if the configuration needs a weight that the model does not have, or in another shape.
+    ValueError if the configuration needs a weight that the model lacks, or has in another shape.
     """
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))

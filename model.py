@@ -7,10 +7,10 @@
     >>> model(torch.randint(50257, (1, 64))).shape
     torch.Size([1, 64, 50257])
 
-Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its folders load unrenamed.
-Build under torch.device("meta"), as `init.newborn` does, and let `init.py` fill every parameter. On a CPU
-lib/kernels.py computes rotation and attention, and tests hold it equal to the lines here; the loss it
-computes everywhere, some positions at a time.
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA: its checkpoints load as they
+are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter. On a
+CPU, lib/kernels.py computes rotation and attention; tests compare it with the lines here. On any device it
+computes the loss, for some positions at a time.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-GATED = {"swiglu"}  # those whose MLP has a second projection, of which the activation is the gate
+GATED = {"swiglu"}  # such an MLP has a second projection, and the activation is applied to that
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -37,7 +37,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's stretch of RoPE: slow frequencies divided by `factor`, fast ones kept, a ramp in between."""
+    """Llama 3's RoPE divides slow frequencies by `factor`, keeps fast ones, and blends the two in between."""
 
     factor: float
     low_frequency_factor: float
@@ -51,7 +51,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides the architecture; ValueError if its parts do not fit. Defaults are LLaMA's."""
+    """The settings of an architecture; ValueError if they do not fit one another. Defaults are LLaMA's."""
 
     vocab_size: int
     context_length: int
@@ -69,9 +69,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: Llama3Scaling | None = None
     tie_embeddings: bool = False
-    sublayers: str = "full"  # what a block consists of (BB 4.1)
-    attn_calibration: str = "none"  # of the aggregated heads (BB 6.2)
-    explicit_sink: bool = False  # every query may attend to a constant key and value, too (arXiv 2410.10781)
+    sublayers: str = "full"  # the sublayers of a block (BB 4.1)
+    attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
+    explicit_sink: bool = False  # every query can also attend to a constant key and value (arXiv 2410.10781)
 
     @property
     def kv_heads(self):
@@ -91,7 +91,7 @@ class ModelConfig:
             raise ValueError(f"heads of {self.d_model}/{self.num_heads}: RoPE needs an even, whole head_dim")
 
 
-GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # but RoPE, and no biases in projections
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # but with RoPE, and no biases
 PRESETS = {
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
@@ -101,8 +101,8 @@ PRESETS = {
     "tiny_gpt2": ModelConfig(4096, 256, 6, 8, 256, 1024, **GPT2),
     "tiny_llama": ModelConfig(4096, 256, 6, 8, 256, 704),
     "tiny_qwen": ModelConfig(4096, 256, 6, 8, 256, 704, qkv_bias=True),
-    "backcopy": ModelConfig(257, 128, 2, 1, 128, 512),  # for letters some of which repeat: there sinks grow
-    "text_sink": ModelConfig(2048, 512, 4, 2, 128, 344),  # for configs/text_sink.py, where they do on text
+    "backcopy": ModelConfig(257, 128, 2, 1, 128, 512),  # for configs/backcopy.py: sinks grow in its training
+    "text_sink": ModelConfig(2048, 512, 4, 2, 128, 344),  # for configs/text_sink.py: sinks grow on text
 }
 
 
@@ -116,7 +116,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # without a wide copy of x
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # makes no wide copy of x
         return x * (norm.square() / x.shape[-1] + self.eps).rsqrt().to(x.dtype) * self.weight.to(x.dtype)
 
 
@@ -154,11 +154,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each head's weighted mean of the values up to its query: softmax(q k^T / sqrt(Dh), causal) v.
 
-    q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query is the last position's, which
-    sees every key. If there is one key more than queries, the first one is a constant, which all queries see.
+    q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query belongs to the last position and
+    sees every key. If there is one key more than queries, the first key is a constant that every query sees.
     """
     if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # a query for the constant, so that each other one has its key
+        q = torch.cat((q[:, :, :1], q), dim=2)  # the constant gets a query: now each key has one
         return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -167,7 +167,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
-    """Keys or values x (B, G, T, Dh) behind a constant (G Dh,), (B, G, 1 + T, Dh); x itself without one."""
+    """Put a constant (G Dh,), if any, in front of keys or values x (B, G, T, Dh): (B, G, 1 + T, Dh)."""
     if constant is None:
         return x
     constant = constant.to(x.dtype).view(1, x.shape[1], 1, -1)  # (1, G, 1, Dh)
@@ -190,14 +190,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
         self.sink_key = self.sink_value = None
-        if config.explicit_sink:  # vectors, which weight decay leaves alone
+        if config.explicit_sink:  # weight decay leaves vectors alone
             self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
             self.sink_value = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
 
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # a position's output needs its own query alone: Q = 1 or T
+        first = T - 1 if last_only else 0  # the number of queries, Q, is 1 or T
         cos, sin = rope  # (T, 1, Dh/2) each
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
@@ -228,7 +228,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(phi(up x)), or gated: down(phi(gate x) * up x); SwiGLU's phi is silu."""
+    """down(phi(up x)). A gated MLP computes down(phi(gate x) * up x); the phi of SwiGLU is silu."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -267,7 +267,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder: `model(tokens)` gives logits, `model.hidden(...)` the final states we measure."""
+    """The decoder. `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -276,25 +276,25 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)
-        embedding = nn.Embedding.from_pretrained(table, freeze=False)  # nn.Embedding(V, d) draws V d numbers
+        table = torch.full((V, d), torch.nan)  # NaN until init.py fills it
+        embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
-        # A tied head is no parameter of its own: nothing that builds, moves or loads the model can untie it.
+        # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
 
     def cast_blocks(self, dtype) -> "Transformer":
-        """Blocks in `dtype`; embedding, final norm and head stay float32, so that states and logits are."""
+        """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
         self.model.layers.to(dtype)
         return self
 
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, start=1) -> Tensor:
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        With `last_only`, (B, d): the same of the last position, for which the last block computes no other.
-        `on_state(layer, x)` sees the stream before (layer 0) and after each block (1..L), x (B, T or 1, d).
-        `on_heads(layer, heads, q, k, v)` sees the calibrated heads (B, H, T or 1, Dh) just before the output
-        projection, and the q, k, v they came from; a returned tensor takes the heads' place. Layers below
-        `start` do not run: inputs are the stream in front of it. Raises ValueError if T exceeds the context.
+        With `last_only` the result is the last position's state, (B, d). Measurements can pass functions:
+        `on_state(layer, x)` is called with the stream (B, T, d) in front of the blocks, as layer 0, and after
+        each block. `on_heads(layer, heads, q, k, v)` is called with the heads (B, H, T, Dh) in front of the
+        output projection; if it returns a tensor, that is projected instead. Blocks below `start` do not run:
+        `inputs` is then the stream in front of block `start`. ValueError if T exceeds the context.
         """
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         T = x.shape[1]
@@ -307,7 +307,7 @@ class Transformer(nn.Module):
         x = x.to(dtype)
         rope = rope_table(self.config, x)
         if last_only and self.config.sublayers == "mlp":
-            x = x[:, -1:]  # positions never meet
+            x = x[:, -1:]  # no position reads another
         if on_state is not None:
             on_state(start - 1, x)
         for layer, block in enumerate(self.model.layers, start=1):
@@ -326,13 +326,13 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self):
-        """The head's matrix, (V, d): the embedding matrix, if they are tied."""
+        """The head's matrix (V, d). A tied head's is the embedding matrix."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens: Tensor, targets=None) -> Tensor:
-        """Logits (B, T, V) float32 of tokens (B, T); given targets (B, T), their summed loss, in nats."""
+        """Logits (B, T, V) float32 of tokens (B, T); with targets (B, T), the summed loss in nats instead."""
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        # F.cross_entropy of the logits, some at a time: both gradients are made on the way, and kept
+        # the same as F.cross_entropy of the logits, which are computed for some positions at a time
         return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())

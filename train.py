@@ -2,20 +2,19 @@
 
     python train.py configs/laptop.py                          # learns something visible in five minutes
     python train.py configs/laptop.py --source books --num-layers 4 --d-model 192     # your text, your size
-    python train.py --resume --out runs/laptop                 # goes on where it was stopped, or killed
-    python train.py sample runs/laptop --prompt "def "         # what a checkpoint writes
+    python train.py --resume --out runs/laptop                 # goes on where it was stopped or killed
+    python train.py sample runs/laptop --prompt "def "         # prints what a checkpoint writes
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-steps that --keep names, and the newest two. A checkpoint is written under another name and renamed when it is
-whole, so that a kill leaves a whole one or none; `runs.load_newest` goes back to the newest that is whole,
-and `runs.begin` removes the rows after it. `merged_settings` are those that the run was begun with, but for
-what MAY_CHANGE: any other change is a UserError. On a first reading leave out what is merged.
+newest two, and the steps that --keep selects. A checkpoint is renamed to its name when it is whole, so that a
+kill leaves no half of one. --resume loads the newest whole checkpoint, and removes later lines of the log. It
+takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others.
 
-The training windows are shuffled anew for each epoch, by the data seed, and a step takes the next ones
-(`TokenData.batch`), the same for any number of ranks and micro-batches. So resuming needs no random state: on
-a CPU a run that was killed ends with the same bits as one that was not. On SIGTERM or SIGINT a run finishes
-its step, saves, and exits with 0.
+`TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
+whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it
+ends with the same bits as a run that was never killed. On SIGTERM or SIGINT a run finishes its step, saves,
+and exits with 0.
 """
 
 import contextlib
@@ -39,33 +38,31 @@ from measure import attention
 from model import CHOICES, PRESETS
 
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
-SINK_WINDOWS = 100  # that --track-sinks reads (Gu et al.: 100)
+SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
 
 
 @dataclass
 class Settings(RunSettings):
-    """What a run is told; its folder keeps them in settings.json."""
-
-    model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train; its vocabulary is the tokenizer's
-    num_layers: at_least(1) | None = None  # blocks; None, here and below: the preset's
-    num_heads: at_least(1) | None = None  # heads of attention, each with keys and values of its own
-    d_model: at_least(2) | None = None  # width of the residual stream
-    d_ff: at_least(1) | None = None  # hidden units of an MLP
+    model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train, with the tokenizer's vocabulary
+    num_layers: at_least(1) | None = None  # blocks; None: the preset's
+    num_heads: at_least(1) | None = None  # heads, each with its own keys and values; None: the preset's
+    d_model: at_least(2) | None = None  # width of the residual stream; None: the preset's
+    d_ff: at_least(1) | None = None  # hidden units of an MLP; None: the preset's
     seed: int = 42  # seed of the weights
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of aggregated heads (BB 6.2)
     explicit_sink: bool = False  # give every head a constant key and value to attend to
-    data: str | None = None  # prepared data set; None: that of source and tokenizer, made if missing
-    source: tuple[str, ...] = ("python",)  # text of the default data set, as in python -m lib.data
-    tokenizer: str = "bpe:4096"  # tokenizer of the default data set, as in python -m lib.data
+    data: str | None = None  # data set; None: the one of source and tokenizer, made if missing
+    source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m lib.data
+    tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m lib.data
     data_seed: int = 0  # seed of the order of the training sequences
     sequence_length: at_least(2) = 256  # tokens in a sequence
     bos_first: bool = False  # begin every sequence with BOS, in training and evaluation
     global_batch_size: at_least(1) = 32  # sequences in a step, over all ranks
     micro_batch_size: at_least(1) = 32  # sequences in a forward pass
-    max_iters: at_least(1) = 600  # number of steps; towards the last, the learning rate falls to a tenth
+    max_iters: at_least(1) = 600  # number of steps; by the last, the learning rate falls to about a tenth
     warmup_iters: at_least(0) = 100  # steps of linear warm-up
     learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
     weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; gains and biases have none
@@ -75,13 +72,14 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    keep: Literal["powers", "all", "last"] = "powers"  # checkpoints: steps 1, 2, 4, ..; and all saved; none
-    compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model; takes a C++ compiler
-    resume: bool = False  # go on from the newest whole checkpoint in --out, if any, with that run's settings
+    # checkpoints besides birth and the newest two; powers: steps 1, 2, 4, ...; all: every one; last: none
+    keep: Literal["powers", "all", "last"] = "powers"
+    compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model, by a C++ compiler
+    resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
     out: str = "runs/default"  # run folder
 
 
-# What may change with --resume; a new max_iters changes the learning rate's schedule, too.
+# Settings that may change with --resume. A new max_iters also changes the schedule of the learning rate.
 MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
@@ -89,8 +87,7 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 def train(settings: Settings, while_training=contextlib.nullcontext):
     """What becomes of a newborn? A line every --log-every steps tells the time left.
 
-    The context `while_training(model)` lasts as long as the training; `reproduce.trainings` silences units
-    in it.
+    The training runs within the context `while_training(model)`: a run without its builders needs one.
     """
     if checkpoint.steps(settings.out) and not settings.resume:
         raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
@@ -106,14 +103,14 @@ def train(settings: Settings, while_training=contextlib.nullcontext):
 
 
 class Training:
-    """A run on its way: data, model and optimizer, and the number of steps that were made."""
+    """A run: its data, its model, its optimizer, and the number of steps done."""
 
     def __init__(self, settings: Settings, run, device, dtype):
         self.settings = settings
         self.run = run
         self.device = device
         self.dtype = dtype
-        self.is_master = runtime.rank() == 0  # the process that writes and speaks
+        self.is_master = runtime.rank() == 0  # rank 0 writes and prints
         self.tokens = runs.open_data(settings, device)
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
@@ -125,14 +122,14 @@ class Training:
             self.step = state.step
             checkpoint.restore(self.optimizer, model, state, moments)
         self.model = torch.compile(model) if settings.compile else model
-        if runtime.world_size() > 1:  # gradients are stored once
+        if runtime.world_size() > 1:  # this view saves a copy of the gradients
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
 
     def go_on(self) -> None:
-        """Train up to --max-iters or a signal. A step is saved first, then evaluated, which may take long."""
+        """Train up to --max-iters or a signal. A step is saved before its evaluation, which may be slow."""
         settings = self.settings
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
@@ -142,7 +139,7 @@ class Training:
                 self.save()
         stopped = False
         with runtime.listening_for_signals() as signals:
-            self.evaluate_if_due()  # the newborn, or a step that was killed in its evaluation
+            self.evaluate_if_due()  # of the newborn, or of a step whose evaluation was killed
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
                 step = self.step
@@ -163,25 +160,25 @@ class Training:
         runtime.wait_for_all(self.device)
 
     def update(self, signals):
-        """Make the step after `self.step`, the number of those made. Returns its row, and whether to stop."""
+        """Make one step. Returns its row, and whether to stop."""
         settings = self.settings
         begun = time.perf_counter()
         rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # gradient: this rank's micro-batches add up
+        # The gradients of this rank's micro-batches add up.
         loss = torch.zeros((), device=self.device)  # this rank's part of the step's mean loss
         parts = micro_batches(settings.global_batch_size, settings.micro_batch_size)
         for part in parts:
-            # beyond the data's end a new epoch begins
+            # Where the data end, a new epoch begins.
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
-            # DistributedDataParallel averages gradients over ranks in the backward pass where this is true
+            # The last backward pass averages gradients over ranks. Only DistributedDataParallel reads this.
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
             (part_loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
             loss += part_loss.detach()
-        # ranks sum their losses and signals, so that all stop together
+        # Ranks sum their losses and signals, so that all stop together.
         sums = torch.stack([loss, loss.new_tensor(len(signals))])
         loss, num_signals = runtime.sum_over_ranks(sums).tolist()
         parameters = self.raw_model.parameters()
@@ -215,7 +212,7 @@ class Training:
             print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
 
     def sinks(self):
-        """Sinks of the same held-out windows, as the text falls and with BOS first: a row for each length."""
+        """A row for each length, of held-out windows as they are and, if there is a BOS, with BOS first."""
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
@@ -234,7 +231,7 @@ class Training:
         return rows
 
     def save(self) -> None:
-        """Write the checkpoint of this step, and remove those that need not be kept."""
+        """Write this step's checkpoint, and remove those that --keep does not select."""
         state = checkpoint.TrainingState(self.step, self.tokens.meta.fingerprint)
         folder = self.run / f"step_{self.step:07}"
         checkpoint.save(folder, self.raw_model, self.optimizer, state, self.tokenizer)
@@ -251,7 +248,7 @@ class Training:
 def learning_rate(step, settings: Settings):
     """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4).
 
-    The tenth is that of number `max_iters`, which is not made.
+    The last update is number max_iters - 1: its rate is a little above the tenth.
     """
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
@@ -260,7 +257,7 @@ def learning_rate(step, settings: Settings):
 
 
 def micro_batches(count, size):
-    """This rank's shard of range(count), in parts of `size`; the last one may be smaller."""
+    """This rank's share of range(count), in parts of `size`; the last part may be smaller."""
     shard = runtime.shard(count)
     return [shard[start : start + size] for start in range(0, len(shard), size)]
 
@@ -268,7 +265,7 @@ def micro_batches(count, size):
 def loss_sum(model, inputs, targets, device, dtype):
     """Summed cross-entropy, in nats, of windows (n, T).
 
-    In bfloat16 are products, the head's too, and the stream between blocks; norm and loss are in float32.
+    With bfloat16, matrix products and the stream are in bfloat16, the final norm and the loss in float32.
     """
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
         return model(inputs.to(device), targets.to(device))
@@ -276,7 +273,7 @@ def loss_sum(model, inputs, targets, device, dtype):
 
 @torch.no_grad()
 def evaluate(model, inputs, targets, batch_size, device, dtype):
-    """Mean loss, in nats/token, of windows (n, T), some at a time, shared among the ranks."""
+    """Mean loss, in nats/token, of windows (n, T), which ranks share."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(len(inputs), batch_size):
         total += loss_sum(model, inputs[part], targets[part], device, dtype)
@@ -296,7 +293,7 @@ def make_optimizer(model, settings: Settings):
 
 
 def load_model(settings: Settings, tokens):
-    """The model, float32; if resumed, state and moments, too. UserError unless they fit the data."""
+    """The model in float32; to resume, also its state and moments. UserError if it does not fit the data."""
     state, moments = None, None
     if settings.resume and checkpoint.steps(settings.out):
         model, state, moments = runs.load_newest(Path(settings.out))
@@ -321,14 +318,14 @@ def load_model(settings: Settings, tokens):
 
 
 def model_config(settings: Settings, vocab_size):
-    """The preset in the sizes that were asked for; UserError if they do not fit one another."""
+    """The preset with the sizes of the settings; UserError if they do not fit one another."""
     changes = {"attn_calibration": settings.attn_calibration, "vocab_size": vocab_size}
     changes["explicit_sink"] = settings.explicit_sink
     for name in SIZES:
         if getattr(settings, name) is not None:
             changes[name] = getattr(settings, name)
     if settings.num_heads is not None:
-        changes |= {"num_kv_heads": None, "head_dim": None}  # follow from the number of heads
+        changes |= {"num_kv_heads": None, "head_dim": None}  # these follow from the number of heads
     try:
         return replace(PRESETS[settings.model], **changes)
     except ValueError as error:
@@ -336,7 +333,7 @@ def model_config(settings: Settings, vocab_size):
 
 
 def completed_settings(settings: Settings, flags, in_files):
-    """What a command line of flags and config files means: to resume, the rest is as in settings.json."""
+    """The settings of a command line; to resume, those of settings.json with the changes of the flags."""
     of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")

@@ -19,18 +19,18 @@ from torch import Tensor
 from lib.runtime import default_batch_size, progress
 from model import Transformer, causal_attention, in_front
 
-EPSILON = 0.3  # a head with alpha_1 above this in a sequence is a sink head (Gu et al., arXiv 2410.10781)
+EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
 
 
 def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
-    """What the queries q (B, H, T, Dh) pay to the keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
+    """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
-    `sink_key` (G Dh,) is a layer's explicit sink, if it has one, and its position is 0. Attention is linear
-    in the values: given one-hot values it returns its weights. So the fused kernel finds them in O(T) memory
-    (on CPUs it wants values as wide as the queries, hence Dh positions at a time).
+    Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
+    fused kernel computes it in O(T) memory. On a CPU this kernel wants values of width Dh, so that K is at
+    most Dh. `sink_key` (G Dh,) is the key of an explicit sink, which has position 0.
     """
     keys = in_front(sink_key, k)
-    first = k.shape[2] + 1 - keys.shape[2]  # the position of the first key: 1, or 0 with an explicit sink
+    first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
     (there,) = torch.nonzero(positions >= first, as_tuple=True)
     values = torch.zeros_like(keys)
     values[:, :, positions[there] - first, there] = 1
@@ -38,28 +38,23 @@ def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor
 
 
 def mean_attention(q: Tensor, k: Tensor, positions, sink_key=None) -> Tensor:
-    """alpha (B, H, K): the mean over queries i >= p of the weight on p (BB 6.2.1; Gu et al. 2025)."""
+    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p (BB 6.2.1)."""
     positions = torch.as_tensor(positions, device=k.device)
     parts = []
     for part in positions.split(k.shape[3]):
         parts.append(weights_on(q, k, part, sink_key).sum(2, dtype=torch.float32))
-    queries = k.shape[2] + 1 - positions.clamp(min=1)  # those before p pay it nothing
+    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,); earlier queries do not see the position
     return torch.cat(parts, dim=2) / queries
 
 
 def sink_key(model: Transformer, layer):
-    """The key (G Dh,) of a layer's explicit sink; None for a model that has none."""
+    """The key (G Dh,) of a layer's explicit sink, or None."""
     return model.model.layers[layer - 1].self_attn.sink_key
 
 
 @torch.inference_mode()
 def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha_k, what queries i >= k pay to position k on average, of K positions k >= 1: (B, L, H, K).
-
-    Position 0 is the constant of a model that has an explicit sink. Tokens are (B, T); ValueError for another
-    position outside 1..T. `on_heads` and `on_state` are those of `Transformer.hidden`: weights are read
-    before heads are replaced.
-    """
+    """alpha of K positions in every head, (B, L, H, K); ValueError for a position that does not exist."""
     T = tokens.shape[1]
     least = 0 if model.config.explicit_sink else 1
     if min(positions) < least or max(positions) > T:
@@ -76,16 +71,15 @@ def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=No
 
 
 def uniform_alpha(T):
-    """alpha_1 of uniform attention: the mean of 1/i over the queries i = 1..T."""
+    """alpha_1 of uniform attention: the mean of 1/i over queries i = 1..T."""
     return (1 / torch.arange(1, T + 1).double()).mean().item()
 
 
 def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
-    """A row of what tells a sink at position 1 of sequences (n, T), or predicts it; and alpha_1, (n, L, H).
+    """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H).
 
-    `norm_ratio` is the norm of the stream at position 1 over the median of the other positions, in the mean
-    of sequences and layers (`sinks.py anatomy` has each layer's); `value_ratio` that of each head's values.
-    `constant_alpha` is what an explicit sink gets, in the mean of heads; 0 in a model without one.
+    `norm_ratio` and `value_ratio` are `ratio_of_first` of the stream and of the heads' values, averaged over
+    sequences and layers. `constant_alpha` is the attention to an explicit sink; it is 0 if there is none.
     """
     positions = (1, 0) if model.config.explicit_sink else (1,)
     alphas, norms, values = [], [], []
@@ -112,116 +106,110 @@ def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
 
 
 def ratio_of_first(vectors: Tensor) -> Tensor:
-    """The norm at position 1 over the median norm at the others, of vectors (..., T, D); T > 1."""
+    """The norm at position 1 over the median norm of the other positions, of vectors (..., T, D)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
     return norms[..., 0] / norms[..., 1:].median(dim=-1).values
 
 
 def batches(tokens: Tensor):
-    """Sequences (n, T) in parts that fit in memory, with a bar."""
+    """Split sequences (n, T) into parts that fit in memory, and show a progress bar."""
     parts = tokens.split(default_batch_size(tokens.device, tokens.shape[1]))
     return progress(parts, desc="sequences", unit=" batches", leave=False)
 
 
 def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
-    """The share of sink heads in each sequence, (n,), of alpha (n, L, H); its mean is the sink rate."""
+    """The share of sink heads in each sequence, (n,), of alpha_1 (n, L, H). Its mean is the sink rate."""
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
 
 class LayerMean:
-    """The mean over sequences of what each layer shows of them, in batches that stream by."""
+    """The mean over sequences of something in each layer. The sequences come in batches."""
 
     def __init__(self, num_sequences):
         self.num_sequences = num_sequences
         self.means = defaultdict(float)  # by layer
 
     def add(self, layer, values: Tensor) -> None:
-        """Add values (B, ...), one for each sequence; or their sum, (1, ...)."""
+        """Add the values of a batch, (B, ...), or their sum, (1, ...)."""
         self.means[layer] += values.sum(0).cpu() / self.num_sequences
 
     def stack(self) -> Tensor:
-        """(layers, ...), the lowest layer first."""
+        """The means of all layers, (layers, ...)."""
         return torch.stack([self.means[layer] for layer in sorted(self.means)])
 
 
 @torch.inference_mode()
 def constants_at(model: Transformer, tokens: Tensor, position=1):
-    """The keys and the values, (L, G Dh) each, that a position has in the mean over sequences (n, T)."""
-    keys, values = LayerMean(len(tokens)), LayerMean(len(tokens))
+    """The mean key and the mean value of a position over sequences (n, T): (L, G, Dh) each."""
+    keys = LayerMean(len(tokens))
+    values = LayerMean(len(tokens))
 
     def on_heads(layer, heads, q, k, v):
-        keys.add(layer, k[:, :, position - 1].flatten(1))
-        values.add(layer, v[:, :, position - 1].flatten(1))
+        keys.add(layer, k[:, :, position - 1])
+        values.add(layer, v[:, :, position - 1])
 
-    for part in batches(tokens[:, :position]):  # later ones cannot change it
+    for part in batches(tokens[:, :position]):
         model.hidden(part, on_heads=on_heads)
     return keys.stack(), values.stack()
 
 
 def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None) -> Transformer:
-    """The same weights in the same memory, with keys and values (L, G Dh) as explicit sinks.
-
-    Given `layers`, from 1, others have none: such a model is there to be measured, and cannot be saved.
-    """
+    """The same weights in the same memory with keys and values (L, G, Dh) as sinks of some or all layers."""
     with torch.device("meta"):
         other = Transformer(replace(model.config, explicit_sink=True))
-    weights = model.state_dict()
-    for layer, (key, value) in enumerate(zip(keys, values)):
-        attention = f"model.layers.{layer}.self_attn"
-        like = weights[f"{attention}.k_proj.weight"]
-        for name, constant in (("sink_key", key), ("sink_value", value)):
-            weights[f"{attention}.{name}"] = constant.to(like).clone()
-    other.load_state_dict(weights, assign=True)
-    for layer, block in enumerate(other.model.layers, start=1):
-        if layers is not None and layer not in layers:
-            block.self_attn.sink_key = block.self_attn.sink_value = None
+    other.load_state_dict(model.state_dict(), strict=False, assign=True)
+    for layer, (block, key, value) in enumerate(zip(other.model.layers, keys, values), start=1):
+        attention = block.self_attn
+        attention.sink_key = attention.sink_value = None
+        if layers is None or layer in layers:
+            like = attention.k_proj.weight
+            attention.sink_key = torch.nn.Parameter(key.flatten().to(like, copy=True))
+            attention.sink_value = torch.nn.Parameter(value.flatten().to(like, copy=True))
     return other.eval()
 
 
 class RunningStd:
-    """The standard deviation of each layer's aggregated values over sequences that stream by."""
+    """The standard deviation of each layer's aggregated values over sequences, which come in batches."""
 
     def __init__(self, num_sequences):
         self.mean = LayerMean(num_sequences)  # (H, T, Dh)
         self.square = LayerMean(num_sequences)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
-        """Add heads (B, H, T, Dh), as `Transformer.hidden` shows them."""
         self.mean.add(layer, heads.double())
         self.square.add(layer, heads.double().square())
 
-    def std(self, layer, axes=(0, 2)):
-        """Standard deviation, pooled over sequences and `axes` of (H, T, Dh): (T,) for the default axes."""
-        mean = self.mean.means[layer].mean(axes)
-        square = self.square.means[layer].mean(axes)
+    def std(self, layer, dims=(0, 2)):
+        """The std over sequences and over `dims` of (H, T, Dh): of each position, (T,), by default."""
+        mean = self.mean.means[layer].mean(dims)
+        square = self.square.means[layer].mean(dims)
         return (square - mean.square()).clamp(min=0).sqrt()
 
 
 class Chain:
-    """The links of SO's chain, by layer and position; its methods are callbacks of `Transformer.hidden`.
+    """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
-    What a head puts out is a mean of values, so that its `std` over sequences is largest at position 1, which
-    averages one. W_O writes most strongly what varies most (`output_tau`). A few hidden units of an early
-    MLP, the builders, answer to so large an output alone, and make the stream's `norm` large, in one
-    dimension (`disparity`). The norm before attention leaves little else of the state: whatever the token,
-    its key is the same (`key_alignment`), its value small (`value_norm`), and queries find it (`alpha`).
+    A head's output is a mean of values. At position 1 it is one value, and its `std` over sequences is
+    largest. W_O writes most strongly what varies most (`output_tau`). Only this output wakes the builders, a
+    few hidden units of an early MLP. They make one dimension of the stream very large (`norm`, `disparity`).
+    RMSNorm divides by the norm, and little is left of all other dimensions. So the keys of all first tokens
+    are alike (`key_alignment`), their values are small (`value_norm`), and queries find them (`alpha`).
     """
 
     def __init__(self, model: Transformer, num_sequences):
         self.model = model
         self.heads = RunningStd(num_sequences)
-        self.norm = LayerMean(num_sequences)  # of the stream after each layer, (T,)
-        self.disparity = LayerMean(num_sequences)  # of it, (T,)
-        self.norm_ratio = LayerMean(num_sequences)  # of it, as in `sink_statistics`
-        self.state = LayerMean(num_sequences)  # of all positions, (d,) float64
-        self.product = LayerMean(num_sequences)  # of their outer products, (d, d) float64
+        self.norm = LayerMean(num_sequences)  # the stream's norm, (T,)
+        self.disparity = LayerMean(num_sequences)  # the stream's disparity, (T,)
+        self.norm_ratio = LayerMean(num_sequences)  # as in `sink_statistics`
+        self.state = LayerMean(num_sequences)  # the stream, averaged over positions, (d,) float64
+        self.product = LayerMean(num_sequences)  # the stream's outer products, likewise, (d, d) float64
         self.value_norm = LayerMean(num_sequences)  # (T,)
         self.value_ratio = LayerMean(num_sequences)  # as in `sink_statistics`
-        self.key = LayerMean(num_sequences)  # scaled to norm 1, (G, T, Dh)
-        self.alpha = LayerMean(num_sequences)  # attention to each position, (T,)
+        self.key = LayerMean(num_sequences)  # keys divided by their norms, (G, T, Dh)
+        self.alpha = LayerMean(num_sequences)  # (T,)
 
     def on_state(self, layer, x) -> None:
-        """Add the stream x (B, T, d) after a layer."""
         if layer > 0:  # 0 is the input
             flat = x.flatten(0, 1).double()  # (B T, d)
             self.norm.add(layer, x.float().norm(dim=2))
@@ -231,7 +219,6 @@ class Chain:
             self.product.add(layer, (flat.T @ flat)[None] / x.shape[1])
 
     def on_heads(self, layer, heads, q, k, v) -> None:
-        """Add heads (B, H, T, Dh), and the q, k, v that they came from."""
         self.heads.on_heads(layer, heads, q, k, v)
         self.value_norm.add(layer, v.float().norm(dim=3).mean(1))
         self.value_ratio.add(layer, ratio_of_first(v).mean(1))
@@ -240,7 +227,7 @@ class Chain:
         self.alpha.add(layer, mean_attention(q, k, positions, sink_key(self.model, layer)).mean(1))
 
     def links(self) -> dict[str, Tensor]:
-        """Each link, (L, T). `key_alignment` is the norm of the mean key: 1 if all keys are one (ours)."""
+        """Each link, (L, T). `key_alignment` is the norm of the mean key; 1 if all keys agree (ours)."""
         return {
             "std": torch.stack([self.heads.std(layer) for layer in self.alpha.means]),
             "norm": self.norm.stack(),
@@ -252,10 +239,10 @@ class Chain:
 
 
 def replace_heads(model, k, changed, kind, factor):
-    """An `on_heads` that replaces o_k, what heads put out at position k, in the `changed` layer, or in "all".
+    """An `on_heads` that replaces the heads' outputs o_k at position k, in the `changed` layer or in "all".
 
-    `self_mask`: token k attends to itself alone, so that o_k is its own value. `amplify`, no calibration:
-    mu + factor (o_k - mu), mu the mean of o_k over all sequences. `scale`: factor o_k. `none`: o_k as it is.
+    With `self_mask` o_k becomes the value at k, as if k saw nothing else. With `amplify` it becomes
+    mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
     """
 
     def on_heads(layer, heads, q, key, v):
@@ -264,7 +251,7 @@ def replace_heads(model, k, changed, kind, factor):
         o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # as the last of k positions
+            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # k is the last of k positions
         elif kind == "amplify":
             mean = o_k.mean(0, keepdim=True)
             o_k = mean + factor * (o_k - mean)
@@ -282,19 +269,16 @@ def disparity(states: Tensor) -> Tensor:
 
 
 def output_tau(weight: Tensor, std: Tensor):
-    """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of what they read.
-
-    Above 0, what varies more is written more strongly (SO: 0.32 in the mean). None where nothing varies.
-    """
+    """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of their inputs, or None."""
     tau = kendalltau(weight.float().norm(dim=0).cpu().numpy(), std.flatten().numpy()).statistic
     return None if tau != tau else float(tau)
 
 
 def effective_rank(mean: Tensor, product: Tensor):
-    """How many directions states spread over, from 1 to d (ours; SO gives no formula).
+    """How many directions the centred states spread over, from 1 to d (ours).
 
-    It is exp of the entropy of the singular values of the centred states, which are scaled to sum 1. Given
-    are the mean of states, (d,), and of their outer products, (d, d), both float64.
+    It is exp of the entropy of their singular values, scaled to sum 1. `mean` (d,) is the mean state and
+    `product` (d, d) the mean outer product of states, both in float64.
     """
     values = torch.linalg.eigvalsh(product - torch.outer(mean, mean)).clamp(min=0).sqrt()
     return torch.special.entr(values / values.sum()).sum().exp().item()

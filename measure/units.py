@@ -23,18 +23,15 @@ from lib import kernels
 from measure.attention import LayerMean, batches, disparity, mean_attention, sink_key
 from model import Transformer
 
-PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, those to the eighth, those after it
-SELECTIVITY = 20
-LEAST_SHARE = 0.001
-LEAST_DISPARITY = 50  # a dimension dominates from where disparity doubles and passes this (ours)
+PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
+SELECTIVITY = 20  # a selective builder is so many times as active at position 1 as elsewhere (ours)
+LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
+LEAST_DISPARITY = 50  # a dimension dominates after a layer that doubles disparity to more than this (ours)
 
 
 @contextlib.contextmanager
 def hidden_units(model: Transformer, on_units):
-    """While this lasts, `on_units(layer, units)` sees the hidden units (B, T, d_ff) of each MLP.
-
-    A returned tensor takes the units' place before the down projection.
-    """
+    """Within this context `on_units(layer, units)` sees, and may replace, each MLP's units (B, T, d_ff)."""
 
     def hook(layer, module, inputs):
         return on_units(layer, *inputs)
@@ -45,20 +42,33 @@ def hidden_units(model: Transformer, on_units):
         yield
 
 
+@contextlib.contextmanager
+def watch(model: Transformer, unit, position=1):
+    """Within this context a list collects the |activations|, (B,), of one (layer, unit) at a position."""
+    activations = []
+
+    def on_units(layer, units):
+        if layer == unit[0]:
+            activations.append(units[:, position - 1, unit[1]].float().abs().cpu())
+
+    with hidden_units(model, on_units):
+        yield activations
+
+
 @dataclass
 class Activity:
-    """The hidden units, and the stream at position 1, in the mean over sequences.
+    """The hidden units, and the stream at position 1, averaged over sequences.
 
-    The sink's dimension after a layer is the largest of the mean stream there. A unit contributes its mean
-    activation times its down weight on that dimension, times the dimension's sign. The *builders* are those
-    that contribute most, the *removers* those that take most away (ours).
+    The sink's dimension after a layer is where that stream is largest. A unit contributes to it the product
+    of its activation, its down weight on the dimension, and the dimension's sign. *Builders* contribute most,
+    *removers* take most away (ours).
     """
 
-    down: list[Tensor]  # weights of the down projections, (d, d_ff) each
-    state: Tensor  # (L + 1, d) at position 1; the input's comes first
-    disparity: Tensor  # (L + 1,), of that stream
-    at_1: Tensor  # (L, d_ff) activations at position 1
-    elsewhere: Tensor  # (L, d_ff) |activations| at the other positions
+    down: list[Tensor]  # down projections, (d, d_ff) each
+    state: Tensor  # stream at position 1, (L + 1, d), the input first
+    disparity: Tensor  # disparity of that stream, (L + 1,)
+    at_1: Tensor  # activations at position 1, (L, d_ff)
+    elsewhere: Tensor  # |activations| at the other positions, (L, d_ff)
 
     @property
     def layer(self):
@@ -66,7 +76,7 @@ class Activity:
         return 1 + self.disparity[1:].argmax().item()
 
     def jumps(self):
-        """The layers that make a dimension dominate: disparity at least doubles there, and passes 50."""
+        """The layers that make a dimension dominate."""
         after = self.disparity[1:]
         is_jump = (after >= 2 * self.disparity[:-1]) & (after > LEAST_DISPARITY)
         return (1 + is_jump.nonzero().flatten()).tolist()
@@ -81,15 +91,12 @@ class Activity:
         return self.at_1 * weights * self.state[layer, dimension].sign()
 
     def builders(self, layer, count):
-        """The (layer, unit) that build most of the dimension after a layer, most first; at most `count`."""
+        """The strongest builders of the dimension after a layer, (layer, unit) each; at most `count`."""
         added = self.contributions(layer)[:layer]
         return ranked(added, max(1, min(count, (added > 0).sum().item())))
 
     def selective(self):
-        """The builders that are active at position 1 alone, most first (ours).
-
-        There they are SELECTIVITY times as active as elsewhere, and each makes LEAST_SHARE of the dimension.
-        """
+        """The builders that are active at position 1 alone, the strongest first."""
         added = self.contributions(self.layer)[: self.layer]
         needed = LEAST_SHARE * self.state[self.layer].abs().max()
         is_selective = self.at_1.abs()[: self.layer] >= SELECTIVITY * self.elsewhere[: self.layer]
@@ -98,26 +105,26 @@ class Activity:
 
     def num_needed(self, layer, share):
         """How many builders make a share of the dimension after a layer."""
-        added = self.contributions(layer)[:layer].clamp(min=0)  # of those that take away, nothing
+        added = self.contributions(layer)[:layer].clamp(min=0)
         sums = added.flatten().sort(descending=True).values.cumsum(0)
         return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
     def left(self, states: Tensor):
-        """The share of the sink's dimension in states (n, d) at position 1, after `self.layer`."""
+        """The share that is left of the sink's dimension in states (n, d) after `self.layer`."""
         dimension = self.dimension(self.layer)
         return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
 
     def removers(self, count):
-        """The (layer, unit) that take most of `self.layer`'s dimension away, most first."""
+        """The strongest removers of `self.layer`'s dimension, in any layer."""
         return ranked(-self.contributions(self.layer), count)
 
     def strongest_elsewhere(self, count):
-        """The (layer, unit) that write most at other positions: |activation| times the norm of its column."""
+        """The units that write most at other positions: |activation| times the norm of the down column."""
         norms = torch.stack([down.float().norm(dim=0).cpu() for down in self.down])
         return ranked(self.elsewhere * norms, count)
 
     def describe(self, units):
-        """A row for each (layer, unit); `down_share` is what `dimension` holds of its squared down column."""
+        """A row for each (layer, unit). `down_share` is the dimension's share of the squared down column."""
         dimension = self.dimension(self.layer)
         builds = self.contributions(self.layer)
         rows = []
@@ -138,7 +145,7 @@ class Activity:
 
 @torch.inference_mode()
 def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
-    """The Activity of a model that reads tokens (n, T); a Chain of measure/attention.py may watch, too."""
+    """The Activity of a model on tokens (n, T). A `measure.attention.Chain` can watch the same pass."""
     state, disparities, at_1, elsewhere = [LayerMean(len(tokens)) for _ in range(4)]
 
     def on_state(layer, x):
@@ -159,13 +166,13 @@ def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
 
 
 def ranked(scores: Tensor, count):
-    """The (layer, unit) of the largest of scores (L, d_ff), largest first."""
+    """The (layer, unit) of the largest scores (L, d_ff), the largest first."""
     order = scores.flatten().argsort(descending=True)[:count].tolist()
     return [(place // scores.shape[1] + 1, place % scores.shape[1]) for place in order]
 
 
 def replace_units(units, means=None):
-    """An `on_units` that sets some (layer, unit) to zero; given means (L, d_ff), to these at position 1."""
+    """An `on_units` that sets each (layer, unit) to zero, or at position 1 to that of means (L, d_ff)."""
     numbers = defaultdict(list)
     for layer, unit in units:
         numbers[layer].append(unit)
@@ -185,15 +192,15 @@ def replace_units(units, means=None):
 
 @contextlib.contextmanager
 def rounded_inputs(model: Transformer, scale):
-    """While this lasts, what each projection of the blocks reads is rounded to 8 bits (255 levels).
+    """Within this context the blocks' projections read whole numbers from -127 to 127, times a step.
 
-    One scale serves a `token`, or a sequence's whole `tensor`: its largest |number| is 127.
+    With `token` each position has its own step; with `tensor` one step serves a whole sequence.
     """
-    axes = {"token": (2,), "tensor": (1, 2)}[scale]
+    dims = {"token": (2,), "tensor": (1, 2)}[scale]
 
     def hook(module, inputs):
         (x,) = inputs  # (B, T, d)
-        step = x.abs().amax(axes, keepdim=True).clamp(min=1e-30) / 127
+        step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
         return (x / step).round() * step
 
     with contextlib.ExitStack() as stack:
@@ -204,43 +211,44 @@ def rounded_inputs(model: Transformer, scale):
 
 
 @torch.inference_mode()
-def alpha_and_loss(model: Transformer, tokens: Tensor, on_state, streams=None, start=1, before=0):
-    """What queries pay to position 1, and the losses in nats/token, of tokens (n, T).
+def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=None, start=1, before=0):
+    """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
-    Returns alpha_1 (n, layers, H), what an explicit sink gets, alike (0 without one), and a dictionary: the
-    mean `loss`, that of the first prediction, and of those from the ninth on (None where there are none). The
-    first `before` tokens are in front of the text: predictions of them, and of the token that follows, do not
-    count. If `start` is above 1, `streams` (B, T, d) in front of that layer, one a batch, take the tokens'
-    place.
+    alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
+    the text: the first prediction is that of the text's second token. If `streams` are given, (B, T, d) for
+    each batch, layer `start` reads them, and the layers below do not run.
     """
-    alphas = defaultdict(list)
+    alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v):
-        alphas[layer].append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
+        by_layer.append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
 
     for number, part in enumerate(batches(tokens)):
-        inputs = streams[number] if start > 1 else part
-        states = model.hidden(inputs, on_heads=on_heads, on_state=on_state, start=start)
-        states = states[:, before:-1]
+        by_layer = []
+        inputs = part if streams is None else streams[number]
+        states = model.hidden(inputs, on_heads=on_heads, on_state=on_state, start=start)[:, before:-1]
         targets = part[:, before + 1 :]
         for place, some in enumerate(PREDICTIONS):
-            chosen = (states[:, some].flatten(0, 1), model.head_weight, targets[:, some].flatten())
-            totals[place] += kernels.summed_cross_entropy(*chosen).item()
-    alpha_1, alpha_0 = torch.stack([torch.cat(parts) for parts in alphas.values()], dim=1).unbind(-1)
-    n = len(tokens)
-    count = tokens.shape[1] - before - 1  # predictions of a sequence
+            chosen = states[:, some].flatten(0, 1)
+            total = kernels.summed_cross_entropy(chosen, model.head_weight, targets[:, some].flatten())
+            totals[place] += total.item()
+        alphas.append(torch.stack(by_layer, dim=1))  # (B, layers, H, 2)
+    alpha_1, alpha_0 = torch.cat(alphas).unbind(-1)
+    n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence
     losses = {"loss": totals.sum().item() / (n * count), "loss_first": totals[0].item() / n}
     losses["loss_from_ninth"] = totals[2].item() / (n * (count - 8)) if count > 8 else None
     return alpha_1, alpha_0, losses
 
 
 def ablate(model: Transformer, tokens: Tensor, seen, cases):
-    """alpha_1 (n, L, H), loss, and the stream at position 1 after layer `seen`, (n, d): as is, and by case.
+    """Yield alpha_1 (n, L, H), the loss, and the stream (n, d) at position 1 after layer `seen`.
 
-    A case is an `on_units`, and the first layer that it changes: what lies below runs once.
+    The unchanged model comes first, then each case: the arguments of `replace_units`. Layers below a case's
+    units run only once.
     """
-    streams = {start: [] for _, start in cases if start > 1}  # (B, T, d) of each batch, in front of a layer
+    starts = [min(units)[0] for units, _ in cases]
+    streams = {start: [] for start in starts if start > 1}  # in front of a layer, (B, T, d) of each batch
     at_1 = []
 
     def see(layer, x):
@@ -255,9 +263,9 @@ def ablate(model: Transformer, tokens: Tensor, seen, cases):
     whole, _, losses = alpha_and_loss(model, tokens, see_and_keep)
     state = torch.cat(at_1)
     yield whole, losses["loss"], state
-    for on_units, start in cases:
+    for start, (units, means) in zip(starts, cases):
         at_1.clear()
-        with hidden_units(model, on_units):
+        with hidden_units(model, replace_units(units, means)):
             alpha, _, losses = alpha_and_loss(model, tokens, see, streams.get(start), start)
         changed = torch.cat(at_1) if start <= seen else state
         yield torch.cat((whole[:, : start - 1], alpha), dim=1), losses["loss"], changed

@@ -45,11 +45,9 @@ def test_constants_are_the_means_of_a_position(kind):
         keys, values = attention.constants_at(model, tokens, position)
         for layer, (k, v) in enumerate(keys_and_values(model, tokens)):
             # float32 means of six numbers
-            expected = k[:, :, position - 1].mean(0).flatten()
-            torch.testing.assert_close(keys[layer], expected, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(
-                values[layer], v[:, :, position - 1].mean(0).flatten(), rtol=1e-5, atol=1e-6
-            )
+            for found, vectors in ((keys[layer], k), (values[layer], v)):
+                expected = vectors[:, :, position - 1].mean(0)  # (G, Dh)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_constants_in_some_layers():
@@ -164,7 +162,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     with hidden_units(model, zero):
         expected, _ = sinks.effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
-    heads = [x.view(3, 2, 8)[:, [1, 0]].flatten(1) for x in attention.constants_at(model, others)]
+    heads = [means[:, [1, 0]] for means in attention.constants_at(model, others)]
     expected, _ = sinks.effects(attention.with_constants(model, *heads), tokens, builder, 0)
     assert rows["constants of other heads", 12].items() >= expected.items()
     with rounded_inputs(changed, "token"):
@@ -194,8 +192,8 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     saved = checkpoint.load("saved")
     tokens = random_tokens(0, range(21), 12, 97)
     keys, values = attention.constants_at(model, tokens[5:])
-    assert torch.equal(saved.model.layers[1].self_attn.sink_key, keys[1])
-    assert torch.equal(saved.model.layers[1].self_attn.sink_value, values[1])
+    assert torch.equal(saved.model.layers[1].self_attn.sink_key, keys[1].flatten())
+    assert torch.equal(saved.model.layers[1].self_attn.sink_value, values[1].flatten())
     assert run_here("sinks", "rate", *words[:-1], "--model", "saved", "--out", "out").returncode == 0
     assert read_json(Path("out/rate.json"))["rows"][0]["constant_alpha"] > 0
     assert run_here("seedprint", "compare", "model", "saved", "--out", "out").returncode == 0
