@@ -37,8 +37,8 @@ ROLES = {  # of an MLP's matrices
 SUFFIX = r"(?:\.weight|\.kernel)?$"
 MLP_MATRIX = {role: re.compile(rf"^(?:(.*)\.)?(?:{names}){SUFFIX}") for role, names in ROLES.items()}
 NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's and Phi's attention shares it
-    "pre_feedforward_layernorm post_attention_layernorm norm_2 ln_?2 ln_mlp ffn_norm mlp_norm "
-    "final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
+    "pre_feedforward_layernorm post_attention_layernorm post_self_attention_layer_norm norm_2 ln_?2 ln_mlp "
+    "ffn_norm mlp_norm final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
 NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 # Matrices that write to the residual stream: its coordinates are their rows
