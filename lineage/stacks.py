@@ -64,7 +64,10 @@ def find(source):
             others[common_name([stack], reading), stack.width].append(stack)
     groups = []
     for tables, members in fed + [([], members) for members in others.values()]:
-        beside = {name: shape for name, shape in outside.items() if set(reach[name]) & set(members)}
+        beside = {}
+        for name, shape in outside.items():
+            if name in tables or set(reach[name]) & set(members):
+                beside[name] = shape
         is_fed_otherwise = tables == [] and not set(members).isdisjoint(otherwise)
         members = [stack for stack in stacks if stack in members]
         groups.append(Group(common_name(members, stacks), members, tables, beside, is_fed_otherwise))
