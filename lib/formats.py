@@ -480,6 +480,8 @@ def contents(place):
     """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
+    if is_gguf(place) and not tensors:
+        raise UserError(f"{place} is no language model, but a vocabulary alone")
     for name, tensor in tensors.items():
         if tensor.shape == (0,):
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"

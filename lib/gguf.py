@@ -90,9 +90,10 @@ class GGUF:
         kind = values.get("general.type", "model")
         if values.get("general.architecture") == "clip":
             kind = "mmproj"
-        if kind != "model" or num_tensors == 0:
-            what = OTHERS.get(kind, f"a file of type {kind!r}") if num_tensors else "a vocabulary alone"
-            raise UserError(f"{path} is no language model, but {what}")
+        if kind != "model" and num_tensors:  # a vocabulary alone has none, and is a tokenizer
+            raise UserError(
+                f"{path} is no language model, but {OTHERS.get(kind, f'a file of type {kind!r}')}"
+            )
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
             raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")
@@ -100,7 +101,7 @@ class GGUF:
         start = -(-header.place // alignment) * alignment  # of the numbers
         names = hugging_face_names(values)
         heads = {}  # of q and k, where their rows stand in pairs to rotate
-        if values["general.architecture"] == "llama":
+        if infos and values["general.architecture"] == "llama":
             heads["q_proj"] = values["llama.attention.head_count"]
             heads["k_proj"] = values.get("llama.attention.head_count_kv", heads["q_proj"])
         self.tensors = {}
