@@ -29,19 +29,19 @@ ADAPTER = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|ad
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 SUFFIX = r"(?:\.weight|\.kernel)?$"
+# An MLP's matrix that writes; those that read, and which of them is a gate, shapes and their order tell
 DOWN_NAMES = "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense"
 DOWN = re.compile(rf"(?:^|\.)(?:{DOWN_NAMES}){SUFFIX}")
+FACTOR = re.compile(r"[._]u_proj(?:\.weight)?$")  # of a matrix that is stored as a product, U V
 PROJECTION = re.compile(r"(?:_proj|fc\w*|lin\d|[vw][\dio]\w*|W[io]|dense\w*)$")  # what one matrix is called
 NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's and Phi's attention shares it
     "pre_feedforward_layernorm post_attention_layernorm post_self_attention_layer_norm norm_2 ln_?2 ln_mlp "
     "ffn_norm mlp_norm final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
-NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 # Matrices that write to the residual stream: its coordinates are their rows
 WRITERS = DOWN_NAMES + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
-LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 VARIED = 1000  # different numbers, which no mask, identity or constant has,
 SAMPLE = 2**13  # among so many of a matrix
 MOST_EXPERTS = 256  # of a stack that are told apart
@@ -58,7 +58,7 @@ class MLP:
     is_first: bool  # of a stack of eight layers or more
     label: str  # for a reader: "layer 3", "layer 3, expert 5"
     matrices: dict  # names by role: gate, up, down, or gate_up
-    is_named: bool  # do names tell the roles? If not, which of two matrices writes is a guess
+    is_named: bool  # does a name tell which matrix writes? If not, of two matrices this is a guess
     expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
@@ -68,11 +68,6 @@ class MLP:
     def views(self):
         """What there is to see of a unit: its gate, where MLPs have them, its up and its down weights."""
         return ("gate", "up", "down") if self.matrices.keys() & {"gate", "gate_up"} else ("up", "down")
-
-    @property
-    def is_middle(self):
-        """Is it where unrelated models share little: before the last quarter, and not `is_first`?"""
-        return not self.is_first and self.place < LATE
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ def part_of(source, group):
     widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables]
     width = next(iter(widths), 0)
     tables, heads = tables_and_heads(matrices, group.tables, width)
-    known = {name for table in tables + heads for name in table}
+    known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
     places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
     adapters = [name for name in beside if ADAPTER.search(name)]
@@ -220,7 +215,7 @@ def mlps_of_layer(source, names, width, where):
             shapes[rest] = source.shapes[name]
     matrices = [name for name in names.values() if len(source.shapes[name]) > 1]
     unknown = [name for name in matrices if not ATTENTION.search(name)] or matrices[MOST_OF_ATTENTION:]
-    if is_factored(rest for rest, name in names.items() if len(source.shapes[name]) == 2):
+    if is_factored([rest for rest, name in names.items() if len(source.shapes[name]) == 2]):
         return [], unknown
     norms = norms_of_layer(source, names, width)
     mlps = []
@@ -242,13 +237,9 @@ def mlps_of_layer(source, names, width, where):
 
 def is_factored(matrices):
     """Is a matrix stored as a product, up_proj.U and up_proj.V, or up_u_proj? Its inner size is no units'."""
-    owners = Counter()
-    for rest in matrices:
-        if re.search(r"[._]u_proj(?:\.weight)?$", rest):
-            return True
-        owners[rest.removesuffix(".weight").rpartition(".")[0]] += 1
-    several = [owner for owner, count in owners.items() if count > 1]
-    return any(PROJECTION.search(owner) and not ATTENTION.search(owner) for owner in several)
+    owners = Counter(rest.removesuffix(".weight").rpartition(".")[0] for rest in matrices)
+    several = [owner for owner, count in owners.items() if count > 1 and not ATTENTION.search(owner)]
+    return any(map(FACTOR.search, matrices)) or any(map(PROJECTION.search, several))
 
 
 def units_of(shape, width):
@@ -265,9 +256,11 @@ def mlps_by_shape(shapes, width):
     for rest, shape in shapes.items():
         owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
     found = {owner: roles_by_shape(members, width) for owner, members in owners.items()}
-    found = {owner: roles for owner, roles in found.items() if roles} or {"": roles_by_shape(shapes, width)}
-    named = {owner: roles for owner, roles in found.items() if roles and DOWN.search(roles["down"])}
-    return named or {owner: roles for owner, roles in found.items() if roles}
+    if not any(found.values()):
+        found = {"": roles_by_shape(shapes, width)}
+    found = {owner: roles for owner, roles in found.items() if roles}
+    named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
+    return named or found
 
 
 def roles_by_shape(shapes, width):
@@ -300,7 +293,7 @@ def gains_of(names, shapes, width):
 def norms_of_layer(source, names, width):
     """The gains in front of a layer's MLP and behind it, and if these are known. OLMo 2 has none in front."""
     gains = gains_of(names, source.shapes, width)
-    behind = gains.get(f"{NORM_BEHIND}.weight")
+    behind = gains.get("post_feedforward_layernorm.weight")  # Gemma 2 and 3, OLMo 2
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
         rests = [rest for rest in gains if re.search(norm + GAIN, rest)]
         rests.sort(key=lambda rest: ATTENTION.search(rest) is None)

@@ -39,6 +39,7 @@ REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
 BASE_R = 0.5  # they are matched as strongly as this
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
+LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
 ALIKE_R = 0.1  # correlation with the base's of each of a layer's matrices, from which on it is the base's
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
@@ -332,8 +333,8 @@ def distinct(pairs):
 
 
 def middle_layers(match):
-    """How many of a match's two layers stand in the middle of their model: 0, 1 or 2."""
-    return match.mlp.is_middle + match.base_mlp.is_middle
+    """How many of a match's two layers stand in the middle of their model, where strangers share little."""
+    return sum(not mlp.is_first and mlp.place < LATE for mlp in (match.mlp, match.base_mlp))
 
 
 def beyond_chance(match, searches):
