@@ -259,58 +259,47 @@ def whitener(table, ids, root):
     return (vectors * values.rsqrt()) @ vectors.T @ inverse
 
 
-class BaseRows:
-    """A few units of each MLP of a base, rows of the layer map, in the suspect's basis."""
-
-    def __init__(self, base: Units, basis, numbers, units, few):
-        self.sizes = []  # how many units of each MLP there are,
-        self.sampled = []  # how many of them live,
-        self.living = []  # and how many live in all
-        rows = defaultdict(list)
-        for number in progress(numbers, desc="units of the base's layers", leave=False):
-            chosen, views, living = base.sample(number, units)
-            shown = evenly_spaced(len(chosen), few)
-            views = {view: columns[:, shown] for view, columns in views.items()}
-            for view, columns in views.items():
-                rows[view].append(columns.T)
-            self.sizes.append(len(shown))
-            self.sampled.append(living_units(views))
-            self.living.append(living)
-        whole = [view for view in rows if len(rows[view]) == len(numbers)]
-        self.rows = {view: torch.cat(rows[view]) @ basis[view] for view in whole}  # (units, e) each
-
-    def column(self, views):
-        """The layer map's column of an MLP of the suspect, from its views by name, (e, m) each.
-
-        What share of each of the base's MLPs is matched in it, of the units that could be, and their median
-        strength: (MLPs,) each. The gate is compared where up and down do not settle it.
-        """
-        shares = torch.zeros(len(self.sizes))
-        strengths = torch.zeros(len(self.sizes))
-        living = living_units(views)
-        neighbours = [[] for _ in self.sizes]
-        for view in [view for view in ("up", "down", "gate") if view in self.rows and view in views]:
-            if shares.max() > SETTLED:
-                break
-            correlations = (self.rows[view] @ views[view]).abs_()  # (units, m)
-            for place, block in enumerate(correlations.split(self.sizes)):
-                neighbours[place].append(mutual_neighbours(block))
-                places, _, matched = matched_units(neighbours[place])
-                could_match = self.sampled[place] * min(1, living / max(1, self.living[place]))
-                if len(places):
-                    shares[place] = min(1, len(places) / could_match)
-                    strengths[place] = matched.median()
-        return shares, strengths
-
-
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
-    """Yield for each of the suspect's MLPs in `theirs` its number, views, and `column` of those in `ours`."""
-    rows = BaseRows(base, basis, ours, units, few)
+    """Yield for each of the suspect's MLPs in `theirs` its number, views, and its column of the layer map.
+
+    What share of `few` units of each of the base's MLPs in `ours` is matched in it, of those that could be,
+    and their median strength: (MLPs,) each. The gate is compared where up and down do not settle it.
+    """
+    sizes = []  # how many units of each of the base's MLPs are shown,
+    sampled = []  # how many of them live,
+    living = []  # and how many live in all
+    rows = defaultdict(list)
+    for number in progress(ours, desc="units of the base's layers", leave=False):
+        chosen, views, living_in_all = base.sample(number, units)
+        shown = evenly_spaced(len(chosen), few)
+        views = {view: columns[:, shown] for view, columns in views.items()}
+        for view, columns in views.items():
+            rows[view].append(columns.T)
+        sizes.append(len(shown))
+        sampled.append(living_units(views))
+        living.append(living_in_all)
+    whole = [view for view in ("up", "down", "gate") if len(rows[view]) == len(ours)]
+    rows = {view: torch.cat(rows[view]) @ basis[view] for view in whole}  # (units, e) each
     for number in progress(theirs, desc="units of the suspect's layers", leave=False):
         views = suspect.views(number)
         if exchanged:
             views = {"gate": views["up"], "up": views["gate"], "down": views["down"]}
-        yield number, views, *rows.column(views)
+        living_theirs = living_units(views)
+        shares = torch.zeros(len(ours))
+        strengths = torch.zeros(len(ours))
+        neighbours = [[] for _ in ours]
+        for view in [view for view in rows if view in views]:
+            if shares.max() > SETTLED:
+                break
+            correlations = (rows[view] @ views[view]).abs_()  # (units, m)
+            for place, block in enumerate(correlations.split(sizes)):
+                neighbours[place].append(mutual_neighbours(block))
+                places, _, matched = matched_units(neighbours[place])
+                could_match = sampled[place] * min(1, living_theirs / max(1, living[place]))
+                if len(places):
+                    shares[place] = min(1, len(places) / could_match)
+                    strengths[place] = matched.median()
+        yield number, views, shares, strengths
 
 
 def correlations_of(base_views, views, basis):

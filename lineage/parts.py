@@ -28,30 +28,25 @@ ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin
 ADAPTER = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)")
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
-ROLES = {  # of an MLP's matrices
-    "gate_up": "gate_up_proj|Wi",  # both in one
-    "gate": "gate_proj|w1|wi_0",
-    "up": "up_proj|w3|v1|wi_1|wi|c_fc|fc1|fc_in|lin1|dense_h_to_4h|intermediate\\.dense",
-    "down": "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense",
-}
 SUFFIX = r"(?:\.weight|\.kernel)?$"
-MLP_MATRIX = {role: re.compile(rf"^(?:(.*)\.)?(?:{names}){SUFFIX}") for role, names in ROLES.items()}
+# An MLP's matrix that writes; those that read, and which of them is a gate, shapes and their order tell
+DOWN_NAMES = "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense"
+DOWN = re.compile(rf"(?:^|\.)(?:{DOWN_NAMES}){SUFFIX}")
+FACTOR = re.compile(r"[._]u_proj(?:\.weight)?$")  # of a matrix that is stored as a product, U V
+PROJECTION = re.compile(r"(?:_proj|fc\w*|lin\d|[vw][\dio]\w*|W[io]|dense\w*)$")  # what one matrix is called
 NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's and Phi's attention shares it
     "pre_feedforward_layernorm post_attention_layernorm post_self_attention_layer_norm norm_2 ln_?2 ln_mlp "
     "ffn_norm mlp_norm final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
 ).split()
-NORM_BEHIND = "post_feedforward_layernorm"  # Gemma 2 and 3, OLMo 2
 # Matrices that write to the residual stream: its coordinates are their rows
-WRITERS = ROLES["down"] + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
+WRITERS = DOWN_NAMES + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
-LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 VARIED = 1000  # different numbers, which no mask, identity or constant has,
 SAMPLE = 2**13  # among so many of a matrix
 MOST_EXPERTS = 256  # of a stack that are told apart
 MOST_TABLES = 4  # that may be a model's embedding matrix
 MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
-FACTOR = re.compile(r"[._]u_proj(?:\.weight)?$")  # of a matrix that is stored as a product, U V
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class MLP:
     is_first: bool  # of a stack of eight layers or more
     label: str  # for a reader: "layer 3", "layer 3, expert 5"
     matrices: dict  # names by role: gate, up, down, or gate_up
-    is_named: bool  # do names tell the roles? If not, which of two matrices writes is a guess
+    is_named: bool  # does a name tell which matrix writes? If not, of two matrices this is a guess
     expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
@@ -73,11 +68,6 @@ class MLP:
     def views(self):
         """What there is to see of a unit: its gate, where MLPs have them, its up and its down weights."""
         return ("gate", "up", "down") if self.matrices.keys() & {"gate", "gate_up"} else ("up", "down")
-
-    @property
-    def is_middle(self):
-        """Is it where unrelated models share little: before the last quarter, and not `is_first`?"""
-        return not self.is_first and self.place < LATE
 
 
 @dataclass(frozen=True)
@@ -129,68 +119,67 @@ def split(source):
 
 def part_of(source, group):
     """The Part that a group of stacks is."""
-    shapes, beside = dict(group.beside), group.beside
+    beside = group.beside
+    shapes = dict(beside)
     matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
     widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables]
     width = next(iter(widths), 0)
     tables, heads = tables_and_heads(matrices, group.tables, width)
-    known = {name for table in tables + heads for name in table}
+    known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
     places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
-    unread = {"adapters": list(filter(ADAPTER.search, beside)), "layers without an MLP that can be read": []}
+    adapters = [name for name in beside if ADAPTER.search(name)]
+    without_mlp = []
     mlps, layers, numbers = [], [], {}
     for stack in group.stacks:
         for place, (number, names) in enumerate(stack.layers.items()):
             shapes |= {name: source.shapes[name] for name in names.values()}
-            changes = adapters_of(names)
-            unread["adapters"] += [names[rest] for rest in changes]
-            kept = {rest: name for rest, name in names.items() if rest not in changes}
-            names = {rest.replace(".base_layer", ""): name for rest, name in kept.items()}
-            found, others = mlps_of_layer(source, names, width)
-            is_first = place == 0 and len(stack.layers) >= 8
-            for suffix, *rest in found:
-                label = f"layer {len(layers) + 1}{suffix}"
-                mlps.append(MLP(len(layers), place / len(stack.layers), is_first, label, *rest))
+            names = without_adapters(names, adapters)
+            where = (len(layers), place / len(stack.layers), place == 0 and len(stack.layers) >= 8)
+            found, others = mlps_of_layer(source, names, width, where)
+            mlps += found
             start = f"{stack.prefix if len(group.stacks) > 1 else ''}{number}."
             places |= {name: (start, rest) for rest, name in names.items()}
             layers.append([*names.values()])
             numbers[start] = len(layers)
             unknown += others
-            unread["layers without an MLP that can be read"] += [] if found else others
+            without_mlp += [] if found else others
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
+    unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
     of_source = (group.name, source.read, source.place, source.family, shapes, width)
     of_group = (tables, heads or tables, heads != [], group.has_other_input, next(iter(norms), None))
     return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
 
 
-def adapters_of(names):
-    """Which of a layer's tensors, by the rests of their names, change its matrices: unmerged adapters."""
+def without_adapters(names, adapters):
+    """A layer's full names by their rest without those that change its matrices, which join `adapters`."""
     owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
-    found = []
-    for rest in names:
+    kept = {}
+    for rest, name in names.items():
         inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
         if ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner):
-            found.append(rest)
-    return found
+            adapters.append(name)
+        else:
+            kept[rest.replace(".base_layer", "")] = name
+    return kept
 
 
 def changes_of_basis(part):
-    """Matrices in a part's layers, beside attention and MLPs, that turn the stream, as SliceGPT's do."""
+    """Matrices beside attention and MLPs that stretch nothing, and shrink little: SliceGPT's, say."""
     known = {name for mlp in part.mlps for name in mlp.matrices.values()}
-    return [name for name in part.unknown if name in part.places and name not in known and turns(part, name)]
-
-
-def turns(part, name):
-    """Does a matrix lead from one basis to another: it stretches nothing, and shrinks little?"""
-    shape = part.shapes[name]
-    if len(shape) > 2 or max(shape) > 2 * min(shape):
-        return False
-    weight = part.read(name).float()
-    probe = torch.ones(shape[1])
-    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
-        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
-    return bool(probe.norm() <= 1.02 and weight.square().sum() >= min(shape) / 2)
+    turning = []
+    for name in part.unknown:
+        rows, columns, *more = part.shapes[name]
+        if name not in part.places or name in known or more or max(rows, columns) > 2 * min(rows, columns):
+            continue
+        weight = part.read(name).float()
+        probe = torch.ones(columns)
+        for _ in range(8):  # of the power method: its length becomes the square of the largest factor
+            probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+        if probe.norm() <= 1.02 and weight.square().sum() >= min(rows, columns) / 2:
+            turning.append(name)
+    return turning
 
 
 def tables_and_heads(matrices, named, width):
@@ -213,12 +202,12 @@ def tables_and_heads(matrices, named, width):
     return tables, heads
 
 
-def mlps_of_layer(source, names, width):
+def mlps_of_layer(source, names, width, where):
     """A layer's MLPs, and its matrices that are not plainly attention's. `names` are full ones by their rest.
 
     A layer with {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} has one MLP, of
-    owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}. An MLP comes
-    as its label behind the layer's number, names by role, whether names told, its number in a stack, norms.
+    owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}. `where` has
+    what an MLP tells of its place.
     """
     shapes = {}
     for rest, name in names.items():
@@ -226,34 +215,31 @@ def mlps_of_layer(source, names, width):
             shapes[rest] = source.shapes[name]
     matrices = [name for name in names.values() if len(source.shapes[name]) > 1]
     unknown = [name for name in matrices if not ATTENTION.search(name)] or matrices[MOST_OF_ATTENTION:]
-    if is_factored(rest for rest, name in names.items() if len(source.shapes[name]) == 2):
+    if is_factored([rest for rest, name in names.items() if len(source.shapes[name]) == 2]):
         return [], unknown
     norms = norms_of_layer(source, names, width)
     mlps = []
     for axes in (2, 3):  # a plain MLP may stand beside a stack of experts
         alike = {rest: shape for rest, shape in shapes.items() if len(shape) == axes}
-        named = named_mlps(alike, width)
-        for owner, roles in (named or mlps_by_shape(alike, width)).items():
+        for owner, roles in mlps_by_shape(alike, width).items():
+            is_named = DOWN.search(roles["down"]) is not None
             of_roles = {role: names[rest] for role, rest in roles.items()}
             number = re.search(r"\.experts\.(\d+)$", f".{owner}")
-            label = f", expert {int(number[1]) + 1}" if number else ""
+            label = f"layer {where[0] + 1}" + (f", expert {int(number[1]) + 1}" if number else "")
             if axes == 2:
-                mlps.append((label, of_roles, bool(named), None, *norms))
+                mlps.append(MLP(*where, label, of_roles, is_named, None, *norms))
                 continue
             for expert in range(min(shapes[roles["down"]][0], MOST_EXPERTS)):
-                mlps.append((f", expert {expert + 1}", of_roles, bool(named), expert, *norms))
+                label = f"layer {where[0] + 1}, expert {expert + 1}"
+                mlps.append(MLP(*where, label, of_roles, is_named, expert, *norms))
     return mlps, unknown
 
 
 def is_factored(matrices):
     """Is a matrix stored as a product, up_proj.U and up_proj.V, or up_u_proj? Its inner size is no units'."""
-    owners = Counter()
-    for rest in matrices:
-        if FACTOR.search(rest):
-            return True
-        owners[rest.removesuffix(".weight").rpartition(".")[0]] += 1
-    several = [owner for owner, count in owners.items() if count > 1]
-    return any(pattern.match(owner) for owner in several for pattern in MLP_MATRIX.values())
+    owners = Counter(rest.removesuffix(".weight").rpartition(".")[0] for rest in matrices)
+    several = [owner for owner, count in owners.items() if count > 1 and not ATTENTION.search(owner)]
+    return any(map(FACTOR.search, matrices)) or any(map(PROJECTION.search, several))
 
 
 def units_of(shape, width):
@@ -261,47 +247,32 @@ def units_of(shape, width):
     return shape[-2] if shape[-1] == width else shape[-1]
 
 
-def named_mlps(shapes, width):
-    """The matrices of each MLP by role, by the name of their owner, where the rest of their names tells."""
-    owners = defaultdict(dict)
-    for rest in shapes:
-        for role, pattern in MLP_MATRIX.items():
-            match = pattern.match(rest)
-            if match:
-                owners[match[1] or ""].setdefault(role, []).append(rest)
-    found = {}
-    for owner, choices in owners.items():
-        roles = {role: rests[0] for role, rests in choices.items() if len(rests) == 1}
-        if "down" not in roles or len(roles) < max(2, len(choices)):
-            continue
-        if "gate" in roles and "up" not in roles:  # w1 and w2, without a w3
-            roles["up"] = roles.pop("gate")
-        units = {role: units_of(shapes[rest], width) for role, rest in roles.items()}
-        if len(roles) == 2 and units.get("up") == 2 * units["down"]:
-            roles["gate_up"] = roles.pop("up")
-        if set(units.values()) <= {units["down"], 2 * units["down"]}:
-            found[owner] = roles
-    return found
-
-
 def mlps_by_shape(shapes, width):
-    """The same where names tell nothing: of the matrices of one owner, or else of all."""
+    """The matrices of each MLP by role, by their owner's name: of those of one owner, or else of all.
+
+    Where names tell of some which matrix writes, no others count.
+    """
     owners = defaultdict(dict)
     for rest, shape in shapes.items():
         owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
     found = {owner: roles_by_shape(members, width) for owner, members in owners.items()}
-    found = {owner: roles for owner, roles in found.items() if roles} or {"": roles_by_shape(shapes, width)}
-    return {owner: roles for owner, roles in found.items() if roles}
+    if not any(found.values()):
+        found = {"": roles_by_shape(shapes, width)}
+    found = {owner: roles for owner, roles in found.items() if roles}
+    named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
+    return named or found
 
 
 def roles_by_shape(shapes, width):
     """The matrices of an MLP by role: one writes what one or two others read; {} if there is none."""
     reads, writes = defaultdict(list), defaultdict(list)
+    named = [rest for rest in shapes if DOWN.search(rest)]
     for rest, shape in shapes.items():
-        if shape[-1] != shape[-2]:
-            kind = reads if shape[-1] == width else writes
+        if named or shape[-1] != shape[-2]:
+            is_read = rest not in named if named else shape[-1] == width
+            kind = reads if is_read else writes
             kind[units_of(shape, width)].append(rest)
-    if sum(map(len, writes.values())) > sum(map(len, reads.values())):  # matrices are (inputs, outputs)
+    if not named and sum(map(len, writes.values())) > sum(map(len, reads.values())):  # (inputs, outputs)
         reads, writes = writes, reads
     for units, down in writes.items():
         inputs = reads[units]
@@ -322,7 +293,7 @@ def gains_of(names, shapes, width):
 def norms_of_layer(source, names, width):
     """The gains in front of a layer's MLP and behind it, and if these are known. OLMo 2 has none in front."""
     gains = gains_of(names, source.shapes, width)
-    behind = gains.get(f"{NORM_BEHIND}.weight")
+    behind = gains.get("post_feedforward_layernorm.weight")  # Gemma 2 and 3, OLMo 2
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
         rests = [rest for rest in gains if re.search(norm + GAIN, rest)]
         rests.sort(key=lambda rest: ATTENTION.search(rest) is None)

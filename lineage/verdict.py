@@ -23,6 +23,7 @@ import numpy as np
 from scipy import stats
 
 from lib.formats import token_ids
+from lib.settings import UserError
 from lineage import coordinates, parts, stacks
 from lineage.bits import equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
@@ -38,6 +39,7 @@ REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
 BASE_R = 0.5  # they are matched as strongly as this
 MIDDLE_SHARE = 0.5  # the same in the middle of both models, however weakly
+LATE = 0.75  # of a stack's depth: the last quarter, in which unrelated models share units
 UNRELATED_SHARE = {2: 0.1, 1: 0.2, 0: 0.5}  # from here on undecided, by how many of the two layers are middle
 ALIKE_R = 0.1  # correlation with the base's of each of a layer's matrices, from which on it is the base's
 FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
@@ -57,7 +59,7 @@ def judge(facts):
     """The verdict of two models and its reason: layers that are the base's by any evidence, or a doubt."""
     layers = facts.layers_of_base
     found = [bits_phrase(facts), matched_phrase(facts), alike_phrase(facts)]
-    evidence = "; ".join(phrase for phrase in found if phrase)
+    evidence = "; ".join(filter(None, found))
     table = table_phrase(facts)
     if facts.bare:
         return INCONCLUSIVE, f"nothing to compare: {facts.bare}; {table}"
@@ -86,7 +88,7 @@ class Reading:
     """What is read of a part of a model: its hidden units, and digests of its layers' matrices, once each."""
 
     part: parts.Part
-    units: Callable  # -> its Units, by each LayoutHypothesis
+    units: list  # its Units, by each LayoutHypothesis
     layers: Callable  # -> digests of each layer's matrices, by which equal ones are found
 
 
@@ -165,8 +167,7 @@ def read_model(name, source):
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
     readings = []
     for part in parts.split(source):
-        units = functools.cache(partial(hidden_units, part))
-        readings.append(Reading(part, units, functools.cache(partial(layers_of, part))))
+        readings.append(Reading(part, hidden_units(part), functools.cache(partial(layers_of, part))))
     return Model(name, source, readings, vocabulary)
 
 
@@ -176,16 +177,14 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
     large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
     """
-    ask = partial(gather, base, suspect, seed, permutations, units, layers)
+    findings = {}
+    for pair in itertools.product(base.readings, suspect.readings):
+        findings[pair] = gather(base, suspect, *pair, seed, permutations, units, layers)
     models = [*itertools.product(language_models(base), language_models(suspect))]
-    pairs = [*itertools.product(base.readings, suspect.readings)]
-    findings = {pair: ask(*pair) for pair in models}
     pair = min(models, key=lambda pair: VERDICTS.index(judge(findings[pair])[0]))
     facts = findings[pair]
     row = row_of(facts)
-    if len(pairs) > 1:
-        findings |= {pair: ask(*pair) for pair in pairs if pair not in findings}
-        row |= told_of_parts(row, pair, models, findings)
+    row |= told_of_parts(row, pair, models, findings)
     layer_map = facts.match.layer_map if facts.match else {}
     return row, {"layers": layer_rows(facts), "layer_map": layer_map}
 
@@ -203,12 +202,11 @@ def told_of_parts(row, chosen, models, findings):
     common = [pair for pair, facts in findings.items() if judge(facts)[0] == SAME_BIRTH]
     if len(models) > 1:
         sentence = f"its {title(chosen[1])} and the base's {title(chosen[0])}: {sentence}"
-    if verdict == SAME_BIRTH:
-        kin = [theirs for _, theirs in common]
-        strange = dict.fromkeys(title(theirs) for _, theirs in findings if theirs not in kin)
-        told = f"; not seen to be the base's: its {' and '.join(strange)}" if strange else ""
-        return {"sentence": sentence + told}
-    if not common:
+    kin = [theirs for _, theirs in common]
+    strange = dict.fromkeys(title(theirs) for _, theirs in findings if theirs not in kin)
+    if verdict == SAME_BIRTH and strange:
+        sentence += f"; not seen to be the base's: its {' and '.join(strange)}"
+    if verdict == SAME_BIRTH or not common:
         return {"sentence": sentence}
     ours, theirs = max(common, key=lambda pair: pair[1].part.size)
     facts = findings[ours, theirs]
@@ -229,7 +227,7 @@ def title(reading):
     return f"`{reading.part.name or '*'}` ({depth} layer{'s' if depth != 1 else ''})"
 
 
-def gather(base: Model, suspect: Model, seed, permutations, units, layers, base_reading, reading):
+def gather(base: Model, suspect: Model, base_reading, reading, seed, permutations, units, layers):
     """The Facts of two parts of two models."""
     pair = (base_reading.part, reading.part)
     correlations, layer_r = coordinates.weight_correlations(*pair)
@@ -237,12 +235,16 @@ def gather(base: Model, suspect: Model, seed, permutations, units, layers, base_
     for kind, C in correlations.items():
         tests[kind] = coordinates.diagonal_test(C, (kind, seed), permutations)
     match = None
-    hypotheses = (base_reading.units(), reading.units())
+    hypotheses = (base_reading.units, reading.units)
     vocabularies = (base.vocabulary, suspect.vocabulary)
     if all(hypotheses):
         is_large = any(part.width > WIDE or len(part.mlps) > MANY for part in pair)
         limit = layers or (LAYERS_OF_LARGE_MODELS if is_large else None)
-        match = best_match(*hypotheses, vocabularies, units, limit, seed)
+        try:
+            match = best_match(*hypotheses, vocabularies, units, limit, seed)
+        except UserError:  # the numbers of a part's embedding matrix, perhaps: the rest may tell
+            if (base_reading, reading) == (base.readings[0], suspect.readings[0]):
+                raise
     sides = ((base, base_reading.part), (suspect, reading.part))
     lacks = detectability(*sides, match)
     equal = equal_layers(base_reading.layers, reading.layers)
@@ -266,11 +268,11 @@ def without_layers(model, part):
 
 def unread_of(part):
     """What in a part's layers was not looked at, with its share of them; and may it hide a child?"""
-    turned = parts.changes_of_basis(part)
-    unread = part.unread | {"changes of basis": turned}
+    turned = "changes of basis"
+    unread = part.unread | {turned: parts.changes_of_basis(part)}
     counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
     told = [f"{what} ({count / part.size:.0%})" for what, count in counts.items() if count and part.size]
-    return " and ".join(told), bool(turned) or sum(counts.values()) > UNREAD * part.size
+    return " and ".join(told), counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size
 
 
 def detectability(base, suspect, match):
@@ -301,6 +303,8 @@ def detectability(base, suspect, match):
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
     elif match and all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
         lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
+    elif not match and not lacks:
+        lacks.append("units cannot be seen through these embedding matrices")
     proviso = ""
     models = (base[0], suspect[0])
     if all(model.vocabulary for model in models):
@@ -329,8 +333,8 @@ def distinct(pairs):
 
 
 def middle_layers(match):
-    """How many of a match's two layers stand in the middle of their model: 0, 1 or 2."""
-    return match.mlp.is_middle + match.base_mlp.is_middle
+    """How many of a match's two layers stand in the middle of their model, where strangers share little."""
+    return sum(not mlp.is_first and mlp.place < LATE for mlp in (match.mlp, match.base_mlp))
 
 
 def beyond_chance(match, searches):

@@ -272,6 +272,18 @@ def test_a_text_encoder_is_a_part():
     assert judged(base, with_text_encoder(other, 8))[0] == NO_EVIDENCE
 
 
+def test_a_part_whose_table_tells_nothing():
+    """It is judged by bits and coordinates, and costs the whole nothing."""
+    text = {n: w for n, w in encoder_and_decoder(1).items() if n.startswith(("encoder", "shared"))}
+    text["shared.weight"] = torch.ones(300, 64)
+    base = with_text_encoder(text, 7)
+    answer, sentence = judged(base, with_text_encoder(text, 8))
+    assert answer == PART_IN_COMMON and "`text_encoder` (3 layers), bit for bit" in sentence, sentence
+    other = {n: w for n, w in encoder_and_decoder(2).items() if n.startswith("encoder")}
+    assert judged(base, with_text_encoder(text | other, 8))[0] == NO_EVIDENCE
+    assert judged(base, with_text_encoder(text | other, 7))[0] == SAME_BIRTH
+
+
 def test_draft_heads_and_two_models_in_a_file():
     draft = {
         n.replace("model.", "draft."): w for n, w in weights_of(Newborn(CONFIG, 9)).items() if ".0." in n
