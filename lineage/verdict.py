@@ -180,8 +180,15 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     findings = {}
     for pair in itertools.product(base.readings, suspect.readings):
         findings[pair] = gather(base, suspect, *pair, seed, permutations, units, layers)
-    models = [*itertools.product(language_models(base), language_models(suspect))]
-    pair = min(models, key=lambda pair: VERDICTS.index(judge(findings[pair])[0]))
+    candidates = language_models(base) + language_models(suspect)
+    models = [pair for pair in findings if candidates.count(pair[0]) and candidates.count(pair[1])]
+
+    def doubt(pair):
+        return VERDICTS.index(judge(findings[pair])[0])
+
+    # of each candidate the closest pair; of these the one that says least: all must be kin to be of one birth
+    closest = [min((pair for pair in models if each in pair), key=doubt) for each in candidates]
+    pair = max(closest, key=doubt)
     facts = findings[pair]
     row = row_of(facts)
     row |= told_of_parts(row, pair, models, findings)
@@ -190,10 +197,16 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """What is judged as a model: the first part, and others that have a head, too, and half its size."""
+    """The parts that may be the language model: the first, and those that nothing tells from it.
+
+    If the first has a head, these have one, too, and half of its size; if not, all that read tokens may be.
+    """
     first, *others = model.readings
-    least = first.part.size / 2
-    return [first] + [r for r in others if first.part.has_head and r.part.has_head and r.part.size >= least]
+    if not first.part.has_head:
+        return [first] + [other for other in others if other.part.tables]
+    return [first] + [
+        other for other in others if other.part.has_head and other.part.size >= first.part.size / 2
+    ]
 
 
 def told_of_parts(row, chosen, models, findings):
