@@ -63,7 +63,8 @@ def find(source):
         if stack not in reading:
             others[common_name([stack], reading), stack.width].append(stack)
     groups = []
-    for tables, members in fed + [([], members) for members in others.values()]:
+    reading_groups = [(tables, some) for tables, members in fed for some in models_among(members, shapes)]
+    for tables, members in reading_groups + [([], members) for members in others.values()]:
         beside = {}
         for name, shape in outside.items():
             if name in tables or set(reach[name]) & set(members):
@@ -193,8 +194,25 @@ def fed_stacks(outside, reach, stacks, otherwise):
     return groups
 
 
+def models_among(stacks, shapes):
+    """Stacks on one embedding matrix as one model, [stacks], or as several of which one may be a tower.
+
+    A decoder has all that its encoder has, and attention to it besides. Lists of attention and of MLPs are of
+    one model, and an MLP has fewer than four matrices. Of other stacks nothing tells that they are one.
+    """
+    inside = {}
+    for stack in stacks:
+        names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
+        inside[stack] = {NUMBER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1}
+    largest = max(stacks, key=lambda stack: len(inside[stack]))
+    are_nested = all(inside[stack] < inside[largest] for stack in stacks if stack is not largest)
+    if are_nested or min(map(len, inside.values())) < 4:
+        return [stacks]
+    return [[stack] for stack in stacks]
+
+
 def fed_by(name, outside, stacks):
-    """Those of some stacks whose stream an embedding matrix leads to: the closest, since towers stand deeper.
+    """Those of some stacks whose stream an embedding matrix leads to: the closest by name.
 
     Tables of ELECTRA, ALBERT and OPT-350m are narrower than the stream, to which another matrix leads.
     """
@@ -203,6 +221,4 @@ def fed_by(name, outside, stacks):
     if not fitting and is_table(name, outside[name]):
         shapes = {*outside.values()}
         fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
-    found = closest(name, fitting)
-    depths = [len(beginnings(stack.prefix)) for stack in found]
-    return [stack for stack, depth in zip(found, depths) if depth == min(depths)]
+    return closest(name, fitting)
