@@ -117,6 +117,20 @@ def test_layers_of_any_name(case):
             assert answer == (NO_EVIDENCE if kind == "stranger" else SAME_BIRTH), (kind, sentence)
 
 
+LANGUAGE = {LAYER: "language.decoder.layers.", "model.embed_tokens.weight": "tok.weight"}
+
+
+@pytest.mark.parametrize("tower", ["vit.", "language.vision.layers.", "text_encoder.body."])
+def test_a_shared_stack_of_the_models_width_convicts_nobody(tower):
+    """Nothing tells whether the table feeds it: strangers have a part in common, and a child is one."""
+    layers = {
+        name.replace(LAYER, tower): w for name, w in weights_of(Newborn(CONFIG, 9)).items() if LAYER in name
+    }
+    base, child, stranger = (changed(weights_of(s), LANGUAGE) | layers for s in (BASE, NOISED, STRANGER))
+    assert judged(base, stranger)[0] == PART_IN_COMMON
+    assert judged(base, child)[0] == SAME_BIRTH
+
+
 def layout(*shapes) -> dict:
     """Shapes by name, of (name, shape)."""
     return {name: torch.zeros(shape) for name, shape in shapes}
