@@ -49,6 +49,8 @@ CHAINED = ("unchanged", "transplanted")  # `transplant` measures SO's chain in t
 
 @dataclass
 class Settings(TextSettings):
+    """The settings of `first` and `anatomy`; the other subcommands have more."""
+
     model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
@@ -57,24 +59,32 @@ class Settings(TextSettings):
 
 @dataclass
 class RateSettings(Settings):
+    """The settings of `rate`."""
+
     sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
     epsilon: Annotated[float, Meta(ge=0, le=1)] = attention.EPSILON  # alpha_1 of a sink head is above this
 
 
 @dataclass
 class InterveneSettings(Settings):
+    """The settings of `intervene`."""
+
     position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
     factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, which multiplies the variation, or the values
 
 
 @dataclass
 class SilenceSettings(Settings):
+    """The settings of `silence`."""
+
     num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
     hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, at zero in place of builders
 
 
 @dataclass
 class TransplantSettings(Settings):
+    """The settings of `transplant`."""
+
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
     num_sequences: at_least(2) = 32  # sequences of up to 64 tokens; of longer ones fewer, but 4 at least
     constants_text: str | None = None  # text whose first tokens give the constants; None: docstrings
@@ -224,6 +234,7 @@ def layer_rows(model, chain, activity):
 
 
 def names_of(units):
+    """Hidden units, (layer, unit) each, as LAYER/UNIT."""
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
 
 

@@ -43,6 +43,8 @@ SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
 
 @dataclass
 class Settings(RunSettings):
+    """The settings of a run; its folder keeps them in settings.json."""
+
     model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train, with the tokenizer's vocabulary
     num_layers: at_least(1) | None = None  # blocks; None: the preset's
     num_heads: at_least(1) | None = None  # heads, each with its own keys and values; None: the preset's
