@@ -1,47 +1,41 @@
-"""Are two models of one birth, one initialisation, and of which seed? (BB 5 and 6.1; matching units is ours)
+"""Do two models go back to one birth, and which seed was it? (BB 5 and 6.1; matching units is ours)
 
     python seedprint.py compare BASE SUSPECT               # ORG/NAME of the Hub, folders, files, nano_gpt2@42
-    python seedprint.py paper BASE SUSPECT STRANGER        # the paper's own test, SeedPrint
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
     python seedprint.py identify SUSPECT --seeds 0 99999   # which seed of init.py?
+    python seedprint.py paper BASE SUSPECT STRANGER        # SeedPrint, the paper's own test
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-`compare` and `matrix` read weights alone, one matrix at a time: two models of 7B parameters fit into a
-laptop's memory. What they ask of each pair is `lineage.verdict.compare_pair(base, suspect)`:
+On a first reading leave out `paper` and `persistence`. `compare` and `matrix` read weights alone, of any
+architecture, width, depth and vocabulary, one matrix at a time: two models of 7B parameters fit into a
+laptop's memory. `measure/matching.py` shows how a hidden unit of the base is matched with one of the suspect,
+and `lineage/verdict.py` judges. The columns of a row:
 
-    it takes    two models of `read_model(name, source)`, of any architecture, width, depth and vocabulary
-    it returns  a row: `verdict` (same birth, part in common, no evidence, inconclusive), `sentence`, numbers;
-                and for the figure `layers`, a row for each layer of the suspect, and the `layer_map`
+    units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
+    units_found     the number of them in one layer: of the layers that are the base's, the one with the least
+                    share, or where no layer is, the one with the largest share
+    distance        how far what matched units read has moved, whatever the basis: 0 is a copy, 1 a stranger
+    body_r, body_z  the correlation of weights of one name, number by number, without the embedding matrix;
+                    and how many standard deviations it is above that with coordinates relabelled
+    embedding_z     the same of the embedding matrix
 
-A hidden unit is known by what it does to tokens. With E_t token t's embedding, U_t its row of the head, and W
-the unit's weights, its three views are the vectors over tokens t
+Each layer of the suspect is looked for in the base. It is the base's on one of three grounds:
 
-    gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
+    bits            all of its matrices equal those of one layer of the base, whatever their names
+    hidden units    at least 20 % of them are matched, with an r of at least 0.5 (unrelated models reach
+                    0.26); or at least 50 %, with any r, in the middle of both models: after the first layer
+                    and before the last quarter
+    coordinates     each of its matrices correlates by at least 0.1 with the base's of that name
 
-which stay as they are if the stream is rotated, or units are shuffled. A unit of the base and one of the
-suspect match if each has its largest |correlation| with the other in two views, or in both without a gate.
+And the verdict is
 
-    share, r        how many of a layer's units match, and the median of their |correlations|
-    units_found     that number in the layer shown: of those that are the base's, as below, the one with the
-                    least share; if none is, the one with the largest
-    distance        1 minus the correlation of what matched units read, in any basis: 1 - sqrt(cos(G, G')),
-                    G and G' the cosines between these units in the base, and in the suspect
-    body_r, body_z  correlation of weights of one name, number by number, the embedding matrix aside; how far
-                    it is beyond those with coordinates relabelled (embedding_z: of the embedding matrix)
-
-A layer of the suspect is the base's (the thresholds stand at the top of lineage/verdict.py) by one of these:
-
-    bits            all of its matrices, whatever they are called, are those of one layer of the base
-    hidden units    a share of at least 20 % with an r of 0.5 (unrelated models reach 0.26); or of 50 %, with
-                    any r, in the middle of both models: after the first layer, before the last quarter
-    coordinates     each of its matrices correlates by at least 0.1 with that of its name, number by number
-
-    same birth      two layers are the base's, or the only one
-    part in common  not so of the language models, but of a part of the one (a tower that reads images, a text
-                    encoder, a draft head) and a part of the other, or all of it: `part` and `base_part`
-    inconclusive    one layer of several is; or none, but a share reaches 10 % (both layers in the middle of
-                    their models), 20 % (one), 50 % (neither); coordinates agree; or a child could not be seen
-    no evidence     otherwise (on a first reading leave out `paper` and `persistence`, below)
+    same birth      if two layers are the base's, or the only layer is
+    part in common  if the language models are not shown to be of one birth, but a part of one model (a tower
+                    that reads images, a text encoder, a draft head) is a part of the other, or all of it
+    inconclusive    if only one of several layers is the base's; if more units are matched than those of
+                    strangers in such layers (10 % in the middle of both models, 20 % in the middle of one,
+                    50 % elsewhere); or if a child could not have been seen
+    no evidence     otherwise
 """
 
 import itertools
@@ -124,11 +118,10 @@ def compare(settings: CompareSettings):
     base_name, *names = settings.models
     base = open_model(base_name, settings)
     experiment = Experiment("compare", "BB 6.1", settings)
-    numbers = (settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers)
     rows, details, unread = [], [], []
     for name in progress(names, desc="suspects"):
         try:
-            row, detail = compare_pair(base, open_model(name, settings), *numbers)
+            row, detail = judged(base, open_model(name, settings), settings)
         except UserError as error:
             row, detail = unread_row(error), {"layers": [], "layer_map": {}}
             unread.append(error)
@@ -152,10 +145,9 @@ def matrix(settings: CompareSettings):
     check_several(settings.models)
     experiment = Experiment("matrix", "BB Table 4", settings)
     models = [open_model(name, settings) for name in settings.models]
-    numbers = (settings.permutation_seed, settings.permutations, settings.units_per_layer, settings.layers)
     rows, closeness = [], []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        row, _ = compare_pair(a, b, *numbers)
+        row, _ = judged(a, b, settings)
         rows.append({"a": a.name, "b": b.name} | row)
         closeness.append(kinship(row))
     names = [model.name for model in models]
@@ -175,6 +167,12 @@ def kinship(row):
     if row["distance"] is not None:
         return 1 - row["distance"]
     return 1.0 if row["body_r"] is None else row["body_r"]  # equal bits under other names
+
+
+def judged(base, suspect, settings: CompareSettings):
+    """The row of two models, and for the figure their layers' rows, and the layer map."""
+    seed, permutations = settings.permutation_seed, settings.permutations
+    return compare_pair(base, suspect, seed, permutations, settings.units_per_layer, settings.layers)
 
 
 def check_several(names) -> None:
@@ -200,11 +198,10 @@ def paper(settings: PaperSettings):
     check_comparable(specs, settings)
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
-    where = (experiment.device, experiment.dtype)
-    base_outputs = outputs_of(specs[0], where, vocab_size, settings)
+    base_outputs = outputs_of(specs[0], vocab_size, experiment)
     rows = []
     for spec in progress(specs[1:], desc="paper", unit=" suspects"):
-        outputs = outputs_of(spec, where, vocab_size, settings)
+        outputs = outputs_of(spec, vocab_size, experiment)
         test = coordinates.paper_test(base_outputs, outputs)
         rows.append({"base": specs[0].name, "suspect": spec.name} | test)
     return experiment.save(rows)
@@ -218,9 +215,10 @@ def check_comparable(specs, settings: PaperSettings) -> None:
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
 
 
-def outputs_of(spec, where, vocab_size, settings: PaperSettings):
+def outputs_of(spec, vocab_size, experiment):
     """`last_outputs` of a checkpoint; UserError, which names it, unless they are finite."""
-    outputs = last_outputs(spec.load(*where), vocab_size, settings)
+    model = spec.load(experiment.device, experiment.dtype)
+    outputs = last_outputs(model, vocab_size, experiment.settings)
     if not outputs.isfinite().all():
         raise UserError(f"{spec.name}: its states are not finite: check its weights for huge numbers")
     return outputs
@@ -288,28 +286,29 @@ def persistence(settings: PersistenceSettings):
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
     check_comparable(compared, settings)
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    where = (experiment.device, experiment.dtype)
     vocab_size = min(spec.config.vocab_size for spec in compared)
-    birth_outputs = outputs_of(specs[0], where, vocab_size, settings)
+    birth_outputs = outputs_of(specs[0], vocab_size, experiment)
     chosen = coordinates.top_dimensions(birth_outputs.numpy())
 
     def taus_with_birth(outputs):
         return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
     if settings.stranger is None:
-        stranger = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
+        stranger = newborn(
+            specs[0].config, STRANGER_SEED, None, settings.init, experiment.device, experiment.dtype
+        )
         stranger_outputs = last_outputs(stranger, vocab_size, settings)
     else:
-        stranger_outputs = outputs_of(compared[1], where, vocab_size, settings)
+        stranger_outputs = outputs_of(compared[1], vocab_size, experiment)
     stranger_taus = taus_with_birth(stranger_outputs)
     rows = []
     for spec in progress(specs, desc="checkpoints"):
         step = spec.folder.name
-        outputs = outputs_of(spec, where, vocab_size, settings)
+        outputs = outputs_of(spec, vocab_size, experiment)
         taus = taus_with_birth(outputs)
         beside = stranger_taus
         if step in strangers:
-            beside = taus_with_birth(outputs_of(strangers[step], where, vocab_size, settings))
+            beside = taus_with_birth(outputs_of(strangers[step], vocab_size, experiment))
         row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
         row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
         test = coordinates.paper_test(birth_outputs, outputs)

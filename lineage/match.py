@@ -9,11 +9,8 @@
     >>> match.found, match.units
     (704, 704)
 
-In each of their views (`lineage/views.py`), two units of two models are partners if each is the other's
-nearest neighbour by |correlation|. A unit is *matched* if two views name the same partner. If the models are
-unrelated, what one view says of a unit's partner has nothing to do with what another says, and less than one
-unit a layer is matched by chance. If they are of one birth, nearly all are. (But models that learnt to
-predict the same words come to share units near the head: `lineage/verdict.py`.)
+How units are matched is in `measure/matching.py`, and what their views are in `lineage/views.py`. Models that
+learnt to predict the same words come to share units near the head: `lineage/verdict.py` weighs that.
 """
 
 import itertools
@@ -28,6 +25,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage import parts
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
+from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most
 LARGEST_MAP = 2048  # units in all, of deep models, of whose MLPs it counts fewer, but TRIAL_UNITS at least
@@ -38,27 +36,6 @@ CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another 
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
 FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
 TOO_ALIKE = 0.5  # from here on unrelated tables of so few tokens are too alike to tell
-
-
-def matched_units(neighbours):
-    """The units of an MLP matched in another: places, their partners', and strengths (the smaller of two).
-
-    `neighbours` are `mutual_neighbours` of each view. Of all pairs of views the one counts that matches most.
-    """
-    best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
-    for (partners, sizes), (others, other_sizes) in itertools.combinations(neighbours, 2):
-        (places,) = torch.nonzero((partners == others) & (partners >= 0), as_tuple=True)
-        if len(places) > len(best[0]):
-            best = (places, partners[places], torch.minimum(sizes, other_sizes)[places])
-    return best
-
-
-def mutual_neighbours(sizes):
-    """Of |correlations| (n, m): each row's best column, -1 if that has a better row; and its size there."""
-    largest, partners = sizes.max(dim=1)
-    back = sizes.amax(dim=0)
-    is_mutual = (back[partners] == largest) & (largest > 0)
-    return partners.where(is_mutual, -1), largest
 
 
 def distance(rows_a, rows_b):

@@ -21,6 +21,7 @@ from lineage import disguise, match, views
 from lineage.disguise import cut, disguised, narrowed, noised, of_matrices, pruned, rounded
 from lineage.match import Match
 from lineage.views import RIDGE, Units, hidden_units
+from measure import matching
 from model import PRESETS, ModelConfig
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
@@ -163,8 +164,8 @@ def test_matched_units_by_brute_force():
             }
         pairs = list(itertools.combinations(partners, 2))
         counts = [len(partners[x] & partners[y]) for x, y in pairs]
-        neighbours = [match.mutual_neighbours(values.abs()) for values in correlations.values()]
-        places, theirs, strengths = match.matched_units(neighbours)
+        neighbours = [matching.mutual_neighbours(values.abs()) for values in correlations.values()]
+        places, theirs, strengths = matching.matched_units(neighbours)
         assert len(places) == max(counts)
         best = [pair for pair, count in zip(pairs, counts) if count == len(places)]
         got = set(zip(places.tolist(), theirs.tolist()))

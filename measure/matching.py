@@ -1,0 +1,55 @@
+"""Which hidden units of one model are those of another? (ours)
+
+    >>> import torch
+    >>> from measure.matching import matched_units, mutual_neighbours
+    >>> base = torch.randn(2, 50, 1000)  # two views of 50 units: vectors over 1,000 tokens
+    >>> order = torch.randperm(50)
+    >>> suspect = base[:, order] + 0.5 * torch.randn(2, 50, 1000)  # the units are shuffled, and noised
+    >>> correlations = [torch.corrcoef(torch.cat(views))[:50, 50:].abs() for views in zip(base, suspect)]
+    >>> neighbours = [mutual_neighbours(sizes) for sizes in correlations]
+    >>> places, partners, strengths = matched_units(neighbours)
+    >>> len(places), torch.equal(order[partners], places)
+    (50, True)
+
+A hidden unit is known by what it does to tokens. Let E_t be the embedding of token t, U_t the row of the head
+that scores t, and W the unit's weights. A unit with a gate has three *views*, vectors over all tokens t:
+
+    gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
+
+Rotating the residual stream rotates E and U, too, and changes no view. Shuffling units only renames them.
+In one view, a unit of the base and one of the suspect are *mutual neighbours* if each has its largest
+|correlation| with the other. In unrelated models half of the units have a mutual neighbour, too, but another
+view names another one. So a unit is *matched* if two views name the same neighbour. Nearly all units of a
+child are matched, and less than one in a layer of an unrelated newborn.
+
+`lineage/views.py` computes the views of any architecture, and `lineage/match.py` compares all layers.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+
+def mutual_neighbours(correlations: Tensor):
+    """Each unit's mutual neighbour in one view, (n,), or -1 for none; and the |correlation| with it, (n,).
+
+    `correlations` (n, m) are the |correlations| of n units of one model with m of the other.
+    """
+    largest, neighbours = correlations.max(dim=1)
+    largest_of_theirs = correlations.amax(dim=0)
+    is_mutual = (largest_of_theirs[neighbours] == largest) & (largest > 0)
+    return neighbours.where(is_mutual, -1), largest
+
+
+def matched_units(views):
+    """The matched units' numbers, their partners' numbers, and the smaller |correlation| of two views: (k,).
+
+    `views` has the `mutual_neighbours` of each view. The two views that agree on most units count.
+    """
+    best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
+    for (partners, sizes), (others, other_sizes) in itertools.combinations(views, 2):
+        (units,) = torch.nonzero((partners == others) & (partners >= 0), as_tuple=True)
+        if len(units) > len(best[0]):
+            best = (units, partners[units], torch.minimum(sizes, other_sizes)[units])
+    return best
