@@ -56,7 +56,7 @@ from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, rank
 from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
 from lineage import coordinates
-from lineage.verdict import SAME_BIRTH, compare_pair, read_model, unread_row
+from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -154,14 +154,15 @@ def matrix(settings: CompareSettings):
     bare = [model.name for model in models if not model.readings[0].part.layers]
     if bare and rank() == 0:
         print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
-    label = "closeness: 1 - distance if of one birth, else 0"
+    label = "closeness: 1 - distance if of one birth, else 0 (o: a part in common)"
     closeness = squareform(closeness) + np.eye(len(names))
-    family_tree(experiment.folder / "matrix.png", names, closeness, label, bare)
+    have_part = squareform([row["verdict"] == PART_IN_COMMON for row in rows])
+    family_tree(experiment.folder / "matrix.png", names, closeness, label, bare, have_part)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
 
 
 def kinship(row):
-    """How close two models are: 0 unless they are of one birth, since unrelated ones share units, too."""
+    """How close two models are: 0 unless they are of one birth, as unrelated ones share units, and parts."""
     if row["verdict"] != SAME_BIRTH:
         return 0.0
     if row["distance"] is not None:

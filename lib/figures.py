@@ -343,8 +343,11 @@ def label_layers(axis, labels, first) -> None:
     axis.set_ticks(range(first, first + len(names), every), names[::every])
 
 
-def family_tree(path, names, closeness, label, left_out=()) -> None:
-    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1; those left out are only grey."""
+def family_tree(path, names, closeness, label, left_out, marked) -> None:
+    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1; those left out are only grey.
+
+    `marked` (n, n) says which pairs have a circle, whose meaning the `label` tells.
+    """
     from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
     from scipy.spatial.distance import squareform
 
@@ -364,6 +367,7 @@ def family_tree(path, names, closeness, label, left_out=()) -> None:
     closeness = np.ma.array(closeness[np.ix_(order, order)], mask=is_grey[:, None] | is_grey)
     heat.set_facecolor("lightgrey")
     image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    heat.scatter(*np.nonzero(marked[np.ix_(order, order)]), edgecolors="white", facecolors="none")
     labels = [short_names(names)[i] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(count), labels, fontsize=8)

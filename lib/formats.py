@@ -38,7 +38,10 @@ NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts p
 STACK = re.compile(
     r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]"
 )  # of tensors that hold all layers
-NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # of masks and lookup tables
+NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
+MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
+NUMBERS = re.compile(r"\d+")
+IN_LAYER = re.compile(r"\d[./]")  # in a tensor's name
 SCALE = re.compile(r"scale|zero|absmax|codebook|quant|bias")  # in names of what unpacks a matrix
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
@@ -226,20 +229,39 @@ def part_of(read, tensor, part=...):
 
 
 def nested_weights(path, values):
-    """The tensors by name in what a training script saved; of several dictionaries one, which is said."""
-    inside = []
+    """The tensors by name in what a training script saved, of all dictionaries in it.
+
+    Of several models, whose layers have the same names, one is read, which is said.
+    """
+    tensors = flat_tensors(values)
+    inside = {key: flat_tensors(value) for key, value in values.items() if isinstance(value, dict)}
+    inside = {key: found for key, found in inside.items() if found}
+    models = [key for key in inside if key in NESTED]
+    others = [key for key in inside if key not in models[:1]]
+    if models and others and is_first_process():
+        print(f"{path}: {models[0]!r} is read, not {others[0]!r}", file=sys.stderr)
+    is_wrapped = len(inside) == 1 and all(tensors[name].ndim < 2 for name in tensors if name in values)
+    if models or is_wrapped:
+        return nested_weights(path, values[(models + others)[0]])
+    owners = {}
+    for key, found in inside.items():
+        for name in found:
+            owner = owners.setdefault(name, key)
+            if IN_LAYER.search(name) and NUMBERS.sub("", str(owner)) != NUMBERS.sub("", str(key)):
+                said = f"{path} has several models, {owner!r} and {key!r}"
+                raise UserError(f"{said}: save one of them alone")
+    return tensors
+
+
+def flat_tensors(values):
+    """The tensors in dictionaries, by their keys with dots between them; an optimizer's state has none."""
+    tensors = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            if key in NESTED or any(isinstance(part, torch.Tensor) for part in value.values()):
-                inside.append(key)
-    if not inside:
-        return values
-    inside.sort(key=lambda key: key not in NESTED)
-    if inside[1:] and inside[0] not in NESTED:
-        raise UserError(f"{path} has several models, {inside[0]!r} and {inside[1]!r}: save one of them alone")
-    if inside[1:] and is_first_process():
-        print(f"{path}: {inside[0]!r} is read, not {inside[1]!r}", file=sys.stderr)
-    return nested_weights(path, values[inside[0]])
+            tensors |= {f"{key}.{name}": tensor for name, tensor in flat_tensors(value).items()}
+        elif isinstance(value, torch.Tensor):
+            tensors[str(key)] = value
+    return {} if "param_groups" in values else tensors
 
 
 def open_tensors(paths):
@@ -489,18 +511,28 @@ def contents(place):
         if is_packed(name, tensors):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
-    return raw, {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
+    return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}
 
 
 def is_packed(name, tensors):
-    """Does a tensor have other numbers in the place of a layer's matrix, or of another one's?"""
+    """Does a tensor have other numbers in the place of a layer's matrix, or of another one's?
+
+    A lookup table or a mask, if it is not called a weight, has no axis as long as its layer's norms.
+    """
     tensor = tensors[name]
-    if tensor.kind in FLOATS + NO_WEIGHT or len(tensor.shape) < 2 or BUFFER.search(name):
+    if tensor.kind in FLOATS or len(tensor.shape) < 2 or BUFFER.search(name):
         return False
-    start = name[: name.rfind(".") + 1]
-    beside = [n for n, t in tensors.items() if n.startswith(start) and t.kind in FLOATS and len(t.shape) > 1]
-    is_alone = all(SCALE.search(other.removeprefix(start)) for other in beside)
-    return "weight" in name.removeprefix(start) or (is_alone and re.search(r"\d\.", start) is not None)
+    start = re.match(r"(?:.*[./])?", name)[0]
+    if "weight" in name.removeprefix(start) or name.endswith("kernel"):
+        return True
+    layer = re.match(r".*?\d[./]", start)
+    floats = {other: found.shape for other, found in tensors.items() if found.kind in FLOATS}
+    matrices = [other for other in floats if other.startswith(start) and len(floats[other]) > 1]
+    if layer is None or not all(SCALE.search(other.removeprefix(start)) for other in matrices):
+        return False
+    norms = [shape for other, shape in floats.items() if other.startswith(layer[0]) and len(shape) == 1]
+    return tensor.kind not in NO_WEIGHT or any(size in tensor.shape for (size,) in norms)
 
 
 def own_checkpoint(place, raw, tensors):

@@ -3,6 +3,7 @@
 import logging
 import warnings
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -96,3 +97,16 @@ def test_layers_are_ticked_at_whole_numbers(layers, drawn):
 )
 def test_long_names_are_shown_by_what_differs(names, shown):
     assert figures.short_names(names) == (shown or names)
+
+
+def test_marked_pairs_have_a_circle_in_the_map(tmp_path, monkeypatch):
+    caught = []
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: caught.append(figure))
+    closeness = np.eye(3)
+    closeness[0, 2] = closeness[2, 0] = 0.9
+    marked = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)  # a and b
+    figures.family_tree(tmp_path / "x.png", ["a", "b", "c"], closeness, "closeness", [], marked)
+    heat = caught[0].axes[1]
+    names = labels(heat.xaxis)
+    circles = {tuple(names[int(place)] for place in circle) for circle in heat.collections[0].get_offsets()}
+    assert circles == {("a", "b"), ("b", "a")}

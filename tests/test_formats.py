@@ -220,6 +220,29 @@ def test_integers_that_are_no_weights(folder):
         formats.open_any(folder)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.up_proj.weight", "layers.1.mlp.w1"])
+def test_integers_of_64_bits_in_the_place_of_weights(name, folder):
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    taken = "mlp" if "mlp" in name else "embed_tokens"
+    tensors = {key: tensor for key, tensor in tensors.items() if f".{taken}." not in key}
+    tensors[f"model.{name}"] = torch.ones(48, 32).long()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{name} has packed numbers, of I64"):
+        formats.open_any(folder)
+
+
+def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
+    """Under numbers, and under names of parameters, as FSDP's."""
+    moments = {"exp_avg": torch.ones(9, 4), "exp_avg_sq": torch.ones(9, 4), "step": torch.ones(())}
+    states = {"0": moments, "model.layers.0.mlp.weight": moments, "model.layers.1.mlp.weight": moments}
+    for values in ({"state": states, "param_groups": []}, {"state": states}, {"optimizer": states}):
+        torch.save(values, tmp_path / "x")
+        assert formats.open_any(tmp_path / "x").shapes == {}
+    tensors = {f"{name}.{key}": tensor for name, kept in states.items() for key, tensor in kept.items()}
+    safetensors.torch.save_file({k: t.clone() for k, t in tensors.items()}, tmp_path / "y")
+    assert formats.open_any(tmp_path / "y").shapes == {}
+
+
 def test_weights_that_were_never_gathered(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(0)
@@ -349,11 +372,24 @@ def test_of_several_models_in_a_file_one_is_read(tmp_path, capsys):
     torch.save(models | {"optimizer": {"state": {0: {"exp_avg": torch.ones(9)}}}}, tmp_path / "x")
     assert formats.open_any(tmp_path / "x").read("wte.weight")[0, 0] == 1
     assert "'model' is read, not 'ema'" in capsys.readouterr().err
+    models = {key: {"h.0.w": torch.ones(2, 2), **weights} for key, weights in models.items()}
     torch.save({"teacher": models["ema"], "student": models["model"]}, tmp_path / "x")
     with pytest.raises(UserError, match="has several models, 'teacher' and 'student'"):
         formats.open_any(tmp_path / "x")
-    torch.save({"module": models["ema"], "step": 3}, tmp_path / "x")  # DeepSpeed's
+    torch.save({"module": {"wte.weight": torch.ones(3, 2)}, "step": 3}, tmp_path / "x")  # DeepSpeed's
     assert formats.open_any(tmp_path / "x").shapes == {"wte.weight": (3, 2)}
+
+
+def test_dictionaries_of_one_model(tmp_path):
+    """As Megatron's, and a file of modules and layers that are a dictionary each."""
+    layers = {f"layers.{layer}.mlp.weight": torch.ones(4, 4) for layer in range(2)}
+    language = {"embedding": {"word_embeddings": {"weight": torch.ones(9, 4)}}, "encoder": layers}
+    expected = {"embedding.word_embeddings.weight", *(f"encoder.{name}" for name in layers)}
+    torch.save({"model": {"language_model": language}, "iteration": 7}, tmp_path / "x")
+    assert formats.open_any(tmp_path / "x").shapes.keys() == expected
+    deep = {"encoder": {"layers": {layer: {"mlp": {"weight": torch.ones(4, 4)}} for layer in range(2)}}}
+    torch.save(deep | {"embedding.word_embeddings.weight": torch.ones(9, 4)}, tmp_path / "x")
+    assert formats.open_any(tmp_path / "x").shapes.keys() == expected
 
 
 PARTS_OF_MODELS = {  # what is said of them
