@@ -10,7 +10,8 @@ read Gaussian vectors with the embedding's standard deviation, 0.02 (BB 4.1), bu
 `cure`. All seeds of a preset share one embedding matrix (BB B.2).
 
 Every experiment has the same form. `Births.each` makes the newborns, the loop appends rows that hold theory
-beside what was measured, and `finish` draws and saves them. Five more are in reproduce/mechanisms.py.
+beside what was measured, and `finish` (`predict`: `plot`) draws and saves them. Five more are in
+reproduce/mechanisms.py.
 """
 
 import functools

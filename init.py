@@ -11,14 +11,14 @@
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
 Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: it subtracts from each
-row of an MLP down projection its mean. A mean that all hidden units share then adds nothing to the stream
-(`contraction.py cure`). It does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES` and a
-line to `birth_value`.
+row of an MLP down projection its mean. If all hidden units have the same mean, it then adds nothing to the
+stream (`contraction.py cure`). It does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES`
+and a line to `birth_value`.
 
 A draw depends on (seed, parameter name, shape) alone. Each parameter has its own stream of numpy's Philox. It
 is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the same
-bits on any device and for any number of processes and threads. Another layer, or a block without a sublayer,
-changes no other draw; but `gpt2` scales two parameters by the number of layers.
+bits on any device and for any number of processes and threads. Adding a layer, or dropping a sublayer,
+changes no other draw, except that `gpt2` scales attention output and MLP down by the number of layers.
 """
 
 import hashlib
@@ -97,7 +97,7 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights in the same memory under another configuration: a change to one changes both.
+    """The same weights in the same memory under another configuration: both change together.
 
     ValueError if the configuration needs a weight that the model lacks, or has in another shape.
     """

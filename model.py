@@ -9,8 +9,8 @@
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA: its checkpoints load as they
 are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter. On a
-CPU, lib/kernels.py computes rotation and attention; tests compare it with the lines here. On any device it
-computes the loss, for some positions at a time.
+CPU, lib/kernels.py computes rotation and attention; tests compare it with the lines here. On any device,
+lib/kernels.py computes the loss, for some positions at a time.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -155,7 +155,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each head's weighted mean of the values up to its query: softmax(q k^T / sqrt(Dh), causal) v.
 
     q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query belongs to the last position and
-    sees every key. If there is one key more than queries, the first key is a constant that every query sees.
+    sees every key. With T queries and T + 1 keys, the first key is a constant that every query sees.
     """
     if 1 < q.shape[2] < k.shape[2]:
         q = torch.cat((q[:, :, :1], q), dim=2)  # the constant gets a query: now each key has one
@@ -212,9 +212,9 @@ class Attention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
-        """Undo the 1/sqrt(i) shrinking of aggregated values at positions i = 1..T (BB 6.2; headnorm: SO).
+        """Scale what heads put out at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
 
-        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length).
+        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is SO's.
         """
         kind = self.config.attn_calibration
         if kind == "none":
@@ -245,7 +245,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). An ablated sublayer and its norm do not exist."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). An ablated sublayer and its norm are None."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -290,11 +290,12 @@ class Transformer(nn.Module):
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, start=1) -> Tensor:
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        With `last_only` the result is the last position's state, (B, d). Measurements can pass functions:
-        `on_state(layer, x)` is called with the stream (B, T, d) in front of the blocks, as layer 0, and after
-        each block. `on_heads(layer, heads, q, k, v)` is called with the heads (B, H, T, Dh) in front of the
-        output projection; if it returns a tensor, that is projected instead. Blocks below `start` do not run:
-        `inputs` is then the stream in front of block `start`. ValueError if T exceeds the context.
+        With `last_only` the result is the last position's state, (B, d), and the last block computes only
+        that position. Measurements can pass functions: `on_state(layer, x)` is called with the stream
+        (B, T, d) in front of the blocks, as layer 0, and after each block. `on_heads(layer, heads, q, k, v)`
+        is called with the heads (B, H, T, Dh) in front of the output projection; if it returns a tensor, that
+        is projected instead. Blocks below `start` do not run: `inputs` is then the stream in front of block
+        `start`. ValueError if T exceeds the context.
         """
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         T = x.shape[1]
@@ -307,7 +308,7 @@ class Transformer(nn.Module):
         x = x.to(dtype)
         rope = rope_table(self.config, x)
         if last_only and self.config.sublayers == "mlp":
-            x = x[:, -1:]  # no position reads another
+            x = x[:, -1:]  # without attention, no earlier position is needed
         if on_state is not None:
             on_state(start - 1, x)
         for layer, block in enumerate(self.model.layers, start=1):

@@ -8,8 +8,8 @@
 The model reads random sequences, and predicts the token with the largest logit after the last position. If
 a newborn had no preference, N sequences would give N uniform draws; instead a few tokens come up far too
 often. Each model, seed and length gets a row. The row has the most frequent token and its count (`top1_*`),
-the count that the most frequent of N uniform draws would have (`uniform_max_count`), a bound on the
-probability of the count (`log10_p`), and the mean cosine of the final states (`mean_cosine`).
+the count of the most frequent token in N uniform draws (`uniform_max_count`), a bound on the probability that
+any token reaches that count (`log10_p`), and the mean cosine of the final states (`mean_cosine`).
 `direction_token` is the token that the mean direction of these states predicts (BB Finding 2.2).
 """
 
@@ -51,8 +51,8 @@ class Settings(RunSettings):
 
 def probe(settings: Settings):
     """Which tokens do untrained models prefer? By default half a minute a seed, on 2 cores."""
-    # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset has one
-    # for each of the seeds. A newborn PRESET@SEED also draws its embedding from that seed.
+    # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
+    # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
     check_lengths(settings.sequence_length or (), context)
@@ -81,8 +81,8 @@ class Counts:
     """Counts of a model's predictions after random sequences, and cosines of its states.
 
     `tokens` (V,) counts how often each token has the largest logit, and `dimensions` (d,) how often each
-    dimension is the largest of the final state. `cosines` describes the final states, and `layers` the stream
-    before and after each block.
+    dimension has the largest number of the final state. `cosines` describes the final states, and `layers`
+    the stream before and after each block.
     """
 
     def __init__(self, config, device, with_layers=False):

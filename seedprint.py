@@ -6,25 +6,26 @@
     python seedprint.py paper BASE SUSPECT STRANGER        # SeedPrint, the paper's own test
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-On a first reading leave out `paper` and `persistence`. `compare` and `matrix` read weights alone, of any
-architecture, width, depth and vocabulary, one matrix at a time: two models of 7B parameters fit into a
-laptop's memory. `measure/matching.py` shows how a hidden unit of the base is matched with one of the suspect,
-and `lineage/verdict.py` judges. The columns of a row:
+`compare` and `matrix` read weights alone, of any architecture, width, depth and vocabulary, one matrix at a
+time: two models of 7B parameters fit into a laptop's memory. `measure/matching.py` shows how a hidden unit of
+the base is matched with one of the suspect, `lineage/verdict.py` judges, and `lineage/outputs.py` has the
+paper's test. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
-    units_found     the number of them in one layer: of the layers that are the base's, the one with the least
-                    share, or where no layer is, the one with the largest share
-    distance        how far what matched units read has moved, whatever the basis: 0 is a copy, 1 a stranger
-    body_r, body_z  the correlation of weights of one name, number by number, without the embedding matrix;
-                    and how many standard deviations it is above that with coordinates relabelled
+    units_found     the number of them in one layer: the least share of all layers that are the base's, or if
+                    none is, the largest share of all layers
+    distance        how far the input weights of matched units have moved, in any basis: 0 is a copy, 1 a
+                    stranger
+    body_r          the correlation of weights of one name, number by number, without the embedding matrix
+    body_z          how many standard deviations body_r lies above what relabelled coordinates give
     embedding_z     the same of the embedding matrix
 
 Each layer of the suspect is looked for in the base. It is the base's on one of three grounds:
 
     bits            all of its matrices equal those of one layer of the base, whatever their names
-    hidden units    at least 20 % of them are matched, with an r of at least 0.5 (unrelated models reach
-                    0.26); or at least 50 %, with any r, in the middle of both models: after the first layer
-                    and before the last quarter
+    hidden units    at least 20 % of them are matched, with an r of at least 0.5 (that of unrelated models is
+                    at most 0.26); or at least 50 %, with any r, in the middle of both models, that is after
+                    the first layer and before the last quarter
     coordinates     each of its matrices correlates by at least 0.1 with the base's of that name
 
 And the verdict is
@@ -32,8 +33,8 @@ And the verdict is
     same birth      if two layers are the base's, or the only layer is
     part in common  if the language models are not shown to be of one birth, but a part of one model (a tower
                     that reads images, a text encoder, a draft head) is a part of the other, or all of it
-    inconclusive    if only one of several layers is the base's; if more units are matched than those of
-                    strangers in such layers (10 % in the middle of both models, 20 % in the middle of one,
+    inconclusive    if only one of several layers is the base's; if more units are matched than strangers have
+                    in common (10 % where both layers are in the middle of their model, 20 % where one is,
                     50 % elsewhere); or if a child could not have been seen
     no evidence     otherwise
 """
@@ -41,32 +42,25 @@ And the verdict is
 import itertools
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-import torch
-import tyro
 from scipy.spatial.distance import squareform
 
-from init import SCHEMES, newborn
-from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
-from lib.figures import draw_persistence, family_tree, lineage_figure
-from lib.inputs import random_tokens, random_vectors
+from init import SCHEMES
+from lib.checkpoint import parse_spec
+from lib.figures import family_tree, lineage_figure
 from lib.results import Experiment
-from lib.runtime import default_batch_size, progress, rank
-from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
+from lib.runtime import progress, rank
+from lib.settings import Command, OutputSettings, UserError, at_least, run_script
 from lineage import coordinates
+from lineage.outputs import Names, PaperSettings, PersistenceSettings, check_several, paper, persistence
 from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
-STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
-NUMBERS = 65_536  # of its first numbers, that are drawn for each candidate
+FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate
 MOST_SEEDS = 10**7
-
-Names = Annotated[
-    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
-]
 
 
 @dataclass
@@ -76,29 +70,9 @@ class CompareSettings(OutputSettings):
     models: Names = ()  # BASE and SUSPECTs: names of the Hub, folders, files, PRESET@SEED
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
-    permutations: at_least(199) = 9999  # relabellings; the smallest p is 1 / (1 + this)
+    permutations: at_least(199) = 9999  # relabellings
     layers: at_least(1) | None = None  # layers that are read, evenly spaced; None: all, or 8 of large models
     units_per_layer: at_least(2) = 1024  # hidden units that are looked for in each of them
-
-
-@dataclass
-class PaperSettings(RunSettings):
-    """What `paper` is asked."""
-
-    models: Names = ()  # BASE and SUSPECTs: names of the Hub, folders, or PRESET@SEED
-    init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
-    input_seed: int = 0  # seed of the random sequences
-    inputs: Literal["tokens", "gaussian"] = "tokens"  # what is read; gaussian makes strangers look like kin
-    paper_sequences: at_least(3) = 1000  # random sequences; in the paper 10000
-    paper_length: int = 64  # tokens in each of them; in the paper 1024
-
-
-@dataclass
-class PersistenceSettings(PaperSettings):
-    """What `persistence` is asked, `paper`'s test with it."""
-
-    models: Names = ()  # one run folder
-    stranger: str | None = None  # run of another birth; None: a newborn of another seed
 
 
 @dataclass
@@ -112,7 +86,8 @@ class IdentifySettings(OutputSettings):
 def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Seconds for tiny models, 15 for 135M parameters.
 
-    A suspect that cannot be read costs the others nothing: its verdict is `not read`, the exit status 2.
+    A suspect that cannot be read does not stop the others. Its verdict is `not read`, and the script ends
+    with status 2.
     """
     check_several(settings.models)
     base_name, *names = settings.models
@@ -176,70 +151,9 @@ def judged(base, suspect, settings: CompareSettings):
     return compare_pair(base, suspect, seed, permutations, settings.units_per_layer, settings.layers)
 
 
-def check_several(names) -> None:
-    """UserError if there is nothing to compare."""
-    if len(names) < 2:
-        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
-
-
 def open_model(name, settings: CompareSettings):
     """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
     return read_model(name, parse_spec(name, settings.init).open(any_architecture=True))
-
-
-def paper(settings: PaperSettings):
-    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
-
-    Both models read the same inputs. Of dimensions that are extreme in both, Kendall's tau says whether they
-    order the inputs alike; t-test and U-test (p-values `paper_t_p` and `paper_u_p`) compare these taus with
-    those of Gaussian matrices.
-    """
-    check_several(settings.models)
-    specs = [parse_spec(name, settings.init) for name in settings.models]
-    check_comparable(specs, settings)
-    experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
-    vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
-    base_outputs = outputs_of(specs[0], vocab_size, experiment)
-    rows = []
-    for spec in progress(specs[1:], desc="paper", unit=" suspects"):
-        outputs = outputs_of(spec, vocab_size, experiment)
-        test = coordinates.paper_test(base_outputs, outputs)
-        rows.append({"base": specs[0].name, "suspect": spec.name} | test)
-    return experiment.save(rows)
-
-
-def check_comparable(specs, settings: PaperSettings) -> None:
-    """UserError unless all models are of our architecture, of one width, and can read the inputs."""
-    widths = {spec.name: spec.config.d_model for spec in specs}
-    if len(set(widths.values())) > 1:
-        raise UserError(f"only models of one width can be compared, not of {widths}")
-    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
-
-
-def outputs_of(spec, vocab_size, experiment):
-    """`last_outputs` of a checkpoint; UserError, which names it, unless they are finite."""
-    model = spec.load(experiment.device, experiment.dtype)
-    outputs = last_outputs(model, vocab_size, experiment.settings)
-    if not outputs.isfinite().all():
-        raise UserError(f"{spec.name}: its states are not finite: check its weights for huge numbers")
-    return outputs
-
-
-@torch.inference_mode()
-def last_outputs(model, vocab_size, settings: PaperSettings):
-    """What the paper's test reads: last-position states of random sequences, (n, d) on the CPU."""
-    device = next(model.parameters()).device
-    T = settings.paper_length
-    batch_size = default_batch_size(device, T)
-    outputs = []
-    for start in range(0, settings.paper_sequences, batch_size):
-        indices = range(start, min(start + batch_size, settings.paper_sequences))
-        if settings.inputs == "gaussian":
-            inputs = random_vectors(settings.input_seed, indices, T, model.config.d_model)
-        else:
-            inputs = random_tokens(settings.input_seed, indices, T, vocab_size)
-        outputs.append(model.hidden(inputs.to(device), last_only=True).cpu())
-    return torch.cat(outputs)
 
 
 def identify(settings: IdentifySettings):
@@ -258,7 +172,7 @@ def identify(settings: IdentifySettings):
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
     experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
-    rows = coordinates.closest_births(source, IDENTIFIED, NUMBERS, candidates)
+    rows = coordinates.closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
     is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
     answer = rows[0]["seed"] if is_certain else None
     shown = rows if is_certain else rows[:1]
@@ -267,55 +181,6 @@ def identify(settings: IdentifySettings):
         none = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
         print(f"{settings.models[0]}: {f'seed {answer}' if is_certain else none}")
     return result
-
-
-def persistence(settings: PersistenceSettings):
-    """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
-
-    `mean_tau` and `std_tau` are of Kendall's tau of how birth and step order the inputs by a dimension, over
-    the half of dimensions whose mean output is largest at birth. The stranger is the checkpoint of --stranger
-    at the same step, else its last one. Writes persistence.json and .png.
-    """
-    folders = steps(settings.models[0]) if len(settings.models) == 1 else []
-    if len(folders) < 2 or folders[0].name != "step_0000000":
-        raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
-    specs = [parse_spec(str(folder)) for folder in folders]
-    compared = specs[:1]
-    strangers = {}  # their checkpoints by step
-    if settings.stranger is not None:
-        compared = [specs[0], parse_spec(settings.stranger)]
-        strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
-    check_comparable(compared, settings)
-    experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    vocab_size = min(spec.config.vocab_size for spec in compared)
-    birth_outputs = outputs_of(specs[0], vocab_size, experiment)
-    chosen = coordinates.top_dimensions(birth_outputs.numpy())
-
-    def taus_with_birth(outputs):
-        return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
-
-    if settings.stranger is None:
-        stranger = newborn(
-            specs[0].config, STRANGER_SEED, None, settings.init, experiment.device, experiment.dtype
-        )
-        stranger_outputs = last_outputs(stranger, vocab_size, settings)
-    else:
-        stranger_outputs = outputs_of(compared[1], vocab_size, experiment)
-    stranger_taus = taus_with_birth(stranger_outputs)
-    rows = []
-    for spec in progress(specs, desc="checkpoints"):
-        step = spec.folder.name
-        outputs = outputs_of(spec, vocab_size, experiment)
-        taus = taus_with_birth(outputs)
-        beside = stranger_taus
-        if step in strangers:
-            beside = taus_with_birth(outputs_of(strangers[step], vocab_size, experiment))
-        row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
-        row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
-        test = coordinates.paper_test(birth_outputs, outputs)
-        rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
-    draw_persistence(experiment.folder / "persistence.png", rows)
-    return experiment.save(rows)
 
 
 COMMANDS = {

@@ -10,11 +10,13 @@
 Positions count from 1. A head's alpha_k is its weight on position k, averaged over the queries i >= k. A head
 is a sink head of a sequence if its alpha_1 is above --epsilon. The sink rate is the share of sink heads,
 averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers count from 1, units from 0.
-*Builders* make most of one dimension at position 1 (SO: super neurons), *removers* take most of it away.
+*Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
+it away again. A *selective* builder is active at position 1 alone.
 
 Each subcommand gives `measure_models` a function that measures one model, and returns lists of rows by name.
-`rows` are printed, and the JSON holds all lists. A model with a tokenizer reads docstrings of Python's
-standard library, or --text; another one reads random tokens. `interval` is Student's, over sequences.
+`rows` are printed (`anatomy`: `layers`), and the JSON holds all lists. A model with a tokenizer reads
+docstrings of Python's standard library, or --text; another one reads random tokens. `interval` is Student's,
+over sequences.
 """
 
 import itertools
@@ -41,9 +43,9 @@ from lib.tokenizers import load_tokenizer
 from measure import attention
 from measure.units import ablate, alpha_and_loss, hidden_units, observe, replace_units, rounded_inputs, watch
 
-FIRST_TOKENS = 24  # `first` tries so many tokens
-LISTED = 10  # `anatomy` lists so many builders, and half as many removers
-ACTIVE = 0.1  # a builder is active from this share of its mean activation at position 1 on (ours)
+FIRST_TOKENS = 24  # `first` tries this many tokens
+LISTED = 10  # `anatomy` lists this many builders, and half as many removers
+ACTIVE = 0.1  # a builder is active if it has at least this share of its mean at position 1 (ours)
 CHAINED = ("unchanged", "transplanted")  # `transplant` measures SO's chain in these cases
 
 
@@ -86,10 +88,10 @@ class TransplantSettings(Settings):
     """The settings of `transplant`."""
 
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
-    num_sequences: at_least(2) = 32  # sequences of up to 64 tokens; of longer ones fewer, but 4 at least
+    num_sequences: at_least(2) = 32  # sequences, for T up to 64; for longer ones fewer, but 4 at least
     constants_text: str | None = None  # text whose first tokens give the constants; None: docstrings
     num_constants: at_least(1) = 16  # sequences of that text; none of them is measured
-    controls: bool = True  # also measure other constants, and other tokens in front
+    controls: bool = True  # also measure other tokens in front, other builders, and other constants
     save: str | None = None  # new folder for the model with its constants
 
 
@@ -253,8 +255,8 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
 
-    alpha_k is the mean over heads, in the layers above the first builder. `woke` is the share of sequences in
-    which that builder is active at position k. `amplify` needs all sequences at once.
+    alpha_k is the mean over heads, in the layers above the strongest builder's. `woke` is the share of
+    sequences in which that builder is active at position k. `amplify` needs all sequences at once.
     """
     k = settings.position
     L = model.config.num_layers
@@ -264,7 +266,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     activity = observe(model, tokens)
     builder = activity.builders(activity.layer, 1)[0]
     described = activity.describe([builder])
-    below = builder[0] if builder[0] < L else 1
+    skipped = builder[0] if builder[0] < L else 1  # the first layers, which it cannot change
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
@@ -272,7 +274,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
         on_heads = attention.replace_heads(model, k, changed, kind, factor)
         with watch(model, builder, k) as activations:
             alpha = attention.attention_to(model, tokens, (k,), on_heads).cpu()  # (n, L, H, 1)
-        alpha = alpha[..., 0].mean(2)[:, below:].double().mean(1)  # (n,)
+        alpha = alpha[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
         active = activations[0] >= ACTIVE * described[0]["first"]  # (n,)
         case = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
         row = case | interval(alpha, "alpha_k") | {"woke": active.float().mean().item()}
@@ -298,8 +300,8 @@ def silence(settings: SilenceSettings):
 def every_silence(settings: SilenceSettings, spec, model):
     """A row for the model as it is, and for each set of hidden units at zero, or held constant.
 
-    `left` is the share of the sink's dimension that is left at position 1 after `activity.layer`;
-    `disparity` is measured there, too.
+    `left` is what remains of the sink's dimension at position 1 after `activity.layer`, as a share of the
+    unchanged model's. `disparity` is measured there, too.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
@@ -332,7 +334,7 @@ def named_units(settings: SilenceSettings, spec):
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
-    `first` has the first 1, 2, 4, ... builders; `alone` the second, third or fourth. `constant` holds all at
+    `first` has the first 1, 2, 4, ... builders; `alone` one of the next three. `constant` holds all at
     their mean at position 1. Controls have as many units: `removers`; those that write most `elsewhere`; and
     `random` ones of the same layers.
     """
@@ -368,9 +370,10 @@ def transplant(settings: TransplantSettings):
 
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model):
-    """A row for each length and case; `layers` for the figure; for CHAINED also `chain`, `first_tokens`."""
+    """A row for each length and case, `layers` for the figure; and for CHAINED `chain` and `first_tokens`."""
     if spec.config.explicit_sink:
         raise UserError(f"{spec.label} has an explicit sink already")
+    check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)
@@ -406,14 +409,18 @@ def measured_and_others(settings: TransplantSettings, spec, T):
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants
     text = settings.constants_text or (spec.tokenizer_file and "docstrings")
-    if text in (settings.text, text_of(settings, spec)):
+    if text in (settings.text, text_of(settings, spec)):  # one text: no window is in both
         return read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
     measured = read_tokens(replace(settings, num_sequences=n), spec, T)
     return measured, read_tokens(replace(settings, num_sequences=c, text=text), spec, T)
 
 
 def transplant_cases(model, activity, others):
-    """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text."""
+    """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
+
+    The builders at zero are the selective ones. With a token in front the text's first token has something to
+    attend to, as with constants, so that losses are best compared with that case.
+    """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))
     units = activity.selective()
     tokens = others.unique().tolist()
@@ -484,7 +491,7 @@ def effects(model, tokens, builder, before):
 
 
 def by_token(model, tokens, builder):
-    """A row for each token of the text: the builder's |activation| while it stands at position 1."""
+    """A row for each token of the text: the builder's |activation| when it stands alone at position 1."""
     found = tokens.unique()
     with watch(model, builder) as activations:
         for part in attention.batches(found[:, None]):

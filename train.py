@@ -8,7 +8,7 @@
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 newest two, and the steps that --keep selects. A checkpoint is renamed to its name when it is whole, so that a
-kill leaves no half of one. --resume loads the newest whole checkpoint, and removes later lines of the log. It
+kill leaves no half of one. --resume loads the newest whole checkpoint, and cuts the log off there. It
 takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others.
 
 `TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
@@ -89,7 +89,7 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 def train(settings: Settings, while_training=contextlib.nullcontext):
     """What becomes of a newborn? A line every --log-every steps tells the time left.
 
-    The training runs within the context `while_training(model)`: a run without its builders needs one.
+    The training runs within the context `while_training(model)`, which may hold hidden units at zero.
     """
     if checkpoint.steps(settings.out) and not settings.resume:
         raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
@@ -124,7 +124,7 @@ class Training:
             self.step = state.step
             checkpoint.restore(self.optimizer, model, state, moments)
         self.model = torch.compile(model) if settings.compile else model
-        if runtime.world_size() > 1:  # this view saves a copy of the gradients
+        if runtime.world_size() > 1:  # this view saves a second copy of the gradients
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token
@@ -178,7 +178,7 @@ class Training:
             # The last backward pass averages gradients over ranks. Only DistributedDataParallel reads this.
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
-            (part_loss * runtime.world_size()).backward()  # the average times the number of ranks is the sum
+            (part_loss * runtime.world_size()).backward()  # DDP averages over ranks: this makes a sum of it
             loss += part_loss.detach()
         # Ranks sum their losses and signals, so that all stop together.
         sums = torch.stack([loss, loss.new_tensor(len(signals))])
@@ -214,7 +214,7 @@ class Training:
             print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
 
     def sinks(self):
-        """A row for each length, of held-out windows as they are and, if there is a BOS, with BOS first."""
+        """Rows for each length: of held-out windows as they are and, if there is a BOS, with BOS first."""
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)

@@ -26,8 +26,8 @@ def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor
     """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
 
     Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
-    fused kernel computes it in O(T) memory. On a CPU this kernel wants values of width Dh, so that K is at
-    most Dh. `sink_key` (G Dh,) is the key of an explicit sink, which has position 0.
+    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence K <= Dh.
+    `sink_key` (G Dh,) is the key of an explicit sink, which has position 0.
     """
     keys = in_front(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
@@ -154,7 +154,10 @@ def constants_at(model: Transformer, tokens: Tensor, position=1):
 
 
 def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None) -> Transformer:
-    """The same weights in the same memory with keys and values (L, G, Dh) as sinks of some or all layers."""
+    """The same weights in the same memory, and keys and values (L, G, Dh) as explicit sinks of some layers.
+
+    `layers` are their numbers, by default all.
+    """
     with torch.device("meta"):
         other = Transformer(replace(model.config, explicit_sink=True))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)
@@ -189,11 +192,12 @@ class RunningStd:
 class Chain:
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
-    A head's output is a mean of values. At position 1 it is one value, and its `std` over sequences is
-    largest. W_O writes most strongly what varies most (`output_tau`). Only this output wakes the builders, a
-    few hidden units of an early MLP. They make one dimension of the stream very large (`norm`, `disparity`).
-    RMSNorm divides by the norm, and little is left of all other dimensions. So the keys of all first tokens
-    are alike (`key_alignment`), their values are small (`value_norm`), and queries find them (`alpha`).
+    A head's output is a mean of values. At position 1 it is one value, and its `std`, over sequences, heads
+    and their dimensions, is largest. W_O writes most strongly what varies most (`output_tau`). Only this
+    output wakes the builders, a few hidden units of an early MLP. They make one dimension of the stream very
+    large (`norm`, `disparity`). RMSNorm divides by the norm, so that all other dimensions become small. So
+    the keys of all first tokens are alike (`key_alignment`), their values are small (`value_norm`), and
+    queries find them (`alpha`).
     """
 
     def __init__(self, model: Transformer, num_sequences):

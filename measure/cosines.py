@@ -81,9 +81,10 @@ def floored_cosine(states, epsilon):
 
 
 def binomial_log10_p(count, n, num_choices):
-    """log10 of an upper bound on the probability that any of V = num_choices tokens has `count` of n draws.
+    """log10 of a bound on the probability that any of V = num_choices tokens has at least `count` of n draws.
 
-    Bonferroni's bound is min(1, V P[Binomial(n, 1/V) >= count]) (BB B.2).
+    Bonferroni's bound, min(1, V P[Binomial(n, 1/V) >= count]), is above it, since the events of two tokens
+    can happen together (BB B.2).
     """
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + log_tail) / math.log(10))

@@ -18,9 +18,10 @@ that scores t, and W the unit's weights. A unit with a gate has three *views*, v
 
 Rotating the residual stream rotates E and U, too, and changes no view. Shuffling units only renames them.
 In one view, a unit of the base and one of the suspect are *mutual neighbours* if each has its largest
-|correlation| with the other. In unrelated models half of the units have a mutual neighbour, too, but another
-view names another one. So a unit is *matched* if two views name the same neighbour. Nearly all units of a
-child are matched, and less than one in a layer of an unrelated newborn.
+|correlation| with the other. In unrelated models half of the units have a mutual neighbour, too, but in
+another view it is usually another one. So a unit is *matched* if two views name the same neighbour; of a
+layer's three pairs of views, the pair that matches most units counts. Nearly all units of a child are
+matched, and less than one in a layer of an unrelated newborn.
 
 `lineage/views.py` computes the views of any architecture, and `lineage/match.py` compares all layers.
 """
@@ -32,7 +33,7 @@ from torch import Tensor
 
 
 def mutual_neighbours(correlations: Tensor):
-    """Each unit's mutual neighbour in one view, (n,), or -1 for none; and the |correlation| with it, (n,).
+    """Each unit's mutual neighbour in one view, (n,), or -1 for none; and its largest |correlation|, (n,).
 
     `correlations` (n, m) are the |correlations| of n units of one model with m of the other.
     """
@@ -45,7 +46,7 @@ def mutual_neighbours(correlations: Tensor):
 def matched_units(views):
     """The matched units' numbers, their partners' numbers, and the smaller |correlation| of two views: (k,).
 
-    `views` has the `mutual_neighbours` of each view. The two views that agree on most units count.
+    `views` has the `mutual_neighbours` of each view.
     """
     best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
     for (partners, sizes), (others, other_sizes) in itertools.combinations(views, 2):

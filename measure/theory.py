@@ -66,8 +66,8 @@ def hermite_kernel(phi, terms=64):
 
         k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
 
-    The h_n are the normalised Hermite polynomials. The last k_n also receives the terms that are cut off (for
-    ReLU about 1e-4 of the sum), so that sum(k) = E phi(z)^2 is exact.
+    The h_n are the normalised Hermite polynomials. What is cut off (for ReLU about 1e-4 of the sum) is added
+    to the last k_n, so that sum(k) = E phi(z)^2 is exact.
     """
     z, weight = gaussian_grid(2001)
     value = phi(z)
@@ -84,13 +84,14 @@ def hermite_kernel(phi, terms=64):
 
 
 def mlp_kernel(mlp, s, d, scheme="gpt2"):
-    """The k_n, (terms,), of an MLP: for inputs of cosine rho, its units have a mean product of sum k_n rho^n.
+    """The k_n, (terms,), of an MLP: for Gaussian inputs of correlation rho its units have a mean product
+    of sum k_n rho^n.
 
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
 
-    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. The two rows have a small
-    cosine r, with E r^2 = 1/d, so that a part of u follows g:
+    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. Hold these two rows
+    fixed: they have a small cosine r, with E r^2 = 1/d, so that over the inputs a part of u follows g:
 
         u = r g + sqrt(1 - r^2) v        v is independent of g
         sum k_n rho^n = (1/d) E phi(g) g phi(g') g' + (1 - 1/d) s^2 rho E phi(g) phi(g')
@@ -122,7 +123,7 @@ def relu_recursion(layers, scheme="gpt2"):
         c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
         kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
 
-    `centered` removes what the outputs for orthogonal inputs share, kappa(0) = 1/pi.
+    `centered` subtracts kappa(0) = 1/pi, the mean product of the units for orthogonal inputs.
     """
     check_scheme(scheme)
     lost = 1 / math.pi if scheme == "centered" else 0.0
@@ -170,8 +171,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    R takes the last three steps as S does, with the D of S. M is the matrix of `average`; every other product
-    and power is entry by entry. With residual=False a sublayer replaces the stream. Raises Unknown.
+    R takes the same three steps as S, but its D is that of S. M is the matrix of `average`; every other
+    product and power is entry by entry. With residual=False a sublayer replaces the stream. Raises Unknown.
     """
     check_known(config)
     d = config.d_model
@@ -180,7 +181,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
     # W_O, and g_m is that of W_down.
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance
     g_m = config.d_ff * residual_variance
-    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: that of q times that of k, sqrt(d) 0.02 each
+    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: of q times of k, sqrt(d) 0.02 each
     v = math.expm1(t**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
@@ -191,6 +192,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
             C = stream / scales(stream[0], config.norm_epsilon)
             # Query i gives key a the random weight w_ia. A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
+            # (The rotation of positions is neglected; it makes the covariance smaller.)
             # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). The code takes 1 + v x for
             # e^(t^2 x); the two agree at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
             # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
@@ -222,8 +224,8 @@ def mean_field(model, T):
         MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]         h = phi(W_up (m + g noise))
 
     Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
-    of the norm. Neglected are the other means and the other P of early positions, that attention is not quite
-    uniform, and biases of q, k and v. Raises Unknown.
+    of the norm. Neglected are that early positions have another mean and another P, that attention is not
+    quite uniform, and biases of q, k and v. Raises Unknown.
     """
     check_known(model.config)
     embedding = model.model.embed_tokens.weight
@@ -269,7 +271,8 @@ def attention_update(attention, m, g, C):
 def mlp_update(mlp, m, g, C):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
-    Cov(h, h') is Var h at one position. Between two positions it is `slope` times the cosine of their noise.
+    Cov(h, h') is Var h at one position. Between two positions it is, to first order, `slope` times the cosine
+    of their noise.
     """
     expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)

@@ -24,9 +24,9 @@ from measure.attention import LayerMean, batches, disparity, mean_attention, sin
 from model import Transformer
 
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
-SELECTIVITY = 20  # a selective builder is so many times as active at position 1 as elsewhere (ours)
+SELECTIVITY = 20  # a selective builder is at least so many times as active at position 1 as elsewhere (ours)
 LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
-LEAST_DISPARITY = 50  # a dimension dominates after a layer that doubles disparity to more than this (ours)
+LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to more than this (ours)
 
 
 @contextlib.contextmanager
@@ -59,9 +59,9 @@ def watch(model: Transformer, unit, position=1):
 class Activity:
     """The hidden units, and the stream at position 1, averaged over sequences.
 
-    The sink's dimension after a layer is where that stream is largest. A unit contributes to it the product
-    of its activation, its down weight on the dimension, and the dimension's sign. *Builders* contribute most,
-    *removers* take most away (ours).
+    The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit
+    contributes to it the product of its activation, its down weight on the dimension, and the dimension's
+    sign. *Builders* contribute most, *removers* take most away (ours).
     """
 
     down: list[Tensor]  # down projections, (d, d_ff) each
@@ -172,7 +172,7 @@ def ranked(scores: Tensor, count):
 
 
 def replace_units(units, means=None):
-    """An `on_units` that sets each (layer, unit) to zero, or at position 1 to that of means (L, d_ff)."""
+    """An `on_units` that sets each (layer, unit) to zero; with means (L, d_ff), to its mean at position 1."""
     numbers = defaultdict(list)
     for layer, unit in units:
         numbers[layer].append(unit)
@@ -215,8 +215,8 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
     alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
-    the text: the first prediction is that of the text's second token. If `streams` are given, (B, T, d) for
-    each batch, layer `start` reads them, and the layers below do not run.
+    the text, whose second token is the first that is predicted, with and without them. If `streams` are
+    given, (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
@@ -244,7 +244,7 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
 def ablate(model: Transformer, tokens: Tensor, seen, cases):
     """Yield alpha_1 (n, L, H), the loss, and the stream (n, d) at position 1 after layer `seen`.
 
-    The unchanged model comes first, then each case: the arguments of `replace_units`. Layers below a case's
+    The unchanged model comes first, then each case, (units, means) for `replace_units`. Layers below a case's
     units run only once.
     """
     starts = [min(units)[0] for units, _ in cases]

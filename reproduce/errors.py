@@ -22,10 +22,10 @@ from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage import coordinates
 from lineage.match import equal_ids, match_models
+from lineage.outputs import PaperSettings, last_outputs
 from lineage.verdict import NO_EVIDENCE, Facts, row_of
 from lineage.views import Units
 from model import PRESETS
-from seedprint import PaperSettings, last_outputs
 
 READS = {  # what the figure says of each of these, and of each test
     "own embedding": "tokens, an embedding matrix each",

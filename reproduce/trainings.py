@@ -34,12 +34,12 @@ from lib.settings import (
     run_script,
 )
 from lineage.coordinates import paper_test
+from lineage.outputs import PaperSettings, last_outputs
 from lineage.verdict import compare_pair, read_model
 from measure import attention
 from measure.units import hidden_units, replace_units
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, differences, draw_calibrations, read_runs, reading_of
-from seedprint import PaperSettings, last_outputs
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table

@@ -15,7 +15,7 @@ lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_t
 / lib.figures / lib.runs / measure.cosines measure.matching / measure.theory / measure.attention
 / measure.units
 / lineage.stacks / lineage.parts / lineage.bits lineage.coordinates lineage.views / lineage.match
-/ lineage.disguise lineage.verdict
+/ lineage.disguise lineage.outputs lineage.verdict
 / probe train sinks seedprint / contraction / reproduce lesson
 """.split("/")
 

@@ -203,6 +203,8 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     assert_refused(
         run_here("sinks", "transplant", *words, "--model", "saved", "--out", "out"), "explicit sink"
     )
+    long = ("--model", "tiny_llama@1", "--sequence-length", "256", "--out", "out")
+    assert_refused(run_here("sinks", "transplant", *long), "expected 1 to 255")  # and a token in front
     words = ("--source", "backcopy", "--tokenizer", "bytes", "--out", "run", "--explicit-sink")
     refused = run_here("train", "--init-from", "tiny_llama@1", *words)
     assert_refused(refused, "has no explicit sink")
