@@ -509,14 +509,13 @@ def rounded_losses(model, tokens, before):
     return losses
 
 
-RENAMED = {"--units": "--num-builders", "--unit": "--hidden-units"}
 COMMANDS = {
     "rate": Command(rate, RateSettings()),
     "first": Command(first, Settings()),
     "anatomy": Command(anatomy, Settings()),
     "intervene": Command(intervene, InterveneSettings()),
     "transplant": Command(transplant, TransplantSettings()),
-    "silence": Command(silence, SilenceSettings(), renamed=RENAMED),
+    "silence": Command(silence, SilenceSettings()),
 }
 COMMANDS[""] = COMMANDS["rate"]
 

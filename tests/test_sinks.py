@@ -383,7 +383,6 @@ def test_commands(name, text, tmp_path):
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["silence", "--hidden-units", "1/704"], ["--hidden-units 1/704", "LAYER/UNIT"]),
         (["silence", "--hidden-units", "1/7", "--num-builders", 2], ["leave one of them out"]),
-        (["silence", "--units=2"], ["--units is called --num-builders now"]),
         (["rate", "--epsilon", "1.5"], ["epsilon", "1.0"]),
     ],
 )
