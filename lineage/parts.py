@@ -128,13 +128,13 @@ def part_of(source, group):
     known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
     places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
-    adapters = [name for name in beside if ADAPTER.search(name)]
+    adapters = [name for name in beside if ADAPTER.search(name) and len(beside[name]) > 1]
     without_mlp = []
     mlps, layers, numbers = [], [], {}
     for stack in group.stacks:
         for place, (number, names) in enumerate(stack.layers.items()):
             shapes |= {name: source.shapes[name] for name in names.values()}
-            names = without_adapters(names, adapters)
+            names = without_adapters(names, shapes, adapters)
             where = (len(layers), place / len(stack.layers), place == 0 and len(stack.layers) >= 8)
             found, others = mlps_of_layer(source, names, width, where)
             mlps += found
@@ -152,13 +152,14 @@ def part_of(source, group):
     return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
 
 
-def without_adapters(names, adapters):
-    """A layer's full names by their rest without those that change its matrices, which join `adapters`."""
+def without_adapters(names, shapes, adapters):
+    """A layer's full names by their rest without matrices that change its others, which join `adapters`."""
     owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
     kept = {}
     for rest, name in names.items():
         inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
-        if ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner):
+        changes = ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner)
+        if changes and len(shapes[name]) > 1:
             adapters.append(name)
         else:
             kept[rest.replace(".base_layer", "")] = name
@@ -166,20 +167,29 @@ def without_adapters(names, adapters):
 
 
 def changes_of_basis(part):
-    """Matrices beside attention and MLPs that stretch nothing, and shrink little: SliceGPT's, say."""
+    """Matrices that stretch nothing, and shrink little, beside attention and MLPs or outside of layers.
+
+    SliceGPT's, say; of several in one tensor the first is looked at. If an MLP has such matrices, too, as of
+    an orthogonal birth, they tell nothing.
+    """
     known = {name for mlp in part.mlps for name in mlp.matrices.values()}
     turning = []
     for name in part.unknown:
-        rows, columns, *more = part.shapes[name]
-        if name not in part.places or name in known or more or max(rows, columns) > 2 * min(rows, columns):
-            continue
-        weight = part.read(name).float()
-        probe = torch.ones(columns)
-        for _ in range(8):  # of the power method: its length becomes the square of the largest factor
-            probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
-        if probe.norm() <= 1.02 and weight.square().sum() >= min(rows, columns) / 2:
-            turning.append(name)
+        is_square = max(part.shapes[name][-2:]) <= 2 * min(part.shapes[name][-2:])
+        if name not in known and is_square and part.width in part.shapes[name][-2:]:
+            turning += [name] if is_orthogonal(part.read(name)) else []
+    if turning and any(is_orthogonal(part.read(name)) for name in sorted(known)[:1]):
+        return []
     return turning
+
+
+def is_orthogonal(weight: Tensor):
+    """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
+    weight = weight.flatten(0, -3)[0].float() if weight.ndim > 2 else weight.float()
+    probe = torch.ones(weight.shape[1])
+    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
+        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+    return is_varied(weight) and probe.norm() <= 1.02 and weight.square().sum() >= min(weight.shape) / 2
 
 
 def tables_and_heads(matrices, named, width):

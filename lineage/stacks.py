@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
+INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # of an expert, say
 LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called
 BEFORE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
@@ -130,7 +131,8 @@ def is_table(name, shape):
 
 def beginnings(name):
     """What a name begins with, up to each of its separators, the longest first; at last nothing."""
-    return [name[: found.end()] for found in reversed([*re.finditer("[./]", name)])] + [""]
+    separators = "[./]" if re.search("[./]", name) else "_"
+    return [name[: found.end()] for found in reversed([*re.finditer(separators, name)])] + [""]
 
 
 def closest(name, stacks):
@@ -148,21 +150,27 @@ def common_name(members, stacks):
     others = [stack.prefix for stack in stacks if stack not in members]
     for start in reversed(beginnings(shared)):
         if not any(prefix.startswith(start) for prefix in others):
-            return start.rstrip("./")
+            return start.rstrip("._/")
     return shared.rstrip("._/")
 
 
 def has_other_input(stack, outside, reach):
-    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?"""
+    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?
+
+    No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
+    """
     matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
     known = {stack.width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
     known |= {rows for rows, columns in matrices.values() if columns == stack.width}  # a head's, turned
-    for name, shape in outside.items():
-        if reach[name] == [stack] and stack.width in shape:
-            is_projection = len(shape) == 2 and shape[0] == stack.width and shape[1] not in known
-            if is_projection or (len(shape) > 2 and shape[0] > 1):
-                return True
-    return False
+    read = {shape[1] for name, shape in matrices.items() if not HEAD.search(name)}
+    read |= {other.width for stacks in reach.values() for other in stacks}
+    beside = [shape for name, shape in outside.items() if reach[name] == [stack] and stack.width in shape]
+    if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
+        return True
+    pairs = [shape for shape in beside if len(shape) == 2]
+    if any(columns == stack.width <= 2 * rows and rows not in read for rows, columns in pairs):
+        return False
+    return any(rows == stack.width and columns not in known for rows, columns in pairs)
 
 
 def fed_stacks(outside, reach, stacks, otherwise):
@@ -195,20 +203,17 @@ def fed_stacks(outside, reach, stacks, otherwise):
 
 
 def models_among(stacks, shapes):
-    """Stacks on one embedding matrix as one model, [stacks], or as several of which one may be a tower.
+    """Stacks on one embedding matrix, apart: of an encoder and its decoder one may be another model's.
 
-    A decoder has all that its encoder has, and attention to it besides. Lists of attention and of MLPs are of
-    one model, and an MLP has fewer than four matrices. Of other stacks nothing tells that they are one.
+    Lists of attention and of MLPs, of equal length, are together: an MLP has fewer than four matrices.
     """
-    inside = {}
+    counts = []
     for stack in stacks:
         names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
-        inside[stack] = {NUMBER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1}
-    largest = max(stacks, key=lambda stack: len(inside[stack]))
-    are_nested = all(inside[stack] < inside[largest] for stack in stacks if stack is not largest)
-    if are_nested or min(map(len, inside.values())) < 4:
-        return [stacks]
-    return [[stack] for stack in stacks]
+        matrices = [rest for rest, name in names.items() if len(shapes[name]) > 1]
+        counts.append(len({INNER.sub("", rest) for rest in matrices}))
+    are_lists = min(counts) < 4 and len({*map(len, (stack.layers for stack in stacks))}) == 1
+    return [stacks] if are_lists else [[stack] for stack in stacks]
 
 
 def fed_by(name, outside, stacks):

@@ -47,6 +47,7 @@ TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are 
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
 UNREAD = 0.1  # share of the layers' parameters, from which on what was not looked at may be a child's
+TOLD = 0.005  # and from which on it is named
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
 ROUNDING = 1e-6  # and up to here of a change of basis, which computes the same
 SAME_TABLE, CHANGED_TABLE = 0.99, 0.75  # how alike embedding matrices are, in any basis (0.61: strangers)
@@ -117,6 +118,7 @@ class Facts:
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
     unread: str = ""  # what was not looked at
     bare: str = ""  # what a model without layers has in their place
+    have_tables: bool = True  # have both models an embedding matrix?
 
     @property
     def matches(self):
@@ -197,16 +199,11 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """The parts that may be the language model: the first, and those that nothing tells from it.
-
-    If the first has a head, these have one, too, and half of its size; if not, all that read tokens may be.
-    """
-    first, *others = model.readings
-    if not first.part.has_head:
-        return [first] + [other for other in others if other.part.tables]
-    return [first] + [
-        other for other in others if other.part.has_head and other.part.size >= first.part.size / 2
-    ]
+    """The parts that may be the language model: all that read tokens; if some have a head, these alone."""
+    first = model.readings[0].part
+    if not first.tables:
+        return model.readings[:1]
+    return [one for one in model.readings if one.part.tables and one.part.has_head == first.has_head]
 
 
 def told_of_parts(row, chosen, models, findings):
@@ -217,6 +214,11 @@ def told_of_parts(row, chosen, models, findings):
         sentence = f"its {title(chosen[1])} and the base's {title(chosen[0])}: {sentence}"
     kin = [theirs for _, theirs in common]
     strange = dict.fromkeys(title(theirs) for _, theirs in findings if theirs not in kin)
+    likewise = dict.fromkeys(
+        title(theirs) for ours, theirs in models if theirs in kin and theirs != chosen[1]
+    )
+    if verdict == SAME_BIRTH and likewise:
+        sentence += f"; so is its {' and its '.join(likewise)}"
     if verdict == SAME_BIRTH and strange:
         sentence += f"; not seen to be the base's: its {' and '.join(strange)}"
     if verdict == SAME_BIRTH or not common:
@@ -263,7 +265,10 @@ def gather(base: Model, suspect: Model, base_reading, reading, seed, permutation
     equal = equal_layers(base_reading.layers, reading.layers)
     depth = len(reading.part.layers)
     bare = " and ".join(without_layers(*side) for side in sides if not side[1].layers)
-    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare)
+    tables = all(part.tables for part in pair)
+    facts = Facts(
+        match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare, tables
+    )
     is_one = len(distinct(places(facts.base_matches))) == 1
     if is_one and match.depth > len({each.mlp.layer for each in facts.matches}):  # is it the only one?
         facts.match = best_match(*hypotheses, vocabularies, units, None, seed)
@@ -275,7 +280,7 @@ def without_layers(model, part):
     if part.tables:
         return f"{model.name} has no layers, but an embedding matrix alone"
     if not part.shapes:
-        return f"{model.name} has no layers, and no weights"
+        return f"{model.name} has no layers, and no weights: is it an optimizer's state, or a schedule?"
     return f"{model.name} has no layers: its tensors are called {', '.join([*part.shapes][:3])}"
 
 
@@ -284,7 +289,8 @@ def unread_of(part):
     turned = "changes of basis"
     unread = part.unread | {turned: parts.changes_of_basis(part)}
     counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
-    told = [f"{what} ({count / part.size:.0%})" for what, count in counts.items() if count and part.size]
+    shares = {what: count / part.size for what, count in counts.items() if part.size}
+    told = [f"{what} ({share:.0%})" for what, share in shares.items() if share >= TOLD]
     return " and ".join(told), counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size
 
 
@@ -506,12 +512,15 @@ def coordinates_phrase(body):
 
 def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
-    likeness = facts.match.table_likeness if facts.match else 0.0
+    if not facts.have_tables:
+        return "not both have an embedding matrix"
+    likeness = facts.match.table_likeness if facts.match else None
     has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
     if likeness is None and has_same_coordinates:
         likeness = facts.embedding["matched"]
-    if likeness is None:
+    if likeness is None and facts.match:
         return "too few shared tokens to compare embedding matrices"
+    likeness = likeness or 0.0
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"
     # Units are matched as the base's matrix alone shows them.
