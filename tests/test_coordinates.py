@@ -13,7 +13,7 @@ from lib.checkpoint import Newborn
 from lib.settings import UserError
 from lineage import coordinates
 from lineage.coordinates import Correlation, diagonal_test
-from lineage.disguise import noised
+from reproduce.changes import noised
 
 
 def four_errors(share: float, draws: int) -> float:

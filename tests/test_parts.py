@@ -8,7 +8,7 @@ from test_verdict import BASE, CHILD, CONFIG, PLAIN, STRANGER, changed
 
 from lib.checkpoint import Newborn
 from lineage import parts, stacks
-from lineage.disguise import as_source, disguised, noised, weights_of
+from lineage.disguise import as_source, disguised, weights_of
 from lineage.verdict import (
     INCONCLUSIVE,
     NO_EVIDENCE,
@@ -19,6 +19,7 @@ from lineage.verdict import (
     read_model,
     row_of,
 )
+from reproduce.changes import noised
 
 NOISED = noised(BASE, 0.5)
 

@@ -19,6 +19,7 @@ from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from lineage import coordinates, disguise
 from model import ModelConfig
+from reproduce.changes import noised
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 FEW = ["--permutations", 199]
@@ -35,7 +36,7 @@ def run(*words, out: Path) -> tuple[dict, str]:
 
 def save_child(folder: Path, size: float, seed: int = 1) -> None:
     """A newborn with noise in its matrices, as a folder."""
-    disguise.save(folder, disguise.noised(Newborn(CONFIG, seed), size))
+    disguise.save(folder, noised(Newborn(CONFIG, seed), size))
 
 
 @pytest.fixture(scope="module")
