@@ -178,9 +178,8 @@ def changes_of_basis(part):
         is_square = max(part.shapes[name][-2:]) <= 2 * min(part.shapes[name][-2:])
         if name not in known and is_square and part.width in part.shapes[name][-2:]:
             turning += [name] if is_orthogonal(part.read(name)) else []
-    if turning and any(is_orthogonal(part.read(name)) for name in sorted(known)[:1]):
-        return []
-    return turning
+    first = part.mlps[0].matrices.values() if turning and part.mlps else []
+    return [] if any(is_orthogonal(part.read(name)) for name in first) else turning
 
 
 def is_orthogonal(weight: Tensor):

@@ -7,8 +7,8 @@
     (['model.embed_tokens.weight'], [('model.layers.', 256, 6)])
 
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
-a stream of one width. Stacks that one embedding matrix feeds, as an encoder and its decoder, are a group; so
-are stacks of one name and width that read no tokens, as those of a tower.
+a stream of one width. A group is a stack and what stands beside it: an encoder and its decoder are two, even
+if one embedding matrix feeds both.
 """
 
 import math
@@ -40,10 +40,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Group:
-    """Stacks that one thing feeds, and the tensors beside them."""
+    """A stack, or lists of attention and MLPs that are one, and the tensors beside it."""
 
     name: str  # what begins its stacks' names, and no others'; "" where there are no others
-    stacks: list  # a decoder comes before its encoder
+    stacks: list
     tables: list  # the names of the embedding matrices that feed it
     beside: dict  # shapes by name of what is closer to it than to others, or as close
     has_other_input: bool  # is it fed by a convolution, or a projection?
@@ -58,20 +58,14 @@ def find(source):
     reach = {name: closest(name, stacks) for name in outside}
     otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
     fed = fed_stacks(outside, reach, stacks, otherwise)
-    reading = [stack for _, members in fed for stack in members]
-    others = defaultdict(list)
-    for stack in stacks:
-        if stack not in reading:
-            others[common_name([stack], reading), stack.width].append(stack)
     groups = []
-    reading_groups = [(tables, some) for tables, members in fed for some in models_among(members, shapes)]
-    for tables, members in reading_groups + [([], members) for members in others.values()]:
+    for members in models_among(stacks, shapes):
+        tables = [name for name in fed if not set(members).isdisjoint(fed[name])]
         beside = {}
         for name, shape in outside.items():
-            if name in tables or set(reach[name]) & set(members):
+            if name in tables or not set(members).isdisjoint(reach[name]):
                 beside[name] = shape
         is_fed_otherwise = tables == [] and not set(members).isdisjoint(otherwise)
-        members = [stack for stack in stacks if stack in members]
         groups.append(Group(common_name(members, stacks), members, tables, beside, is_fed_otherwise))
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
     return groups or [Group("", [], tables, outside, False)]
@@ -174,7 +168,7 @@ def has_other_input(stack, outside, reach):
 
 
 def fed_stacks(outside, reach, stacks, otherwise):
-    """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
+    """The stacks that each embedding matrix feeds, by its name.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
     name, those with the most. A head's matrix is the last choice: it may be tied.
@@ -192,28 +186,30 @@ def fed_stacks(outside, reach, stacks, otherwise):
             rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
             if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
                 fed[name] = members
-    groups = []
-    for name in [name for name in fed if fed[name]]:
-        tables, members = [name], fed[name]
-        for group in [group for group in groups if not set(members).isdisjoint(group[1])]:
-            groups.remove(group)
-            tables, members = group[0] + tables, [*dict.fromkeys(group[1] + members)]
-        groups.append((tables, members))
-    return groups
+    return fed
 
 
 def models_among(stacks, shapes):
-    """Stacks on one embedding matrix, apart: of an encoder and its decoder one may be another model's.
+    """[stacks] of one model each: one stack, as an encoder's may be another model's than its decoder's.
 
-    Lists of attention and of MLPs, of equal length, are together: an MLP has fewer than four matrices.
+    But lists of attention and of MLPs, side by side and of the same numbers, are one: an MLP has fewer than
+    four matrices.
     """
-    counts = []
+    alike = defaultdict(list)
     for stack in stacks:
-        names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
-        matrices = [rest for rest, name in names.items() if len(shapes[name]) > 1]
-        counts.append(len({INNER.sub("", rest) for rest in matrices}))
-    are_lists = min(counts) < 4 and len({*map(len, (stack.layers for stack in stacks))}) == 1
-    return [stacks] if are_lists else [[stack] for stack in stacks]
+        parent = beginnings(stack.prefix.rstrip("._/"))[0]
+        alike[parent, stack.width, tuple(stack.layers)].append(stack)
+    models = []
+    for members in alike.values():
+        are_lists = min(kinds_of_matrices(stack, shapes) for stack in members) < 4
+        models += [members] if are_lists else [[stack] for stack in members]
+    return models
+
+
+def kinds_of_matrices(stack, shapes):
+    """How many matrices a stack's layers have, of experts one."""
+    names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
+    return len({INNER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1})
 
 
 def fed_by(name, outside, stacks):
