@@ -82,7 +82,6 @@ class Part:
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
-    has_head: bool  # of its own
     has_other_input: bool  # is it fed by what is no embedding matrix?
     norm: str | None
     mlps: list
@@ -99,6 +98,11 @@ class Part:
             return "one embedding matrix"
         names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
+
+    @property
+    def has_head(self):
+        """Has it a head of its own?"""
+        return self.heads != self.tables
 
     @property
     def size(self):
@@ -148,7 +152,7 @@ def part_of(source, group):
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
     of_source = (group.name, source.read, source.place, source.family, shapes, width)
-    of_group = (tables, heads or tables, heads != [], group.has_other_input, next(iter(norms), None))
+    of_group = (tables, heads or tables, group.has_other_input, next(iter(norms), None))
     return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
 
 

@@ -86,11 +86,16 @@ def judge(facts):
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What is read of a part of a model: its hidden units, and digests of its layers' matrices, once each."""
+    """What is read of a part of a model, once, and what of it cannot be seen."""
 
     part: parts.Part
     units: list  # its Units, by each LayoutHypothesis
     layers: Callable  # -> digests of each layer's matrices, by which equal ones are found
+    unread: list  # what in its layers was not looked at, with its share of them
+    lacks: list  # what there is not, that hidden units are seen with
+    hides: bool  # may a child hide in what was not looked at?
+    may_have_units: bool  # that were not found
+    bare: str  # what it has in place of layers, if it has none
 
 
 @dataclass
@@ -167,10 +172,34 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    readings = []
-    for part in parts.split(source):
-        readings.append(Reading(part, hidden_units(part), functools.cache(partial(layers_of, part))))
-    return Model(name, source, readings, vocabulary)
+    return Model(name, source, [read_part(name, source, part) for part in parts.split(source)], vocabulary)
+
+
+def read_part(name, source, part):
+    """The Reading of a part of a model of this name."""
+    turned = "changes of basis"
+    unread = part.unread | {turned: parts.changes_of_basis(part)}
+    counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
+    shares = {what: count / part.size for what, count in counts.items() if part.size}
+    told = [f"{what} ({share:.0%} of {name}'s layers)" for what, share in shares.items() if share >= TOLD]
+    hides = counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size
+    lacks = [f"not all of {name} was looked at"] if hides else []
+    if part.missing:
+        lacks.append(f"no {part.missing} found in {name}")
+    elif stacks.HEAD.search(part.tables[0][0]):  # which is the embedding matrix only if the two are tied
+        lacks.append(f"no embedding matrix but a head found in {name}")
+    are_named = getattr(source, "names_mlps", False)  # by config.json
+    may_have_units = bool(part.mlps or part.unknown or are_named) and not part.has_other_input
+    bare = ""
+    if not part.layers:
+        what = f": its tensors are called {', '.join([*part.shapes][:3])}"
+        if part.tables:
+            what = ", but an embedding matrix alone"
+        elif not part.shapes:
+            what = ", and no weights: is it an optimizer's state, or a schedule?"
+        bare = f"{name} has no layers{what}"
+    digests = functools.cache(partial(layers_of, part))
+    return Reading(part, hidden_units(part), digests, told, lacks, hides, may_have_units, bare)
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
@@ -199,11 +228,12 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """The parts that may be the language model: all that read tokens; if some have a head, these alone."""
-    first = model.readings[0].part
-    if not first.tables:
-        return model.readings[:1]
-    return [one for one in model.readings if one.part.tables and one.part.has_head == first.has_head]
+    """The parts that may be the language model: as the first, they read tokens or not, and have a head."""
+
+    def role(reading):
+        return reading.part.tables != [], reading.part.has_head
+
+    return [reading for reading in model.readings if role(reading) == role(model.readings[0])]
 
 
 def told_of_parts(row, chosen, models, findings):
@@ -214,11 +244,9 @@ def told_of_parts(row, chosen, models, findings):
         sentence = f"its {title(chosen[1])} and the base's {title(chosen[0])}: {sentence}"
     kin = [theirs for _, theirs in common]
     strange = dict.fromkeys(title(theirs) for _, theirs in findings if theirs not in kin)
-    likewise = dict.fromkeys(
-        title(theirs) for ours, theirs in models if theirs in kin and theirs != chosen[1]
-    )
-    if verdict == SAME_BIRTH and likewise:
-        sentence += f"; so is its {' and its '.join(likewise)}"
+    others = dict.fromkeys(title(theirs) for _, theirs in models if theirs != chosen[1])
+    if verdict == SAME_BIRTH and others:
+        sentence += f"; of one birth, too: its {' and '.join(others)}"
     if verdict == SAME_BIRTH and strange:
         sentence += f"; not seen to be the base's: its {' and '.join(strange)}"
     if verdict == SAME_BIRTH or not common:
@@ -260,77 +288,38 @@ def gather(base: Model, suspect: Model, base_reading, reading, seed, permutation
         except UserError:  # the numbers of a part's embedding matrix, perhaps: the rest may tell
             if (base_reading, reading) == (base.readings[0], suspect.readings[0]):
                 raise
-    sides = ((base, base_reading.part), (suspect, reading.part))
-    lacks = detectability(*sides, match)
-    equal = equal_layers(base_reading.layers, reading.layers)
-    depth = len(reading.part.layers)
-    bare = " and ".join(without_layers(*side) for side in sides if not side[1].layers)
-    tables = all(part.tables for part in pair)
-    facts = Facts(
-        match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare, tables
-    )
+    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r)
+    facts.equal = equal_layers(base_reading.layers, reading.layers)
+    facts.depth = len(reading.part.layers)
+    facts.have_tables = all(part.tables for part in pair)
+    facts.bare = " and ".join(filter(None, (base_reading.bare, reading.bare)))
+    facts.unread = " and ".join(base_reading.unread + reading.unread)
+    lacks = base_reading.lacks + reading.lacks
+    facts.lack = " and ".join(lacks + lacks_of_match(match, not lacks))
+    may_have_units = base_reading.may_have_units and reading.may_have_units
+    facts.may_hide = may_have_units or base_reading.hides or reading.hides
+    if base.vocabulary and suspect.vocabulary:
+        facts.proviso = ", if their tokenizers tell the truth"
+    elif base.source.place or suspect.source.place:  # not both are newborns
+        facts.proviso = ", if their token numbers mean the same"
     is_one = len(distinct(places(facts.base_matches))) == 1
     if is_one and match.depth > len({each.mlp.layer for each in facts.matches}):  # is it the only one?
         facts.match = best_match(*hypotheses, vocabularies, units, None, seed)
     return facts
 
 
-def without_layers(model, part):
-    """What a model has in place of layers."""
-    if part.tables:
-        return f"{model.name} has no layers, but an embedding matrix alone"
-    if not part.shapes:
-        return f"{model.name} has no layers, and no weights: is it an optimizer's state, or a schedule?"
-    return f"{model.name} has no layers: its tensors are called {', '.join([*part.shapes][:3])}"
-
-
-def unread_of(part):
-    """What in a part's layers was not looked at, with its share of them; and may it hide a child?"""
-    turned = "changes of basis"
-    unread = part.unread | {turned: parts.changes_of_basis(part)}
-    counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
-    shares = {what: count / part.size for what, count in counts.items() if part.size}
-    told = [f"{what} ({share:.0%})" for what, share in shares.items() if share >= TOLD]
-    return " and ".join(told), counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size
-
-
-def detectability(base, suspect, match):
-    """Could a child have been seen, if its basis was changed? Of two models, and a part of each.
-
-    Returns what hidden units lack ("" if nothing), if both may have units, on what equal tokens rest, and
-    what was not looked at.
-    """
-    lacks, unread = [], []
-    may_hide = True
-    for model, found in (base, suspect):
-        named = getattr(model.source, "names_mlps", False)  # by config.json
-        may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.has_other_input
-        told, hides = unread_of(found)
-        if told:
-            unread.append(f"{told} of the layers of {model.name}")
-        if hides:
-            lacks.append(f"not all of {model.name} was looked at")
-            may_hide = True
-        if found.missing:
-            lacks.append(f"no {found.missing} found in {model.name}")
-        elif stacks.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
-            lacks.append(f"no embedding matrix but a head found in {model.name}")
-    if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
-        tokens = f"they share {match.num_tokens:,} tokens"
-        lacks.append(f"{tokens}, too few for a width of {min(match.widths):,}")
-    elif match and max(each.units for each in match.matches) < FEWEST_UNITS:
-        lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
-    elif match and all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
-        lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
-    elif not match and not lacks:
-        lacks.append("units cannot be seen through these embedding matrices")
-    proviso = ""
-    models = (base[0], suspect[0])
-    if all(model.vocabulary for model in models):
-        proviso = ", if their tokenizers tell the truth"
-    elif any(model.source.place for model in models):  # not both are newborns
-        proviso = ", if their token numbers mean the same"
-    return " and ".join(lacks), may_hide, proviso, " and ".join(unread)
+def lacks_of_match(match, is_expected):
+    """What a ModelMatch lacks to show a child; it may be None, which is told if one `is_expected`."""
+    if match is None:
+        return ["units cannot be seen through these embedding matrices"] if is_expected else []
+    if match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
+        width = f"{min(match.widths):,}"
+        return [f"they share {match.num_tokens:,} tokens, too few for a width of {width}"]
+    if max(each.units for each in match.matches) < FEWEST_UNITS:
+        return [f"no layer has {FEWEST_UNITS} hidden units that live in both models"]
+    if all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
+        return ["what units read and write is so alike that chance finds as many as a copy would have"]
+    return []
 
 
 def is_of_base(match, searches):

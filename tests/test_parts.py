@@ -245,6 +245,15 @@ def test_a_bare_encoder_and_what_contains_it():
     assert row["part"] is None and row["base_part"] is None
 
 
+def test_two_stacks_that_read_no_tokens():
+    """Both must be kin: strangers share a frozen encoder, the larger of the two."""
+    large, small, new = tower(1, "sound."), tower(2, "top.", patch=False), tower(3, "top.", patch=False)
+    small, new = ({n: w for n, w in weights.items() if ".2." not in n} for weights in (small, new))
+    assert judged(large | small, with_noise(large | small))[0] == SAME_BIRTH
+    row = row_of_pair(large | small, large | new)
+    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "sound"), row["sentence"]
+
+
 def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     """As T5's: an encoder and a decoder on one embedding matrix, under one name or two."""
     weights = {f"{name}.weight": Newborn(CONFIG, seed).read("model.embed_tokens.weight") for name in tables}
@@ -266,7 +275,9 @@ def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
         ("encoder", 3, 1 + (len(tables) > 1)),
     ]
     answer, sentence = judged(base, with_noise(base))
-    assert answer == SAME_BIRTH and sentence.endswith("; so is its `encoder` (3 layers)"), sentence
+    assert answer == SAME_BIRTH and sentence.endswith("; of one birth, too: its `encoder` (3 layers)"), (
+        sentence
+    )
     fewer = {name: weight for name, weight in base.items() if ".block.2." not in name}
     assert judged(base, fewer)[0] == SAME_BIRTH
     assert judged(base, stranger)[0] == NO_EVIDENCE
