@@ -63,6 +63,7 @@ from lib.runtime import default_batch_size, progress, rank
 from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
 from lineage import coordinates
 from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
+from measure import kendall
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -206,7 +207,7 @@ def paper(settings: PaperSettings):
     rows = []
     for spec in progress(specs[1:], desc="paper", unit=" suspects"):
         outputs = outputs_of(spec, where, vocab_size, settings)
-        test = coordinates.paper_test(base_outputs, outputs)
+        test = kendall.paper_test(base_outputs, outputs)
         rows.append({"base": specs[0].name, "suspect": spec.name} | test)
     return experiment.save(rows)
 
@@ -292,10 +293,10 @@ def persistence(settings: PersistenceSettings):
     where = (experiment.device, experiment.dtype)
     vocab_size = min(spec.config.vocab_size for spec in compared)
     birth_outputs = outputs_of(specs[0], where, vocab_size, settings)
-    chosen = coordinates.top_dimensions(birth_outputs.numpy())
+    chosen = kendall.top_dimensions(birth_outputs.numpy())
 
     def taus_with_birth(outputs):
-        return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
+        return kendall.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
     if settings.stranger is None:
         stranger = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
@@ -313,7 +314,7 @@ def persistence(settings: PersistenceSettings):
             beside = taus_with_birth(outputs_of(strangers[step], where, vocab_size, settings))
         row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
         row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
-        test = coordinates.paper_test(birth_outputs, outputs)
+        test = kendall.paper_test(birth_outputs, outputs)
         rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
     draw_persistence(experiment.folder / "persistence.png", rows)
     return experiment.save(rows)

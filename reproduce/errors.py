@@ -24,6 +24,7 @@ from lineage import coordinates
 from lineage.match import equal_ids, match_models
 from lineage.verdict import NO_EVIDENCE, Facts, row_of
 from lineage.views import Units
+from measure import kendall
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs
 
@@ -78,7 +79,7 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     for seed in range(1, count + 1):
         born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)
         outputs.append(last_outputs(born, born.config.vocab_size, reading))
-    tests = [coordinates.paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
+    tests = [kendall.paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
     return {
         "t-test": [test["paper_t_p"] for test in tests],
         "U-test": [test["paper_u_p"] for test in tests],

@@ -33,9 +33,9 @@ from lib.settings import (
     read_config_file,
     run_script,
 )
-from lineage.coordinates import paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
+from measure.kendall import paper_test
 from measure.units import hidden_units, replace_units
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, differences, draw_calibrations, read_runs, reading_of
