@@ -172,14 +172,16 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    return Model(name, source, [read_part(name, source, part) for part in parts.split(source)], vocabulary)
+    found = parts.split(source)
+    turning = {matrix: source.shapes[matrix] for part in found for matrix in parts.changes_of_basis(part)}
+    return Model(name, source, [read_part(name, source, part, turning) for part in found], vocabulary)
 
 
-def read_part(name, source, part):
-    """The Reading of a part of a model of this name."""
+def read_part(name, source, part, turning):
+    """The Reading of a part of a model of this name; `turning` has its changes of basis, whosever they are."""
     turned = "changes of basis"
-    unread = part.unread | {turned: parts.changes_of_basis(part)}
-    counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
+    unread = part.unread | {turned: [matrix for matrix in turning if part.width in turning[matrix][-2:]]}
+    counts = {what: sum(math.prod(source.shapes[n]) for n in names) for what, names in unread.items()}
     shares = {what: count / part.size for what, count in counts.items() if part.size}
     told = [f"{what} ({share:.0%} of {name}'s layers)" for what, share in shares.items() if share >= TOLD]
     hides = counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size

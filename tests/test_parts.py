@@ -1,5 +1,6 @@
 """lineage/stacks.py and lineage/parts.py: which tensors are the model, and what was not looked at?"""
 
+import itertools
 import math
 
 import pytest
@@ -421,12 +422,16 @@ def in_one_tensor(weights: dict) -> dict:
     return others | {"turns": torch.stack([weights[name] for name in turns])}
 
 
-OUTSIDE = {
-    f"{LAYER}{layer}.{which}_shortcut_": f"{which}.{layer}."
-    for layer in range(3)
-    for which in ("attn", "mlp")
-}
-WHERE = {"in layers": {}, "outside": OUTSIDE, "in one tensor": in_one_tensor}
+def moved(place: str) -> dict:
+    """What the names of bases become if they stand elsewhere."""
+    names = {}
+    for layer, which in itertools.product(range(3), ("attn", "mlp")):
+        names[f"{LAYER}{layer}.{which}_shortcut_"] = place.format(layer=layer, which=which)
+    return names
+
+
+WHERE = {"in layers": {}, "outside": moved("{which}.{layer}."), "in a stack": moved("turns.{layer}.{which}_")}
+WHERE["in one tensor"] = in_one_tensor
 
 
 @pytest.mark.parametrize("where", WHERE)
