@@ -126,8 +126,7 @@ def part_of(source, group):
     beside = group.beside
     shapes = dict(beside)
     matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
-    widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables]
-    width = next(iter(widths), 0)
+    width = group.width
     tables, heads = tables_and_heads(matrices, group.tables, width)
     known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
@@ -135,19 +134,18 @@ def part_of(source, group):
     adapters = [name for name in beside if ADAPTER.search(name) and len(beside[name]) > 1]
     without_mlp = []
     mlps, layers, numbers = [], [], {}
-    for stack in group.stacks:
-        for place, (number, names) in enumerate(stack.layers.items()):
-            shapes |= {name: source.shapes[name] for name in names.values()}
-            names = without_adapters(names, shapes, adapters)
-            where = (len(layers), place / len(stack.layers), place == 0 and len(stack.layers) >= 8)
-            found, others = mlps_of_layer(source, names, width, where)
-            mlps += found
-            start = f"{stack.prefix if len(group.stacks) > 1 else ''}{number}."
-            places |= {name: (start, rest) for rest, name in names.items()}
-            layers.append([*names.values()])
-            numbers[start] = len(layers)
-            unknown += others
-            without_mlp += [] if found else others
+    for place, (number, names) in enumerate(group.layers.items()):
+        shapes |= {name: source.shapes[name] for name in names.values()}
+        names = without_adapters(names, shapes, adapters)
+        where = (place, place / len(group.layers), place == 0 and len(group.layers) >= 8)
+        found, others = mlps_of_layer(source, names, width, where)
+        mlps += found
+        start = f"{number}."
+        places |= {name: (start, rest) for rest, name in names.items()}
+        layers.append([*names.values()])
+        numbers[start] = len(layers)
+        unknown += others
+        without_mlp += [] if found else others
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}

@@ -12,7 +12,6 @@ if one embedding matrix feeds both.
 """
 
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -40,10 +39,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Group:
-    """A stack, or lists of attention and MLPs that are one, and the tensors beside it."""
+    """A stack, and the tensors beside it."""
 
-    name: str  # what begins its stacks' names, and no others'; "" where there are no others
-    stacks: list
+    name: str  # what begins the stack's names, and no others'; "" where there are no others
+    width: int  # of the stream
+    layers: dict  # as a Stack's; {} without a stack
     tables: list  # the names of the embedding matrices that feed it
     beside: dict  # shapes by name of what is closer to it than to others, or as close
     has_other_input: bool  # is it fed by a convolution, or a projection?
@@ -52,23 +52,22 @@ class Group:
 def find(source):
     """The Groups of a checkpoint; without layers the only one has its embedding matrices, if any."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
-    stacks = stacks_of(shapes)
+    stacks = with_lists_joined(stacks_of(shapes), shapes)
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     reach = {name: closest(name, stacks) for name in outside}
     otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
     fed = fed_stacks(outside, reach, stacks, otherwise)
     groups = []
-    for members in models_among(stacks, shapes):
-        tables = [name for name in fed if not set(members).isdisjoint(fed[name])]
-        beside = {}
-        for name, shape in outside.items():
-            if name in tables or not set(members).isdisjoint(reach[name]):
-                beside[name] = shape
-        is_fed_otherwise = tables == [] and not set(members).isdisjoint(otherwise)
-        groups.append(Group(common_name(members, stacks), members, tables, beside, is_fed_otherwise))
+    for stack in stacks:
+        tables = [name for name in fed if stack in fed[name]]
+        beside = {name: outside[name] for name in outside if name in tables or stack in reach[name]}
+        name = common_name(stack, stacks)
+        is_fed_otherwise = tables == [] and stack in otherwise
+        groups.append(Group(name, stack.width, stack.layers, tables, beside, is_fed_otherwise))
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
-    return groups or [Group("", [], tables, outside, False)]
+    width = outside[tables[0]][1] if tables else 0
+    return groups or [Group("", width, {}, tables, outside, False)]
 
 
 def stacks_of(shapes):
@@ -95,6 +94,35 @@ def stacks_of(shapes):
             stacks.append(Stack(prefix, width, layers))
             taken.update(name for names in layers.values() for name in names.values())
     return sorted(stacks, key=lambda stack: stack.prefix)
+
+
+def with_lists_joined(stacks, shapes):
+    """Stacks of which lists of attention and of MLPs, side by side and of the same numbers, are one.
+
+    An MLP has fewer than four matrices.
+    """
+    alike = defaultdict(list)
+    for stack in stacks:
+        parent = beginnings(stack.prefix.rstrip("._/"))[0]
+        alike[parent, stack.width, tuple(stack.layers)].append(stack)
+    joined = []
+    for (parent, width, numbers), members in alike.items():
+        if len(members) == 1 or min(kinds_of_matrices(stack, shapes) for stack in members) > 3:
+            joined += members
+            continue
+        layers = {number: {} for number in numbers}
+        for stack in members:
+            start = stack.prefix.removeprefix(parent)
+            for number, names in stack.layers.items():
+                layers[number] |= {f"{start}{rest}": name for rest, name in names.items()}
+        joined.append(Stack(parent, width, layers))
+    return joined
+
+
+def kinds_of_matrices(stack, shapes):
+    """How many matrices a stack's layers have, of experts one."""
+    names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
+    return len({INNER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1})
 
 
 def width_of(shapes, layers, unnumbered):
@@ -138,14 +166,13 @@ def closest(name, stacks):
     return []
 
 
-def common_name(members, stacks):
-    """The shortest beginning of some stacks' names that no other stack's has; "" where there is no other."""
-    shared = os.path.commonprefix([stack.prefix for stack in members])
-    others = [stack.prefix for stack in stacks if stack not in members]
-    for start in reversed(beginnings(shared)):
+def common_name(stack, stacks):
+    """The shortest beginning of a stack's names that no other stack's has; "" where there is no other."""
+    others = [other.prefix for other in stacks if other is not stack]
+    for start in reversed(beginnings(stack.prefix)):
         if not any(prefix.startswith(start) for prefix in others):
             return start.rstrip("._/")
-    return shared.rstrip("._/")
+    return stack.prefix.rstrip("._/")
 
 
 def has_other_input(stack, outside, reach):
@@ -186,30 +213,12 @@ def fed_stacks(outside, reach, stacks, otherwise):
             rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
             if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
                 fed[name] = members
+    known = {stack for members in fed.values() for stack in members}
+    for (
+        name
+    ) in fed:  # of one width with what nothing is seen to feed, as a decoder beside its encoder's table
+        fed[name] = fed[name] + [s for s in free if s not in known and s.width == outside[name][1]]
     return fed
-
-
-def models_among(stacks, shapes):
-    """[stacks] of one model each: one stack, as an encoder's may be another model's than its decoder's.
-
-    But lists of attention and of MLPs, side by side and of the same numbers, are one: an MLP has fewer than
-    four matrices.
-    """
-    alike = defaultdict(list)
-    for stack in stacks:
-        parent = beginnings(stack.prefix.rstrip("._/"))[0]
-        alike[parent, stack.width, tuple(stack.layers)].append(stack)
-    models = []
-    for members in alike.values():
-        are_lists = min(kinds_of_matrices(stack, shapes) for stack in members) < 4
-        models += [members] if are_lists else [[stack] for stack in members]
-    return models
-
-
-def kinds_of_matrices(stack, shapes):
-    """How many matrices a stack's layers have, of experts one."""
-    names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
-    return len({INNER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1})
 
 
 def fed_by(name, outside, stacks):

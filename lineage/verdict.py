@@ -180,7 +180,7 @@ def read_model(name, source):
 def read_part(name, source, part, turning):
     """The Reading of a part of a model of this name; `turning` has its changes of basis, whosever they are."""
     turned = "changes of basis"
-    unread = part.unread | {turned: [matrix for matrix in turning if part.width in turning[matrix][-2:]]}
+    unread = part.unread | {turned: [each for each in turning if part.width in turning[each][-2:]]}
     counts = {what: sum(math.prod(source.shapes[n]) for n in names) for what, names in unread.items()}
     shares = {what: count / part.size for what, count in counts.items() if part.size}
     told = [f"{what} ({share:.0%} of {name}'s layers)" for what, share in shares.items() if share >= TOLD]

@@ -266,7 +266,10 @@ def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     return weights | {"lm_head.weight": drawn(seed, 300, 64)}
 
 
-@pytest.mark.parametrize("tables", [("shared",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")])
+TABLES = [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+
+
+@pytest.mark.parametrize("tables", TABLES)
 def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
     """A child of every layer, or of some; strangers; and what strangers have that share a frozen encoder."""
     base, stranger = (encoder_and_decoder(seed, tables) for seed in (1, 2))
@@ -286,6 +289,14 @@ def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
         frozen = {name: w for name, w in base.items() if name.startswith(("encoder", "shared"))}
         row = row_of_pair(base, changed(shallow, {"encoder": ""}) | frozen)
         assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "encoder"), row["sentence"]
+
+
+def test_strangers_with_lists_of_attention_in_common():
+    """Attention beside other MLPs is no layer, in whichever list it stands."""
+    base, stranger = (changed(weights_of(source), SPLIT) for source in (BASE, STRANGER))
+    attention = {name: weight for name, weight in base.items() if ".attentions." in name}
+    answer, sentence = judged(base, stranger | attention)
+    assert answer == INCONCLUSIVE and "a part may have been copied" in sentence, sentence
 
 
 @pytest.mark.parametrize("layers", [(3, 3), (6, 2)])
