@@ -178,7 +178,7 @@ def read_model(name, source):
 
 
 def read_part(name, source, part, turning):
-    """The Reading of a part of a model of this name; `turning` has its changes of basis, whosever they are."""
+    """The Reading of a part of a model of this name, whose changes of basis are `turning`, shapes by name."""
     turned = "changes of basis"
     unread = part.unread | {turned: [each for each in turning if part.width in turning[each][-2:]]}
     counts = {what: sum(math.prod(source.shapes[n]) for n in names) for what, names in unread.items()}
@@ -230,12 +230,15 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """The parts that may be the language model: as the first, they read tokens or not, and have a head."""
-
-    def role(reading):
-        return reading.part.tables != [], reading.part.has_head
-
-    return [reading for reading in model.readings if role(reading) == role(model.readings[0])]
+    """The parts that may be the model: like the first they read tokens and have a head, or are as large."""
+    first = model.readings[0].part
+    found = []
+    for reading in model.readings:
+        part = reading.part
+        is_alike = (part.tables != [], part.has_head) == (first.tables != [], first.has_head)
+        if is_alike or part.size >= first.size:
+            found.append(reading)
+    return found
 
 
 def told_of_parts(row, chosen, models, findings):
@@ -259,7 +262,7 @@ def told_of_parts(row, chosen, models, findings):
     if len(facts.equal) == facts.depth:
         how = "bit for bit"
     own = f"{verdict} ({sentence})"
-    if not all(reading.part.tables for reading in chosen):
+    if not all(reading.part.tables for reading in next(iter(findings))):  # of each model the first
         own = "not both have one"
     told = f"its {title(theirs)} is the base's {title(ours)}, {how}; the language models: {own}"
     names = {"part": theirs.part.name, "base_part": ours.part.name}
