@@ -214,7 +214,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     for pair in itertools.product(base.readings, suspect.readings):
         findings[pair] = gather(base, suspect, *pair, seed, permutations, units, layers)
     candidates = language_models(base) + language_models(suspect)
-    models = [pair for pair in findings if candidates.count(pair[0]) and candidates.count(pair[1])]
+    models = [pair for pair in findings if pair[0] in candidates and pair[1] in candidates]
 
     def doubt(pair):
         return VERDICTS.index(judge(findings[pair])[0])

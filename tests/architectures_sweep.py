@@ -74,6 +74,7 @@ PARTS = {  # class: its configuration's, the arguments, and what begins the name
     "LlavaForConditionalGeneration": ("LlavaConfig", LLAVA, "model.vision_tower."),
     "CLIPModel": ("CLIPConfig", {"text_config": TEXT, "vision_config": VISION}, "vision_model."),
     "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, "model.encoder."),
+    "MarianMTModel": ("MarianConfig", BART | {"vocab_size": 1000}, ("model.encoder.", "model.shared.")),
 }
 RENAMED = {  # what is to be what in the names of a LLaMA
     "resblocks": {"model.layers": "transformer.resblocks", "model.embed_tokens": "token_embedding"},
