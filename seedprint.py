@@ -63,7 +63,7 @@ from lib.runtime import default_batch_size, progress, rank
 from lib.settings import Command, OutputSettings, RunSettings, UserError, at_least, run_script
 from lineage import coordinates
 from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
-from measure import kendall
+from measure import births, kendall
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
@@ -261,7 +261,7 @@ def identify(settings: IdentifySettings):
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
     experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
-    rows = coordinates.closest_births(source, IDENTIFIED, NUMBERS, candidates)
+    rows = births.closest_births(source, IDENTIFIED, NUMBERS, candidates)
     is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
     answer = rows[0]["seed"] if is_certain else None
     shown = rows if is_certain else rows[:1]

@@ -12,7 +12,7 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 FLOORS = """
 lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_tokenizers / lib.gguf
 / lib.formats / lib.hub lib.tokenizers / lib.data / lib.checkpoint / lib.inputs lib.sampling / lib.results
-/ lib.figures / lib.runs / measure.cosines measure.kendall / measure.theory / measure.attention
+/ lib.figures / lib.runs / measure.births measure.cosines measure.kendall / measure.theory / measure.attention
 / measure.units
 / lineage.stacks / lineage.parts / lineage.bits lineage.coordinates lineage.views / lineage.match
 / lineage.disguise lineage.verdict
