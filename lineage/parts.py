@@ -169,17 +169,19 @@ def without_adapters(names, shapes, adapters):
 
 
 def changes_of_basis(part):
-    """Matrices that stretch nothing, and shrink little, beside attention and MLPs or outside of layers.
+    """Matrices that stretch nothing, and shrink little, outside of layers or in them, but for MLPs' own.
 
-    SliceGPT's, say; of several in one tensor the first is looked at. If an MLP has such matrices, too, as of
-    an orthogonal birth, they tell nothing.
+    SliceGPT's, say; of several in one tensor the first is looked at, of attention the last layer's. If an MLP
+    has such matrices, too, as of an orthogonal birth, they tell nothing.
     """
     known = {name for mlp in part.mlps for name in mlp.matrices.values()}
+    last_layer = [name for names in part.layers[-1:] for name in names if len(part.shapes[name]) > 1]
     turning = []
-    for name in part.unknown:
-        is_square = max(part.shapes[name][-2:]) <= 2 * min(part.shapes[name][-2:])
-        if name not in known and is_square and part.width in part.shapes[name][-2:]:
-            turning += [name] if is_orthogonal(part.read(name)) else []
+    for name in dict.fromkeys(part.unknown + last_layer):
+        sides = part.shapes[name][-2:]
+        is_square = max(sides) <= 2 * min(sides) and part.width in sides
+        if name not in known and is_square and is_orthogonal(part.read(name)):
+            turning.append(name)
     first = part.mlps[0].matrices.values() if turning and part.mlps else []
     return [] if any(is_orthogonal(part.read(name)) for name in first) else turning
 

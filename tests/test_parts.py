@@ -456,7 +456,7 @@ def moved(place: str) -> dict:
 
 
 WHERE = {"in layers": {}, "outside": moved("{which}.{layer}."), "in a stack": moved("turns.{layer}.{which}_")}
-WHERE["in one tensor"] = in_one_tensor
+WHERE |= {"in attention": moved(f"{LAYER}{{layer}}.self_attn.{{which}}_"), "in one tensor": in_one_tensor}
 
 
 @pytest.mark.parametrize("where", WHERE)
