@@ -53,9 +53,9 @@ MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
 class MLP:
     """One MLP, or one expert, and the names of its tensors."""
 
-    layer: int  # counted through the model, from 0
-    place: float  # in its own stack of layers, an encoder or a decoder: 0 for the first, below 1
-    is_first: bool  # of a stack of eight layers or more
+    layer: int  # from 0
+    place: float  # of its layer: 0 for the first, below 1
+    is_first: bool  # of eight layers or more
     label: str  # for a reader: "layer 3", "layer 3, expert 5"
     matrices: dict  # names by role: gate, up, down, or gate_up
     is_named: bool  # does a name tell which matrix writes? If not, of two matrices this is a guess
@@ -122,7 +122,7 @@ def split(source):
 
 
 def part_of(source, group):
-    """The Part that a group of stacks is."""
+    """The Part that a stack is, with what stands beside it."""
     beside = group.beside
     shapes = dict(beside)
     matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}

@@ -3,8 +3,8 @@
     >>> from lib import checkpoint
     >>> from lineage import stacks
     >>> (group,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> group.tables, [(stack.prefix, stack.width, len(stack.layers)) for stack in group.stacks]
-    (['model.embed_tokens.weight'], [('model.layers.', 256, 6)])
+    >>> group.tables, group.width, len(group.layers)
+    (['model.embed_tokens.weight'], 256, 6)
 
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
 a stream of one width. A group is a stack and what stands beside it: an encoder and its decoder are two, even
