@@ -5,9 +5,9 @@
 
 A copy, its bfloat16 cast, a child of 30 steps more, and a merge of 60 % of the base with 40 % of that child
 are to be the `same birth`; a newborn, and a model of another seed that learnt the same text, `no evidence`.
-Of models with a part a copy and a noised child are of the same birth, a newborn is not, and a newborn that
-has that part of the base is `part in common`. Of models whose tensors are renamed a copy, a noised child and a
-newborn are compared with the base.
+Of models with a part a copy and a noised child are of the same birth, a newborn is not; and a newborn that
+has that part of the base is `part in common`. Of models whose tensors are renamed a copy, a noised child and
+a newborn are compared with the base.
 """
 
 import sys
