@@ -36,6 +36,11 @@ class Stack:
     width: int  # of the stream
     layers: dict  # by number: the full names by what follows the number
 
+    @property
+    def kinds(self):
+        """What its layers' tensors are called, those of all experts alike."""
+        return {INNER.sub("", rest) for names in self.layers.values() for rest in names}
+
 
 @dataclass(frozen=True)
 class Group:
@@ -107,7 +112,7 @@ def with_lists_joined(stacks, shapes):
         alike[parent, stack.width, tuple(stack.layers)].append(stack)
     joined = []
     for (parent, width, numbers), members in alike.items():
-        if len(members) == 1 or min(kinds_of_matrices(stack, shapes) for stack in members) > 3:
+        if len(members) == 1 or min(number_of_matrices(stack, shapes) for stack in members) > 3:
             joined += members
             continue
         layers = {number: {} for number in numbers}
@@ -119,10 +124,10 @@ def with_lists_joined(stacks, shapes):
     return joined
 
 
-def kinds_of_matrices(stack, shapes):
+def number_of_matrices(stack, shapes):
     """How many matrices a stack's layers have, of experts one."""
-    names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
-    return len({INNER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1})
+    names = [(rest, name) for layer in stack.layers.values() for rest, name in layer.items()]
+    return len({INNER.sub("", rest) for rest, name in names if len(shapes[name]) > 1})
 
 
 def width_of(shapes, layers, unnumbered):
@@ -214,10 +219,11 @@ def fed_stacks(outside, reach, stacks, otherwise):
             if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
                 fed[name] = members
     known = {stack for members in fed.values() for stack in members}
-    for (
-        name
-    ) in fed:  # of one width with what nothing is seen to feed, as a decoder beside its encoder's table
-        fed[name] = fed[name] + [s for s in free if s not in known and s.width == outside[name][1]]
+    for name, members in fed.items():
+        others = [stack for stack in free if stack not in known and stack.width == outside[name][1]]
+        for stack in others:  # a decoder, which has all that the encoder has beside which the table stands
+            if any(stack.kinds >= member.kinds for member in members):
+                fed[name] = fed[name] + [stack]
     return fed
 
 
