@@ -53,7 +53,7 @@ from lib.figures import family_tree, lineage_figure
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, OutputSettings, UserError, at_least, run_script
-from lineage import coordinates
+from lineage import births, coordinates
 from lineage.outputs import Names, PaperSettings, PersistenceSettings, check_several, paper, persistence
 from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
 
@@ -172,7 +172,7 @@ def identify(settings: IdentifySettings):
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
     experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
-    rows = coordinates.closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
+    rows = births.closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
     is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
     answer = rows[0]["seed"] if is_certain else None
     shown = rows if is_certain else rows[:1]

@@ -1,4 +1,4 @@
-"""Do the coordinates of two models agree, and could it be chance? An exact test, and the paper's (BB 6.1).
+"""Do the coordinates of two models agree, and could it be chance? An exact test (ours).
 
     >>> from lib import checkpoint
     >>> from lineage import coordinates
@@ -13,17 +13,14 @@ one of two gives the exact distribution of whatever compares them, however train
 rows (ours; BB compares with Gaussian matrices). A rotated basis escapes this, but not `lineage/match.py`.
 """
 
-import functools
 import math
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
-from init import STD, draw_weight, keyed_generator
+from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage import parts, stacks
@@ -33,7 +30,6 @@ PERMUTATION_BATCH = 1000  # permutations drawn at once
 ROW_BATCH = 2048  # rows of a weight matrix converted at once
 MOST_ROWS = 2**14  # of a matrix, evenly spaced, that are compared,
 WIDE, FEW_ROWS = 1536, 2**8  # and of one with longer rows
-NULLS = 10  # Gaussian pairs that the paper's test compares with
 
 
 class Correlation:
@@ -161,96 +157,3 @@ def diagonal_test(C: Tensor, key, permutations=9999):
         "p": (1 + exceeding) / (1 + permutations),
         "same": bool(log10_p <= SAME_LOG10_P and exceeding == 0),
     }
-
-
-def closest_births(source, parameter, count, seeds):
-    """The ten of some seeds whose births of a matrix are closest to a source's, by its first `count` numbers.
-
-    A newborn's numbers are Gaussian, so that their cosine with any fixed numbers has Student's law, and the
-    search among all seeds costs their number (Bonferroni): `family_log10_p`.
-    """
-    shape = source.shapes[parameter]
-    numbers = source.read(parameter).flatten()[:count].double().numpy()
-    if not numbers.any():
-        raise UserError(f"{source.place}: {parameter} is zero: it tells no birth")
-    unit = (numbers / np.linalg.norm(numbers)).astype(np.float32)
-    m = len(unit)
-
-    def cosine_of(seed):
-        birth = draw_weight(seed, parameter, shape, STD, m).numpy()
-        return float(birth @ unit) / float(np.linalg.norm(birth))
-
-    best = []
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws outside the interpreter lock
-        for start in progress(range(0, len(seeds), 256), desc="seeds", unit=" x 256"):
-            part = seeds[start : start + 256]
-            best += zip(pool.map(cosine_of, part), part)
-            best = sorted(best, reverse=True)[:10]
-    rows = []
-    for cosine, seed in best:
-        t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-        log10_p = max(-300.0, stats.t.logsf(t, m - 1) / math.log(10))  # scipy has no numbers below
-        family_log10_p = min(0.0, log10_p + math.log10(len(seeds)))
-        rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
-    return rows
-
-
-def paper_test(a, b):
-    """The paper's test of two models' last-position states on the same inputs, arrays (n, d) of float32.
-
-    Kendall's tau of the dimensions that are among the half with the largest mean outputs in both models, the
-    `paper_k` identity dimensions. p of the one-sided t- and U-tests against the taus of NULLS Gaussian
-    pairs, averaged; `closed_form_z` is the mean tau over the error that k independent dimensions would have.
-    """
-    taus = identity_taus(np.asarray(a), np.asarray(b))
-    n, d = a.shape
-    k = len(taus)
-    mean_tau = taus.mean() if k else 0.0
-    std = (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5  # of Kendall's tau between independent columns
-    p_values = []  # of the t-test and the U-test
-    for trial in range(NULLS):
-        null = null_taus(n, d, trial)
-        if min(k, len(null)) < 2:  # too few dimensions to say anything
-            p_values.append((1.0, 1.0))
-            continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # identical models: all taus are 1
-            t_test = stats.ttest_ind(taus, null, alternative="greater")
-        u_test = stats.mannwhitneyu(taus, null, alternative="greater")
-        p_values.append((t_test.pvalue, u_test.pvalue))
-    t_p, u_p = np.nan_to_num(np.mean(p_values, axis=0), nan=1.0).tolist()
-    return {
-        "paper_k": k,
-        "paper_mean_tau": mean_tau,
-        "paper_t_p": t_p,
-        "paper_u_p": u_p,
-        "closed_form_z": mean_tau / (std / max(1, k) ** 0.5),
-    }
-
-
-def top_dimensions(rows):
-    """The half of the dimensions with the largest mean outputs, of (n, d)."""
-    mean = rows.mean(axis=0, dtype=np.float64)
-    return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
-
-
-def kendall(a, b, chosen):
-    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column."""
-    a = a[:, chosen].astype(np.float64)
-    b = b[:, chosen].astype(np.float64)
-    taus = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in zip(a.T, b.T)]
-    return np.nan_to_num(np.array(taus, dtype=float))
-
-
-def identity_taus(a, b):
-    """Kendall's tau of arrays (n, d) on the dimensions that are among the top ones of both."""
-    return kendall(a, b, np.intersect1d(top_dimensions(a), top_dimensions(b)))
-
-
-@functools.lru_cache(maxsize=512)
-def null_taus(n, d, trial):
-    """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
-    generator = keyed_generator("paper null", n, d, trial)
-    a = generator.standard_normal((n, d), np.float32)
-    b = generator.standard_normal((n, d), np.float32)
-    return identity_taus(a, b)

@@ -115,7 +115,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     ways = []
     refusal = None
     for base, suspect in itertools.product(bases, suspects):
-        have_heads = all(units.parts.heads != units.parts.tables for units in (base, suspect))
+        have_heads = base.parts.has_head and suspect.parts.has_head
         if have_heads and any(units.layout.head == units.layout.table for units in (base, suspect)):
             continue  # a table is tried as its model's head where one of them has none
         if any(score >= CERTAIN * TRIAL_LAYERS for score, *_ in ways):

@@ -20,7 +20,7 @@ from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress
 from lib.settings import RunSettings, UserError, at_least
-from lineage import coordinates
+from lineage import kendall
 
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 
@@ -71,7 +71,7 @@ def paper(settings: PaperSettings):
     rows = []
     for spec in progress(specs[1:], desc="paper", unit=" suspects"):
         outputs = outputs_of(spec, vocab_size, experiment)
-        test = coordinates.paper_test(base_outputs, outputs)
+        test = kendall.paper_test(base_outputs, outputs)
         rows.append({"base": specs[0].name, "suspect": spec.name} | test)
     return experiment.save(rows)
 
@@ -130,10 +130,10 @@ def persistence(settings: PersistenceSettings):
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
     vocab_size = min(spec.config.vocab_size for spec in compared)
     birth_outputs = outputs_of(specs[0], vocab_size, experiment)
-    chosen = coordinates.top_dimensions(birth_outputs.numpy())
+    chosen = kendall.top_dimensions(birth_outputs.numpy())
 
     def taus_with_birth(outputs):
-        return coordinates.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
+        return kendall.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
     if settings.stranger is None:
         stranger = newborn(
@@ -153,7 +153,7 @@ def persistence(settings: PersistenceSettings):
             beside = taus_with_birth(outputs_of(strangers[step], vocab_size, experiment))
         row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
         row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
-        test = coordinates.paper_test(birth_outputs, outputs)
+        test = kendall.paper_test(birth_outputs, outputs)
         rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
     draw_persistence(experiment.folder / "persistence.png", rows)
     return experiment.save(rows)

@@ -53,9 +53,9 @@ MOST_OF_ATTENTION = 4  # matrices that a layer without an MLP has
 class MLP:
     """One MLP, or one expert, and the names of its tensors."""
 
-    layer: int  # counted through the model, from 0
-    place: float  # in its own stack of layers, an encoder or a decoder: 0 for the first, below 1
-    is_first: bool  # of a stack of eight layers or more
+    layer: int  # from 0
+    place: float  # of its layer: 0 for the first, below 1
+    is_first: bool  # of eight layers or more
     label: str  # for a reader: "layer 3", "layer 3, expert 5"
     matrices: dict  # names by role: gate, up, down, or gate_up
     is_named: bool  # does a name tell which matrix writes? If not, of two matrices this is a guess
@@ -82,7 +82,6 @@ class Part:
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
-    has_head: bool  # of its own
     has_other_input: bool  # is it fed by what is no embedding matrix?
     norm: str | None
     mlps: list
@@ -99,6 +98,11 @@ class Part:
             return "one embedding matrix"
         names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
+
+    @property
+    def has_head(self):
+        """Has it a head of its own?"""
+        return self.heads != self.tables
 
     @property
     def size(self):
@@ -118,47 +122,46 @@ def split(source):
 
 
 def part_of(source, group):
-    """The Part that a group of stacks is."""
+    """The Part that a stack is, with what stands beside it."""
     beside = group.beside
     shapes = dict(beside)
     matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
-    widths = [stack.width for stack in group.stacks] + [matrices[name][1] for name in group.tables]
-    width = next(iter(widths), 0)
+    width = group.width
     tables, heads = tables_and_heads(matrices, group.tables, width)
     known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
     places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
-    adapters = [name for name in beside if ADAPTER.search(name)]
+    adapters = [name for name in beside if ADAPTER.search(name) and len(beside[name]) > 1]
     without_mlp = []
     mlps, layers, numbers = [], [], {}
-    for stack in group.stacks:
-        for place, (number, names) in enumerate(stack.layers.items()):
-            shapes |= {name: source.shapes[name] for name in names.values()}
-            names = without_adapters(names, adapters)
-            where = (len(layers), place / len(stack.layers), place == 0 and len(stack.layers) >= 8)
-            found, others = mlps_of_layer(source, names, width, where)
-            mlps += found
-            start = f"{stack.prefix if len(group.stacks) > 1 else ''}{number}."
-            places |= {name: (start, rest) for rest, name in names.items()}
-            layers.append([*names.values()])
-            numbers[start] = len(layers)
-            unknown += others
-            without_mlp += [] if found else others
+    for place, (number, names) in enumerate(group.layers.items()):
+        shapes |= {name: source.shapes[name] for name in names.values()}
+        names = without_adapters(names, shapes, adapters)
+        where = (place, place / len(group.layers), place == 0 and len(group.layers) >= 8)
+        found, others = mlps_of_layer(source, names, width, where)
+        mlps += found
+        start = f"{number}."
+        places |= {name: (start, rest) for rest, name in names.items()}
+        layers.append([*names.values()])
+        numbers[start] = len(layers)
+        unknown += others
+        without_mlp += [] if found else others
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
     of_source = (group.name, source.read, source.place, source.family, shapes, width)
-    of_group = (tables, heads or tables, heads != [], group.has_other_input, next(iter(norms), None))
+    of_group = (tables, heads or tables, group.has_other_input, next(iter(norms), None))
     return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
 
 
-def without_adapters(names, adapters):
-    """A layer's full names by their rest without those that change its matrices, which join `adapters`."""
+def without_adapters(names, shapes, adapters):
+    """A layer's full names by their rest without matrices that change its others, which join `adapters`."""
     owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
     kept = {}
     for rest, name in names.items():
         inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
-        if ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner):
+        changes = ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner)
+        if changes and len(shapes[name]) > 1:
             adapters.append(name)
         else:
             kept[rest.replace(".base_layer", "")] = name
@@ -166,20 +169,30 @@ def without_adapters(names, adapters):
 
 
 def changes_of_basis(part):
-    """Matrices beside attention and MLPs that stretch nothing, and shrink little: SliceGPT's, say."""
+    """Matrices that stretch nothing, and shrink little, outside of layers or in them, but for MLPs' own.
+
+    SliceGPT's, say; of several in one tensor the first is looked at, of attention the last layer's. If an MLP
+    has such matrices, too, as of an orthogonal birth, they tell nothing.
+    """
     known = {name for mlp in part.mlps for name in mlp.matrices.values()}
+    last_layer = [name for names in part.layers[-1:] for name in names if len(part.shapes[name]) > 1]
     turning = []
-    for name in part.unknown:
-        rows, columns, *more = part.shapes[name]
-        if name not in part.places or name in known or more or max(rows, columns) > 2 * min(rows, columns):
-            continue
-        weight = part.read(name).float()
-        probe = torch.ones(columns)
-        for _ in range(8):  # of the power method: its length becomes the square of the largest factor
-            probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
-        if probe.norm() <= 1.02 and weight.square().sum() >= min(rows, columns) / 2:
+    for name in dict.fromkeys(part.unknown + last_layer):
+        sides = part.shapes[name][-2:]
+        is_square = max(sides) <= 2 * min(sides) and part.width in sides
+        if name not in known and is_square and is_orthogonal(part.read(name)):
             turning.append(name)
-    return turning
+    first = part.mlps[0].matrices.values() if turning and part.mlps else []
+    return [] if any(is_orthogonal(part.read(name)) for name in first) else turning
+
+
+def is_orthogonal(weight: Tensor):
+    """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
+    weight = weight.flatten(0, -3)[0].float() if weight.ndim > 2 else weight.float()
+    probe = torch.ones(weight.shape[1])
+    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
+        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+    return is_varied(weight) and probe.norm() <= 1.02 and weight.square().sum() >= min(weight.shape) / 2
 
 
 def tables_and_heads(matrices, named, width):

@@ -3,21 +3,21 @@
     >>> from lib import checkpoint
     >>> from lineage import stacks
     >>> (group,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> group.tables, [(stack.prefix, stack.width, len(stack.layers)) for stack in group.stacks]
-    (['model.embed_tokens.weight'], [('model.layers.', 256, 6)])
+    >>> group.tables, group.width, len(group.layers)
+    (['model.embed_tokens.weight'], 256, 6)
 
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
-a stream of one width. Stacks that one embedding matrix feeds, as an encoder and its decoder, are a group; so
-are stacks of one name and width that read no tokens, as those of a tower.
+a stream of one width. A group is a stack and what stands beside it: an encoder and its decoder are two, even
+if one embedding matrix feeds both.
 """
 
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
+INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # of an expert, say
 LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called
 BEFORE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
@@ -36,13 +36,19 @@ class Stack:
     width: int  # of the stream
     layers: dict  # by number: the full names by what follows the number
 
+    @property
+    def kinds(self):
+        """What its layers' tensors are called, those of all experts alike."""
+        return {INNER.sub("", rest) for names in self.layers.values() for rest in names}
+
 
 @dataclass(frozen=True)
 class Group:
-    """Stacks that one thing feeds, and the tensors beside them."""
+    """A stack, and the tensors beside it."""
 
-    name: str  # what begins its stacks' names, and no others'; "" where there are no others
-    stacks: list  # a decoder comes before its encoder
+    name: str  # what begins the stack's names, and no others'; "" where there are no others
+    width: int  # of the stream
+    layers: dict  # as a Stack's; {} without a stack
     tables: list  # the names of the embedding matrices that feed it
     beside: dict  # shapes by name of what is closer to it than to others, or as close
     has_other_input: bool  # is it fed by a convolution, or a projection?
@@ -51,29 +57,22 @@ class Group:
 def find(source):
     """The Groups of a checkpoint; without layers the only one has its embedding matrices, if any."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
-    stacks = stacks_of(shapes)
+    stacks = with_lists_joined(stacks_of(shapes), shapes)
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     reach = {name: closest(name, stacks) for name in outside}
     otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
     fed = fed_stacks(outside, reach, stacks, otherwise)
-    reading = [stack for _, members in fed for stack in members]
-    others = defaultdict(list)
-    for stack in stacks:
-        if stack not in reading:
-            others[common_name([stack], reading), stack.width].append(stack)
     groups = []
-    reading_groups = [(tables, some) for tables, members in fed for some in models_among(members, shapes)]
-    for tables, members in reading_groups + [([], members) for members in others.values()]:
-        beside = {}
-        for name, shape in outside.items():
-            if name in tables or set(reach[name]) & set(members):
-                beside[name] = shape
-        is_fed_otherwise = tables == [] and not set(members).isdisjoint(otherwise)
-        members = [stack for stack in stacks if stack in members]
-        groups.append(Group(common_name(members, stacks), members, tables, beside, is_fed_otherwise))
+    for stack in stacks:
+        tables = [name for name in fed if stack in fed[name]]
+        beside = {name: outside[name] for name in outside if name in tables or stack in reach[name]}
+        name = common_name(stack, stacks)
+        is_fed_otherwise = tables == [] and stack in otherwise
+        groups.append(Group(name, stack.width, stack.layers, tables, beside, is_fed_otherwise))
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
-    return groups or [Group("", [], tables, outside, False)]
+    width = outside[tables[0]][1] if tables else 0
+    return groups or [Group("", width, {}, tables, outside, False)]
 
 
 def stacks_of(shapes):
@@ -100,6 +99,35 @@ def stacks_of(shapes):
             stacks.append(Stack(prefix, width, layers))
             taken.update(name for names in layers.values() for name in names.values())
     return sorted(stacks, key=lambda stack: stack.prefix)
+
+
+def with_lists_joined(stacks, shapes):
+    """Stacks of which lists of attention and of MLPs, side by side and of the same numbers, are one.
+
+    An MLP has fewer than four matrices.
+    """
+    alike = defaultdict(list)
+    for stack in stacks:
+        parent = beginnings(stack.prefix.rstrip("._/"))[0]
+        alike[parent, stack.width, tuple(stack.layers)].append(stack)
+    joined = []
+    for (parent, width, numbers), members in alike.items():
+        if len(members) == 1 or min(number_of_matrices(stack, shapes) for stack in members) > 3:
+            joined += members
+            continue
+        layers = {number: {} for number in numbers}
+        for stack in members:
+            start = stack.prefix.removeprefix(parent)
+            for number, names in stack.layers.items():
+                layers[number] |= {f"{start}{rest}": name for rest, name in names.items()}
+        joined.append(Stack(parent, width, layers))
+    return joined
+
+
+def number_of_matrices(stack, shapes):
+    """How many matrices a stack's layers have, of experts one."""
+    names = [(rest, name) for layer in stack.layers.values() for rest, name in layer.items()]
+    return len({INNER.sub("", rest) for rest, name in names if len(shapes[name]) > 1})
 
 
 def width_of(shapes, layers, unnumbered):
@@ -130,7 +158,8 @@ def is_table(name, shape):
 
 def beginnings(name):
     """What a name begins with, up to each of its separators, the longest first; at last nothing."""
-    return [name[: found.end()] for found in reversed([*re.finditer("[./]", name)])] + [""]
+    separators = "[./]" if re.search("[./]", name) else "_"
+    return [name[: found.end()] for found in reversed([*re.finditer(separators, name)])] + [""]
 
 
 def closest(name, stacks):
@@ -142,31 +171,36 @@ def closest(name, stacks):
     return []
 
 
-def common_name(members, stacks):
-    """The shortest beginning of some stacks' names that no other stack's has; "" where there is no other."""
-    shared = os.path.commonprefix([stack.prefix for stack in members])
-    others = [stack.prefix for stack in stacks if stack not in members]
-    for start in reversed(beginnings(shared)):
+def common_name(stack, stacks):
+    """The shortest beginning of a stack's names that no other stack's has; "" where there is no other."""
+    others = [other.prefix for other in stacks if other is not stack]
+    for start in reversed(beginnings(stack.prefix)):
         if not any(prefix.startswith(start) for prefix in others):
-            return start.rstrip("./")
-    return shared.rstrip("._/")
+            return start.rstrip("._/")
+    return stack.prefix.rstrip("._/")
 
 
 def has_other_input(stack, outside, reach):
-    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?"""
+    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?
+
+    No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
+    """
     matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
     known = {stack.width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
     known |= {rows for rows, columns in matrices.values() if columns == stack.width}  # a head's, turned
-    for name, shape in outside.items():
-        if reach[name] == [stack] and stack.width in shape:
-            is_projection = len(shape) == 2 and shape[0] == stack.width and shape[1] not in known
-            if is_projection or (len(shape) > 2 and shape[0] > 1):
-                return True
-    return False
+    read = {shape[1] for name, shape in matrices.items() if not HEAD.search(name)}
+    read |= {other.width for stacks in reach.values() for other in stacks}
+    beside = [shape for name, shape in outside.items() if reach[name] == [stack] and stack.width in shape]
+    if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
+        return True
+    pairs = [shape for shape in beside if len(shape) == 2]
+    if any(columns == stack.width <= 2 * rows and rows not in read for rows, columns in pairs):
+        return False
+    return any(rows == stack.width and columns not in known for rows, columns in pairs)
 
 
 def fed_stacks(outside, reach, stacks, otherwise):
-    """[embedding matrices, the stacks that they feed], for each model or part that reads tokens.
+    """The stacks that each embedding matrix feeds, by its name.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
     name, those with the most. A head's matrix is the last choice: it may be tied.
@@ -184,31 +218,13 @@ def fed_stacks(outside, reach, stacks, otherwise):
             rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
             if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
                 fed[name] = members
-    groups = []
-    for name in [name for name in fed if fed[name]]:
-        tables, members = [name], fed[name]
-        for group in [group for group in groups if not set(members).isdisjoint(group[1])]:
-            groups.remove(group)
-            tables, members = group[0] + tables, [*dict.fromkeys(group[1] + members)]
-        groups.append((tables, members))
-    return groups
-
-
-def models_among(stacks, shapes):
-    """Stacks on one embedding matrix as one model, [stacks], or as several of which one may be a tower.
-
-    A decoder has all that its encoder has, and attention to it besides. Lists of attention and of MLPs are of
-    one model, and an MLP has fewer than four matrices. Of other stacks nothing tells that they are one.
-    """
-    inside = {}
-    for stack in stacks:
-        names = {rest: name for layer in stack.layers.values() for rest, name in layer.items()}
-        inside[stack] = {NUMBER.sub("", rest) for rest, name in names.items() if len(shapes[name]) > 1}
-    largest = max(stacks, key=lambda stack: len(inside[stack]))
-    are_nested = all(inside[stack] < inside[largest] for stack in stacks if stack is not largest)
-    if are_nested or min(map(len, inside.values())) < 4:
-        return [stacks]
-    return [[stack] for stack in stacks]
+    known = {stack for members in fed.values() for stack in members}
+    for name, members in fed.items():
+        others = [stack for stack in free if stack not in known and stack.width == outside[name][1]]
+        for stack in others:  # a decoder, which has all that the encoder has beside which the table stands
+            if any(stack.kinds >= member.kinds for member in members):
+                fed[name] = fed[name] + [stack]
+    return fed
 
 
 def fed_by(name, outside, stacks):

@@ -47,6 +47,7 @@ TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are 
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
 UNREAD = 0.1  # share of the layers' parameters, from which on what was not looked at may be a child's
+TOLD = 0.005  # and from which on it is named
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
 ROUNDING = 1e-6  # and up to here of a change of basis, which computes the same
 SAME_TABLE, CHANGED_TABLE = 0.99, 0.75  # how alike embedding matrices are, in any basis (0.61: strangers)
@@ -85,11 +86,16 @@ def judge(facts):
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What is read of a part of a model: its hidden units, and digests of its layers' matrices, once each."""
+    """What is read of a part of a model, once, and what of it cannot be seen."""
 
     part: parts.Part
     units: list  # its Units, by each LayoutHypothesis
     layers: Callable  # -> digests of each layer's matrices, by which equal ones are found
+    unread: list  # what in its layers was not looked at, with its share of them
+    lacks: list  # what there is not, that hidden units are seen with
+    hides: bool  # may a child hide in what was not looked at?
+    may_have_units: bool  # that were not found
+    bare: str  # what it has in place of layers, if it has none
 
 
 @dataclass
@@ -117,6 +123,7 @@ class Facts:
     proviso: str = ""  # that the two models number tokens alike, if that is assumed
     unread: str = ""  # what was not looked at
     bare: str = ""  # what a model without layers has in their place
+    have_tables: bool = True  # have both models an embedding matrix?
 
     @property
     def matches(self):
@@ -165,10 +172,36 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    readings = []
-    for part in parts.split(source):
-        readings.append(Reading(part, hidden_units(part), functools.cache(partial(layers_of, part))))
-    return Model(name, source, readings, vocabulary)
+    found = parts.split(source)
+    turning = {matrix: source.shapes[matrix] for part in found for matrix in parts.changes_of_basis(part)}
+    return Model(name, source, [read_part(name, source, part, turning) for part in found], vocabulary)
+
+
+def read_part(name, source, part, turning):
+    """The Reading of a part of a model of this name, whose changes of basis are `turning`, shapes by name."""
+    turned = "changes of basis"
+    unread = part.unread | {turned: [each for each in turning if part.width in turning[each][-2:]]}
+    counts = {what: sum(math.prod(source.shapes[n]) for n in names) for what, names in unread.items()}
+    shares = {what: count / part.size for what, count in counts.items() if part.size}
+    told = [f"{what} ({share:.0%} of {name}'s layers)" for what, share in shares.items() if share >= TOLD]
+    hides = counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size
+    lacks = [f"not all of {name} was looked at"] if hides else []
+    if part.missing:
+        lacks.append(f"no {part.missing} found in {name}")
+    elif stacks.HEAD.search(part.tables[0][0]):  # which is the embedding matrix only if the two are tied
+        lacks.append(f"no embedding matrix but a head found in {name}")
+    are_named = getattr(source, "names_mlps", False)  # by config.json
+    may_have_units = bool(part.mlps or part.unknown or are_named) and not part.has_other_input
+    bare = ""
+    if not part.layers:
+        what = f": its tensors are called {', '.join([*part.shapes][:3])}"
+        if part.tables:
+            what = ", but an embedding matrix alone"
+        elif not part.shapes:
+            what = ", and no weights: is it an optimizer's state, or a schedule?"
+        bare = f"{name} has no layers{what}"
+    digests = functools.cache(partial(layers_of, part))
+    return Reading(part, hidden_units(part), digests, told, lacks, hides, may_have_units, bare)
 
 
 def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
@@ -181,7 +214,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     for pair in itertools.product(base.readings, suspect.readings):
         findings[pair] = gather(base, suspect, *pair, seed, permutations, units, layers)
     candidates = language_models(base) + language_models(suspect)
-    models = [pair for pair in findings if candidates.count(pair[0]) and candidates.count(pair[1])]
+    models = [pair for pair in findings if pair[0] in candidates and pair[1] in candidates]
 
     def doubt(pair):
         return VERDICTS.index(judge(findings[pair])[0])
@@ -197,16 +230,15 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """The parts that may be the language model: the first, and those that nothing tells from it.
-
-    If the first has a head, these have one, too, and half of its size; if not, all that read tokens may be.
-    """
-    first, *others = model.readings
-    if not first.part.has_head:
-        return [first] + [other for other in others if other.part.tables]
-    return [first] + [
-        other for other in others if other.part.has_head and other.part.size >= first.part.size / 2
-    ]
+    """The parts that may be the model: like the first they read tokens and have a head, or are as large."""
+    first = model.readings[0].part
+    found = []
+    for reading in model.readings:
+        part = reading.part
+        is_alike = (part.tables != [], part.has_head) == (first.tables != [], first.has_head)
+        if is_alike or part.size >= first.size:
+            found.append(reading)
+    return found
 
 
 def told_of_parts(row, chosen, models, findings):
@@ -217,6 +249,9 @@ def told_of_parts(row, chosen, models, findings):
         sentence = f"its {title(chosen[1])} and the base's {title(chosen[0])}: {sentence}"
     kin = [theirs for _, theirs in common]
     strange = dict.fromkeys(title(theirs) for _, theirs in findings if theirs not in kin)
+    others = dict.fromkeys(title(theirs) for _, theirs in models if theirs != chosen[1])
+    if verdict == SAME_BIRTH and others:
+        sentence += f"; of one birth, too: its {' and '.join(others)}"
     if verdict == SAME_BIRTH and strange:
         sentence += f"; not seen to be the base's: its {' and '.join(strange)}"
     if verdict == SAME_BIRTH or not common:
@@ -227,7 +262,7 @@ def told_of_parts(row, chosen, models, findings):
     if len(facts.equal) == facts.depth:
         how = "bit for bit"
     own = f"{verdict} ({sentence})"
-    if not all(reading.part.tables for reading in chosen):
+    if not all(reading.part.tables for reading in next(iter(findings))):  # of each model the first
         own = "not both have one"
     told = f"its {title(theirs)} is the base's {title(ours)}, {how}; the language models: {own}"
     names = {"part": theirs.part.name, "base_part": ours.part.name}
@@ -258,73 +293,38 @@ def gather(base: Model, suspect: Model, base_reading, reading, seed, permutation
         except UserError:  # the numbers of a part's embedding matrix, perhaps: the rest may tell
             if (base_reading, reading) == (base.readings[0], suspect.readings[0]):
                 raise
-    sides = ((base, base_reading.part), (suspect, reading.part))
-    lacks = detectability(*sides, match)
-    equal = equal_layers(base_reading.layers, reading.layers)
-    depth = len(reading.part.layers)
-    bare = " and ".join(without_layers(*side) for side in sides if not side[1].layers)
-    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r, equal, depth, *lacks, bare)
+    facts = Facts(match, tests.get("body"), tests.get("embedding"), layer_r)
+    facts.equal = equal_layers(base_reading.layers, reading.layers)
+    facts.depth = len(reading.part.layers)
+    facts.have_tables = all(part.tables for part in pair)
+    facts.bare = " and ".join(filter(None, (base_reading.bare, reading.bare)))
+    facts.unread = " and ".join(base_reading.unread + reading.unread)
+    lacks = base_reading.lacks + reading.lacks
+    facts.lack = " and ".join(lacks + lacks_of_match(match, not lacks))
+    may_have_units = base_reading.may_have_units and reading.may_have_units
+    facts.may_hide = may_have_units or base_reading.hides or reading.hides
+    if base.vocabulary and suspect.vocabulary:
+        facts.proviso = ", if their tokenizers tell the truth"
+    elif base.source.place or suspect.source.place:  # not both are newborns
+        facts.proviso = ", if their token numbers mean the same"
     is_one = len(distinct(places(facts.base_matches))) == 1
     if is_one and match.depth > len({each.mlp.layer for each in facts.matches}):  # is it the only one?
         facts.match = best_match(*hypotheses, vocabularies, units, None, seed)
     return facts
 
 
-def without_layers(model, part):
-    """What a model has in place of layers."""
-    if part.tables:
-        return f"{model.name} has no layers, but an embedding matrix alone"
-    if not part.shapes:
-        return f"{model.name} has no layers, and no weights"
-    return f"{model.name} has no layers: its tensors are called {', '.join([*part.shapes][:3])}"
-
-
-def unread_of(part):
-    """What in a part's layers was not looked at, with its share of them; and may it hide a child?"""
-    turned = "changes of basis"
-    unread = part.unread | {turned: parts.changes_of_basis(part)}
-    counts = {what: sum(math.prod(part.shapes[n]) for n in names) for what, names in unread.items()}
-    told = [f"{what} ({count / part.size:.0%})" for what, count in counts.items() if count and part.size]
-    return " and ".join(told), counts[turned] > 0 or sum(counts.values()) > UNREAD * part.size
-
-
-def detectability(base, suspect, match):
-    """Could a child have been seen, if its basis was changed? Of two models, and a part of each.
-
-    Returns what hidden units lack ("" if nothing), if both may have units, on what equal tokens rest, and
-    what was not looked at.
-    """
-    lacks, unread = [], []
-    may_hide = True
-    for model, found in (base, suspect):
-        named = getattr(model.source, "names_mlps", False)  # by config.json
-        may_hide = may_hide and bool(found.mlps or found.unknown or named) and not found.has_other_input
-        told, hides = unread_of(found)
-        if told:
-            unread.append(f"{told} of the layers of {model.name}")
-        if hides:
-            lacks.append(f"not all of {model.name} was looked at")
-            may_hide = True
-        if found.missing:
-            lacks.append(f"no {found.missing} found in {model.name}")
-        elif stacks.HEAD.search(found.tables[0][0]):  # which is the embedding matrix only if the two are tied
-            lacks.append(f"no embedding matrix but a head found in {model.name}")
-    if match and match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
-        tokens = f"they share {match.num_tokens:,} tokens"
-        lacks.append(f"{tokens}, too few for a width of {min(match.widths):,}")
-    elif match and max(each.units for each in match.matches) < FEWEST_UNITS:
-        lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
-    elif match and all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
-        lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
-    elif not match and not lacks:
-        lacks.append("units cannot be seen through these embedding matrices")
-    proviso = ""
-    models = (base[0], suspect[0])
-    if all(model.vocabulary for model in models):
-        proviso = ", if their tokenizers tell the truth"
-    elif any(model.source.place for model in models):  # not both are newborns
-        proviso = ", if their token numbers mean the same"
-    return " and ".join(lacks), may_hide, proviso, " and ".join(unread)
+def lacks_of_match(match, is_expected):
+    """What a ModelMatch lacks to show a child; it may be None, which is told if one `is_expected`."""
+    if match is None:
+        return ["units cannot be seen through these embedding matrices"] if is_expected else []
+    if match.num_tokens < TOKENS_A_DIMENSION * min(match.widths):
+        width = f"{min(match.widths):,}"
+        return [f"they share {match.num_tokens:,} tokens, too few for a width of {width}"]
+    if max(each.units for each in match.matches) < FEWEST_UNITS:
+        return [f"no layer has {FEWEST_UNITS} hidden units that live in both models"]
+    if all(each.by_chance >= BASE_SHARE * each.units for each in match.matches):
+        return ["what units read and write is so alike that chance finds as many as a copy would have"]
+    return []
 
 
 def is_of_base(match, searches):
@@ -506,12 +506,15 @@ def coordinates_phrase(body):
 
 def table_phrase(facts: Facts):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
-    likeness = facts.match.table_likeness if facts.match else 0.0
+    if not facts.have_tables:
+        return "not both have an embedding matrix"
+    likeness = facts.match.table_likeness if facts.match else None
     has_same_coordinates = facts.embedding is not None and facts.embedding["same"]
     if likeness is None and has_same_coordinates:
         likeness = facts.embedding["matched"]
-    if likeness is None:
+    if likeness is None and facts.match:
         return "too few shared tokens to compare embedding matrices"
+    likeness = likeness or 0.0
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"
     # Units are matched as the base's matrix alone shows them.

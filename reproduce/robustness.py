@@ -25,8 +25,9 @@ from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
-from lineage.disguise import as_source, cut, disguised, narrowed, noised, pruned, rounded, weights_of
+from lineage.disguise import as_source, disguised, weights_of
 from lineage.verdict import compare_pair, read_model
+from reproduce.changes import cut, narrowed, noised, pruned, rounded
 from seedprint import STRANGER_SEED
 
 DRAWN = {  # kind: what is drawn of all of a kind, at each depth

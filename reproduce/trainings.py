@@ -33,7 +33,7 @@ from lib.settings import (
     read_config_file,
     run_script,
 )
-from lineage.coordinates import paper_test
+from lineage.kendall import paper_test
 from lineage.outputs import PaperSettings, last_outputs
 from lineage.verdict import compare_pair, read_model
 from measure import attention

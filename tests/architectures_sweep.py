@@ -5,9 +5,9 @@
 
 A copy, its bfloat16 cast, a child of 30 steps more, and a merge of 60 % of the base with 40 % of that child
 are to be the `same birth`; a newborn, and a model of another seed that learnt the same text, `no evidence`.
-Of models with a tower a copy and a noised child are of the same birth, a newborn is not, and a newborn that
-has the base's tower is `part in common`. Of models whose tensors are renamed a copy, a noised child and a
-newborn are compared with the base.
+Of models with a part a copy and a noised child are of the same birth, a newborn is not; and a newborn that
+has that part of the base is `part in common`. Of models whose tensors are renamed a copy, a noised child and
+a newborn are compared with the base.
 """
 
 import sys
@@ -70,10 +70,11 @@ WHISPER |= {"vocab_size": 1000, "pad_token_id": 0, "bos_token_id": 0, "eos_token
 WHISPER |= {"decoder_start_token_id": 0, "suppress_tokens": None, "begin_suppress_tokens": None}
 LLAVA = {"vision_config": VISION | {"model_type": "clip_vision_model"}, "image_token_index": 9}
 LLAVA |= {"text_config": GATED | {"model_type": "llama"}}
-PARTS = {  # class: its configuration's, the arguments, and what begins the names of its tower
+PARTS = {  # class: its configuration's, the arguments, and what begins the names of its part
     "LlavaForConditionalGeneration": ("LlavaConfig", LLAVA, "model.vision_tower."),
     "CLIPModel": ("CLIPConfig", {"text_config": TEXT, "vision_config": VISION}, "vision_model."),
     "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, "model.encoder."),
+    "MarianMTModel": ("MarianConfig", BART | {"vocab_size": 1000}, ("model.encoder.", "model.shared.")),
 }
 RENAMED = {  # what is to be what in the names of a LLaMA
     "resblocks": {"model.layers": "transformer.resblocks", "model.embed_tokens": "token_embedding"},

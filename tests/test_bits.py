@@ -7,7 +7,8 @@ from conftest import KINDS
 
 from lib.checkpoint import Newborn
 from lineage.bits import equal_layers, layers_of
-from lineage.disguise import as_source, cut, weights_of
+from lineage.disguise import as_source, weights_of
+from reproduce.changes import cut
 
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
 BASE = Newborn(CONFIG, 1)

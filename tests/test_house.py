@@ -13,9 +13,9 @@ FLOORS = """
 lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_tokenizers / lib.gguf
 / lib.formats / lib.hub lib.tokenizers / lib.data / lib.checkpoint / lib.inputs lib.sampling / lib.results
 / lib.figures / lib.runs / measure.cosines measure.matching / measure.theory / measure.attention
-/ measure.units
-/ lineage.stacks / lineage.parts / lineage.bits lineage.coordinates lineage.views / lineage.match
-/ lineage.disguise lineage.outputs lineage.verdict
+/ measure.units / lineage.stacks / lineage.parts
+/ lineage.births lineage.bits lineage.coordinates lineage.kendall lineage.views
+/ lineage.match / lineage.disguise lineage.outputs lineage.verdict
 / probe train sinks seedprint / contraction / reproduce lesson
 """.split("/")
 

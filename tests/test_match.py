@@ -18,11 +18,12 @@ from lib.formats import token_ids
 from lib.inputs import random_tokens
 from lib.settings import UserError
 from lineage import disguise, match, views
-from lineage.disguise import cut, disguised, narrowed, noised, of_matrices, pruned, rounded
+from lineage.disguise import disguised
 from lineage.match import Match
 from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
 from model import PRESETS, ModelConfig
+from reproduce.changes import cut, narrowed, noised, of_matrices, pruned, rounded
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)

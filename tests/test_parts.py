@@ -1,5 +1,6 @@
 """lineage/stacks.py and lineage/parts.py: which tensors are the model, and what was not looked at?"""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from test_verdict import BASE, CHILD, CONFIG, PLAIN, STRANGER, changed
 
 from lib.checkpoint import Newborn
 from lineage import parts, stacks
-from lineage.disguise import as_source, disguised, noised, weights_of
+from lineage.disguise import as_source, disguised, weights_of
 from lineage.verdict import (
     INCONCLUSIVE,
     NO_EVIDENCE,
@@ -19,6 +20,7 @@ from lineage.verdict import (
     read_model,
     row_of,
 )
+from reproduce.changes import noised
 
 NOISED = noised(BASE, 0.5)
 
@@ -52,11 +54,15 @@ BARE = {  # files without layers, and what is said of them
     ),
     "the base's table": (
         {"embed_tokens.weight": BASE.read("model.embed_tokens.weight")},
-        "alone; the base's embedding matrix",
+        "alone; the base's embedding matrix|",
     ),
-    "an LSTM": (LSTM, "its tensors are called rnn.weight_ih_l0, rnn.weight_ih_l1"),
+    "the base's table, changed": (
+        {"embed_tokens.weight": NOISED.read("model.embed_tokens.weight")},
+        "alone; the base's embedding matrix, changed|",
+    ),
+    "an LSTM": (LSTM, "are called rnn.weight_ih_l0, rnn.weight_ih_l1, "),
     "a vector": ({"w": drawn(1, 64)}, "its tensors are called w"),
-    "nothing": ({}, "B has no layers, and no weights"),
+    "nothing": ({}, "B has no layers, and no weights: is it an optimizer's state, or a schedule?; not"),
 }
 
 
@@ -64,7 +70,7 @@ BARE = {  # files without layers, and what is said of them
 def test_of_a_model_without_layers_nothing_is_said(case):
     weights, said = BARE[case]
     answer, sentence = judged(weights_of(BASE), weights)
-    assert answer == INCONCLUSIVE and said in sentence, sentence
+    assert answer == INCONCLUSIVE and said in f"{sentence}|", sentence
     assert judged(weights, weights_of(BASE))[0] == judged(weights, weights)[0] == INCONCLUSIVE
 
 
@@ -240,6 +246,29 @@ def test_a_bare_encoder_and_what_contains_it():
     assert row["part"] is None and row["base_part"] is None
 
 
+def test_a_part_as_large_as_the_language_model_must_be_kin():
+    """As an image generator's, which strangers train on one frozen language model."""
+
+    def generator(source) -> dict:
+        weights = {f"text.{name}": weight for name, weight in weights_of(BASE).items()}
+        layers = {f"image.{name}": w for name, w in weights_of(source).items() if "layers" in name}
+        return weights | layers | {"image.patch.weight": drawn(1, 64, 3, 4, 4)}
+
+    base = generator(Newborn(CONFIG, 3))
+    row = row_of_pair(base, generator(STRANGER))
+    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "text"), row["sentence"]
+    assert judged(base, with_noise(base))[0] == SAME_BIRTH
+
+
+def test_two_stacks_that_read_no_tokens():
+    """Both must be kin: strangers share a frozen encoder, the larger of the two."""
+    large, small, new = tower(1, "sound."), tower(2, "top.", patch=False), tower(3, "top.", patch=False)
+    small, new = ({n: w for n, w in weights.items() if ".2." not in n} for weights in (small, new))
+    assert judged(large | small, with_noise(large | small))[0] == SAME_BIRTH
+    row = row_of_pair(large | small, large | new)
+    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "sound"), row["sentence"]
+
+
 def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     """As T5's: an encoder and a decoder on one embedding matrix, under one name or two."""
     weights = {f"{name}.weight": Newborn(CONFIG, seed).read("model.embed_tokens.weight") for name in tables}
@@ -251,13 +280,62 @@ def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     return weights | {"lm_head.weight": drawn(seed, 300, 64)}
 
 
-@pytest.mark.parametrize("tables", [("shared",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")])
-def test_an_encoder_and_a_decoder_on_one_table_are_one_model(tables):
-    weights = encoder_and_decoder(1, tables)
-    (part,) = parts.split(as_source(weights, CONFIG))
-    assert len(part.layers) == 6 and part.name == ""
-    assert judged(weights, with_noise(weights))[0] == SAME_BIRTH
-    assert judged(weights, encoder_and_decoder(2, tables))[0] == NO_EVIDENCE
+TABLES = [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+
+
+@pytest.mark.parametrize("tables", TABLES)
+def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
+    """A child of every layer, or of some; strangers; and what strangers have that share a frozen encoder."""
+    base, stranger = (encoder_and_decoder(seed, tables) for seed in (1, 2))
+    found = parts.split(as_source(base, CONFIG))
+    assert [(part.name, len(part.layers), len(part.tables)) for part in found] == [
+        ("decoder", 3, 1 + (len(tables) > 1)),
+        ("encoder", 3, 1 + (len(tables) > 1)),
+    ]
+    answer, sentence = judged(base, with_noise(base))
+    assert answer == SAME_BIRTH and sentence.endswith("; of one birth, too: its `encoder` (3 layers)"), (
+        sentence
+    )
+    fewer = {name: weight for name, weight in base.items() if ".block.2." not in name}
+    assert judged(base, fewer)[0] == SAME_BIRTH
+    assert judged(base, stranger)[0] == NO_EVIDENCE
+    for shallow in (stranger, {name: w for name, w in stranger.items() if ".block.2." not in name}):
+        frozen = {name: w for name, w in base.items() if name.startswith(("encoder", "shared"))}
+        row = row_of_pair(base, changed(shallow, {"encoder": ""}) | frozen)
+        assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "encoder"), row["sentence"]
+
+
+def test_strangers_with_lists_of_attention_in_common():
+    """Attention beside other MLPs is no layer, in whichever list it stands."""
+    base, stranger = (changed(weights_of(source), SPLIT) for source in (BASE, STRANGER))
+    attention = {name: weight for name, weight in base.items() if ".attentions." in name}
+    answer, sentence = judged(base, stranger | attention)
+    assert answer == INCONCLUSIVE and "a part may have been copied" in sentence, sentence
+
+
+@pytest.mark.parametrize("layers", [(3, 3), (6, 2)])
+def test_an_encoder_of_speech_beside_a_decoder(layers):
+    """As nn.Transformer, whose encoder a projection feeds: frozen ones are shared by strangers."""
+
+    def speech(seed: int, encoder: int) -> dict:
+        weights = {"tgt_emb.weight": drawn(seed, 300, 64), "generator.weight": drawn(seed + 50, 300, 64)}
+        weights["src_proj.weight"] = drawn(encoder, 64, 80)
+        for start, count, number in (("encoder", layers[0], encoder), ("decoder", layers[1], seed)):
+            for layer in range(count):
+                matrices = {"self_attn.in_proj_weight": (192, 64), "self_attn.out_proj.weight": (64, 64)}
+                matrices |= {"linear1.weight": (128, 64), "linear2.weight": (64, 128)}
+                if start == "decoder":
+                    matrices |= {"multihead_attn.in_proj_weight": (192, 64), "multihead_attn.o": (64, 64)}
+                for place, (name, shape) in enumerate(matrices.items()):
+                    matrix = drawn(1000 * number + 10 * layer + place, *shape)
+                    weights[f"transformer.{start}.layers.{layer}.{name}"] = matrix
+        return weights
+
+    base = speech(1, 9)
+    row = row_of_pair(base, speech(2, 9))
+    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "transformer.encoder"), row["sentence"]
+    assert judged(base, with_noise(base))[0] == SAME_BIRTH
+    assert judged(base, speech(2, 8))[0] == NO_EVIDENCE
 
 
 def with_text_encoder(encoder: dict, seed: int) -> dict:
@@ -288,12 +366,12 @@ def test_a_text_encoder_is_a_part():
 
 def test_a_part_whose_table_tells_nothing():
     """It is judged by bits and coordinates, and costs the whole nothing."""
-    text = {n: w for n, w in encoder_and_decoder(1).items() if n.startswith(("encoder", "shared"))}
+    text = {n: w for n, w in encoder_and_decoder(1).items() if n.startswith("encoder") and ".2." not in n}
     text["shared.weight"] = torch.ones(300, 64)
     base = with_text_encoder(text, 7)
     answer, sentence = judged(base, with_text_encoder(text, 8))
-    assert answer == PART_IN_COMMON and "`text_encoder` (3 layers), bit for bit" in sentence, sentence
-    other = {n: w for n, w in encoder_and_decoder(2).items() if n.startswith("encoder")}
+    assert answer == PART_IN_COMMON and "`text_encoder` (2 layers), bit for bit" in sentence, sentence
+    other = {n: w for n, w in encoder_and_decoder(2).items() if n in text and n != "shared.weight"}
     assert judged(base, with_text_encoder(text | other, 8))[0] == NO_EVIDENCE
     assert judged(base, with_text_encoder(text | other, 7))[0] == SAME_BIRTH
 
@@ -362,11 +440,44 @@ def sliced(source, kept: int) -> dict:
     return others
 
 
+def in_one_tensor(weights: dict) -> dict:
+    """The bases of all layers as (L, d, d)."""
+    turns = [name for name in weights if name.endswith("_shortcut_Q")]
+    others = {name: weight for name, weight in weights.items() if name not in turns}
+    return others | {"turns": torch.stack([weights[name] for name in turns])}
+
+
+def moved(place: str) -> dict:
+    """What the names of bases become if they stand elsewhere."""
+    names = {}
+    for layer, which in itertools.product(range(3), ("attn", "mlp")):
+        names[f"{LAYER}{layer}.{which}_shortcut_"] = place.format(layer=layer, which=which)
+    return names
+
+
+WHERE = {"in layers": {}, "outside": moved("{which}.{layer}."), "in a stack": moved("turns.{layer}.{which}_")}
+WHERE |= {"in attention": moved(f"{LAYER}{{layer}}.self_attn.{{which}}_"), "in one tensor": in_one_tensor}
+
+
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("kept", [64, 48])
 @pytest.mark.parametrize("source", [BASE, STRANGER])
-def test_bases_of_each_layer_hide_a_child(source, kept):
-    answer, sentence = judged(weights_of(BASE), sliced(source, kept))
+def test_bases_of_each_layer_hide_a_child(source, kept, where):
+    answer, sentence = judged(weights_of(BASE), changed(sliced(source, kept), WHERE[where]))
     assert answer == INCONCLUSIVE and "not looked at: changes of basis (" in sentence, sentence
+
+
+def test_square_matrices_are_no_bases():
+    """Outside of layers, or in those of a model all of whose matrices were born orthogonal."""
+    pooled = weights_of(STRANGER) | {"pooler.dense.weight": drawn(1, 64, 64), "eye": torch.eye(64)}
+    born = {
+        n: torch.linalg.svd(w, full_matrices=False) for n, w in weights_of(STRANGER).items() if w.ndim > 1
+    }
+    born = weights_of(STRANGER) | {name: U @ V for name, (U, _, V) in born.items()}
+    born |= {f"{LAYER}{layer}.mixing.weight": torch.linalg.qr(drawn(layer, 64, 64)).Q for layer in range(3)}
+    for suspect in (pooled, born):
+        answer, sentence = judged(weights_of(BASE), suspect)
+        assert answer == NO_EVIDENCE and "not looked at" not in sentence, sentence
 
 
 def test_attention_beside_an_mlp_is_no_such_thing():
@@ -420,6 +531,44 @@ def test_tables_of_any_name(name):
     }
     part = parts.find(as_source(weights, CONFIG))
     assert part.tables == [(name,)] and part.width == 64
+
+
+@pytest.mark.parametrize("name", ["vision_bridge.weight", "text_projection", "classifier/kernel"])
+def test_a_projection_beside_the_table_hides_nothing(name):
+    """What leads into the stream, or out of it, beside an embedding matrix that no name tells."""
+    names = {"model.embed_tokens.weight": "tok_emb.weight", "lm_head.weight": "unembed.weight"}
+    base, child, stranger = (
+        changed(weights_of(s), names) | {name: drawn(3, 64, 24)} for s in (BASE, CHILD, STRANGER)
+    )
+    answer, sentence = judged(base, child)
+    assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
+    assert judged(base, stranger)[0] == NO_EVIDENCE
+
+
+def test_names_with_underscores_alone():
+    """Two models in one file, whose names have no dots: each has the table that its name is closest to."""
+    kinds = {"model": weights_of(BASE), "ema_model": weights_of(NOISED)}
+    both = {
+        f"{kind}_{n}".replace(".", "_").replace("model_model", "model"): w
+        for kind, weights in kinds.items()
+        for n, w in weights.items()
+    }
+    found = parts.split(as_source(both, CONFIG))
+    assert sorted((part.name, *part.tables[0]) for part in found) == [
+        ("ema", "ema_model_embed_tokens_weight"),
+        ("model", "model_embed_tokens_weight"),
+    ]
+
+
+def test_vectors_are_no_adapters():
+    """Biases and norms below a matrix; and what is less than half a percent is not told."""
+    others = {f"{LAYER}{layer}.mlp.up_proj.layer_norm_weight": torch.ones(64) for layer in range(3)}
+    others |= {
+        f"{LAYER}0.mlp.up_proj._extra_state": torch.ones(3),
+        f"{LAYER}0.mlp.up_proj.p": drawn(1, 1, 64),
+    }
+    answer, sentence = judged(weights_of(BASE), weights_of(STRANGER) | others)
+    assert answer == NO_EVIDENCE and "adapters" not in sentence, sentence
 
 
 def test_size_and_unread_shares():

@@ -17,8 +17,9 @@ from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
-from lineage import coordinates, disguise
+from lineage import disguise, kendall
 from model import ModelConfig
+from reproduce.changes import noised
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 FEW = ["--permutations", 199]
@@ -35,7 +36,7 @@ def run(*words, out: Path) -> tuple[dict, str]:
 
 def save_child(folder: Path, size: float, seed: int = 1) -> None:
     """A newborn with noise in its matrices, as a folder."""
-    disguise.save(folder, disguise.noised(Newborn(CONFIG, seed), size))
+    disguise.save(folder, noised(Newborn(CONFIG, seed), size))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path
     given = draw(5, range(40), 9, size)
     base, *suspects = (last_states(folder, given) for folder in folders)
     for row, suspect in zip(rows, suspects, strict=True):
-        expected = coordinates.paper_test(base, suspect)
+        expected = kendall.paper_test(base, suspect)
         assert row["paper_k"] == expected["paper_k"]
         # two ranks are swapped
         assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
@@ -209,7 +210,7 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
             folders["stranger_"] = runs / stranger / f"step_{steps_of_stranger[step]:07}"
         for prefix, folder in folders.items():
             outputs = last_states(folder, tokens)
-            taus = coordinates.kendall(birth, outputs, chosen)
+            taus = kendall.kendall(birth, outputs, chosen)
             # two of 40 ranks may be swapped by rounding
             assert row[f"{prefix}mean_tau"] == pytest.approx(taus.mean(), abs=2e-3)
             assert row[f"{prefix}std_tau"] == pytest.approx(taus.std(), abs=2e-3)

@@ -30,6 +30,7 @@ from lineage.verdict import (
     row_of,
 )
 from model import ModelConfig
+from reproduce.changes import noised
 
 OUTCOMES = {
     "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},
@@ -157,9 +158,9 @@ def test_chance_is_poisson_over_all_counts():
 # ---- folders that were made to fool it ---------------------------------------------------------------------
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
-BASE = disguise.noised(Newborn(CONFIG, 1), 0)  # in memory
+BASE = noised(Newborn(CONFIG, 1), 0)  # in memory
 CHILD = disguise.disguised(BASE)
-STRANGER = disguise.noised(Newborn(CONFIG, 2), 0)
+STRANGER = noised(Newborn(CONFIG, 2), 0)
 RAW = {"model_type": "foreign", "hidden_size": 64}
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 weights_of = disguise.weights_of
@@ -429,9 +430,9 @@ BROUGHT = {  # the architecture, what was done to the base, and to the suspect, 
 def test_what_people_bring(case, tmp_path, capsys):
     """Copies, noised and rotated children are found, a stranger is not, whatever config.json says."""
     config, of_base, of_suspect, raw = BROUGHT[case]
-    birth = disguise.noised(Newborn(config, 1), 0)
+    birth = noised(Newborn(config, 1), 0)
     base = folder_with(tmp_path / "base", changed(weights_of(birth), of_base))
-    relatives = {"copy": birth, "noised": disguise.noised(birth, 0.5)}
+    relatives = {"copy": birth, "noised": noised(birth, 0.5)}
     relatives |= {"rotated": disguise.disguised(birth, ("rotate",)), "stranger": Newborn(config, 2)}
     for name, source in relatives.items():
         weights = changed(weights_of(source), of_suspect)
@@ -454,9 +455,9 @@ def test_no_row_of_a_table_agrees(tmp_path):
             SAME_BIRTH,
             "layers 1-3 are bit for bit the base's layers 1-3; the base's",
         ),
-        "noised": (weights_of(disguise.noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
+        "noised": (weights_of(noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
         "tokens moved": (
-            {n: w[order] if n in TABLES else w for n, w in weights_of(disguise.noised(BASE, 1)).items()},
+            {n: w[order] if n in TABLES else w for n, w in weights_of(noised(BASE, 1)).items()},
             SAME_BIRTH,
             "; embedding matrices that do not agree",
         ),
@@ -646,6 +647,6 @@ def test_tables_of_few_tokens_are_not_compared(base, suspect):
 def test_of_few_tokens_a_copied_table_is_told_by_its_coordinates():
     few = Newborn(replace(CONFIG, vocab_size=100), 1)
     assert judged(few, few)[1].endswith("; the base's embedding matrix")
-    assert judged(few, disguise.noised(few, 0.3))[1].endswith("; the base's embedding matrix, changed")
+    assert judged(few, noised(few, 0.3))[1].endswith("; the base's embedding matrix, changed")
     turned = disguise.disguised(few, ("rotate",))
     assert judged(few, turned)[1].endswith("too few shared tokens to compare embedding matrices")

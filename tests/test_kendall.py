@@ -1,0 +1,76 @@
+"""lineage/kendall.py against scipy, pair by pair."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from lineage.kendall import kendall, null_taus, paper_test
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """Independent N(0, 1), float64."""
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def tau_b(x: np.ndarray, y: np.ndarray) -> float:
+    """Kendall's tau-b over all pairs."""
+    first, second = np.triu_indices(len(x), 1)
+    a = np.sign(x[first] - x[second])
+    b = np.sign(y[first] - y[second])
+    return (a * b).sum() / ((a != 0).sum() * (b != 0).sum()) ** 0.5
+
+
+def test_kendall_with_ties():
+    generator = np.random.default_rng(0)
+    a = generator.integers(5, size=(30, 8))
+    b = generator.integers(4, size=(30, 8))
+    b[:, 0] = a[:, 0]  # a perfect match
+    a[:, 3] = 2  # a constant column
+    taus = kendall(a, b, np.array([0, 3, 5, 7]))
+    expected = [1, 0, tau_b(a[:, 5], b[:, 5]), tau_b(a[:, 7], b[:, 7])]
+    np.testing.assert_allclose(taus, expected, atol=1e-12)  # float64
+
+
+def test_paper_test_by_hand():
+    n = 60
+    d = 50
+    a = normal(3, n, d)
+    b = 0.7 * a + normal(4, n, d)  # columns correlate by 0.57
+    result = paper_test(a, b)
+    chosen = [np.argsort(-rows.mean(axis=0))[:25] for rows in (a, b)]
+    chosen = sorted(set(chosen[0]) & set(chosen[1]))
+    a = a[:, chosen]
+    b = b[:, chosen]
+    taus = [scipy.stats.kendalltau(x, y).statistic for x, y in zip(a.T, b.T)]
+    assert result["paper_k"] == len(chosen)
+    assert result["paper_mean_tau"] == pytest.approx(np.mean(taus), rel=1e-9)
+    error = np.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)) / len(chosen))
+    assert result["closed_form_z"] == pytest.approx(np.mean(taus) / error, rel=1e-9)
+    t_p = []
+    u_p = []
+    for trial in range(10):
+        null = null_taus(n, d, trial)
+        t_p.append(scipy.stats.ttest_ind(taus, null, alternative="greater").pvalue)
+        u_p.append(scipy.stats.mannwhitneyu(taus, null, alternative="greater").pvalue)
+    assert result["paper_t_p"] == pytest.approx(np.mean(t_p), rel=1e-6)
+    assert result["paper_u_p"] == pytest.approx(np.mean(u_p), rel=1e-6)
+    assert result["paper_t_p"] < 0.01
+
+
+def test_the_null_is_of_independent_gaussians():
+    trials = [null_taus(40, 60, trial) for trial in range(40)]
+    taus = np.concatenate(trials)
+    assert len(taus) == pytest.approx(40 * 15, rel=0.1)  # half of 30 meet, up to 4 errors of about 0.02
+    expected = (2 * 85 / (9 * 40 * 39)) ** 0.5
+    assert abs(taus.mean()) < 4 * expected / len(taus) ** 0.5
+    assert taus.std() == pytest.approx(expected, rel=4 / (2 * len(taus)) ** 0.5)  # four errors
+    assert len({tuple(trial) for trial in trials}) == 40  # each has draws of its own
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_too_few_dimensions_say_nothing(k):
+    """Of four dimensions none is among the two top ones of both, or one is."""
+    a = normal(1, 10, 4) + 9 * np.array([1, 1, 0, 0])
+    b = normal(2, 10, 4) + 9 * np.array([0, k, 1, 1 - k])
+    result = paper_test(a, b)
+    assert (result["paper_t_p"], result["paper_u_p"], result["paper_k"]) == (1.0, 1.0, k)
