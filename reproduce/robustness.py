@@ -26,9 +26,9 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
 from lineage.disguise import as_source, disguised, weights_of
+from lineage.outputs import STRANGER_SEED
 from lineage.verdict import compare_pair, read_model
 from reproduce.changes import cut, narrowed, noised, pruned, rounded
-from seedprint import STRANGER_SEED
 
 DRAWN = {  # kind: what is drawn of all of a kind, at each depth
     "child": "children: the least",
