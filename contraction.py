@@ -259,7 +259,7 @@ def predict(settings: LengthSettings):
 
 @torch.inference_mode()
 def cure(settings: LengthSettings):
-    """Is a newborn unbiased whose MLPs pass on nothing that all hidden units share? (ours; a minute)"""
+    """Does removing the mean that all hidden units share cure a newborn? (ours; a minute)"""
     births = Births("cure", "ours", settings)
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in births.each(scheme):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-GATED = {"swiglu"}  # such an MLP has a second projection, and the activation is applied to that
+GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -91,7 +91,7 @@ class ModelConfig:
             raise ValueError(f"heads of {self.d_model}/{self.num_heads}: RoPE needs an even, whole head_dim")
 
 
-GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # but with RoPE, and no biases
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # with RoPE, and no biases but norms'
 PRESETS = {
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
@@ -197,7 +197,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # the number of queries, Q, is 1 or T
+        first = T - 1 if last_only else 0  # of the queries: their number Q is 1 or T
         cos, sin = rope  # (T, 1, Dh/2) each
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
@@ -276,7 +276,7 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)  # NaN until init.py fills it
+        table = torch.full((V, d), torch.nan)  # no numbers are drawn: init.py fills it
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.

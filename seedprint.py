@@ -12,9 +12,8 @@ the base is matched with one of the suspect, `lineage/verdict.py` judges, and `l
 paper's test. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
-    units_found     the number of them in one layer: the least share of all layers that are the base's, or if
-                    none is, the largest share of all layers
-    distance        how far the input weights of matched units have moved, in any basis: 0 is a copy, 1 a
+    units_found     units matched in one layer: the worst of those that are the base's, or else the best of
+    all distance        how far the input weights of matched units have moved, in any basis: 0 is a copy, 1 a
                     stranger
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
     body_z          how many standard deviations body_r lies above what relabelled coordinates give
@@ -23,9 +22,9 @@ paper's test. The columns of a row:
 Each layer of the suspect is looked for in the base. It is the base's on one of three grounds:
 
     bits            all of its matrices equal those of one layer of the base, whatever their names
-    hidden units    at least 20 % of them are matched, with an r of at least 0.5 (that of unrelated models is
-                    at most 0.26); or at least 50 %, with any r, in the middle of both models, that is after
-                    the first layer and before the last quarter
+    hidden units    at least 20 % are matched, with an r of at least 0.5 (unrelated models: at most 0.26); or
+                    at least 50 %, with any r, in the middle of both models: after the first layer and before
+                    the last quarter
     coordinates     each of its matrices correlates by at least 0.1 with the base's of that name
 
 And the verdict is
@@ -35,7 +34,8 @@ And the verdict is
                     that reads images, a text encoder, a draft head) is a part of the other, or all of it
     inconclusive    if only one of several layers is the base's; if more units are matched than strangers have
                     in common (10 % where both layers are in the middle of their model, 20 % where one is,
-                    50 % elsewhere); or if a child could not have been seen
+                    50 % elsewhere); or if a child would not be seen, as where there are
+                    no layers, no MLPs or no embedding matrix
     no evidence     otherwise
 """
 
@@ -137,7 +137,7 @@ def matrix(settings: CompareSettings):
 
 
 def kinship(row):
-    """How close two models are: 0 unless they are of one birth, as unrelated ones share units, and parts."""
+    """How close two models are: 0 unless of one birth, since strangers share units and parts, too."""
     if row["verdict"] != SAME_BIRTH:
         return 0.0
     if row["distance"] is not None:
@@ -159,8 +159,8 @@ def open_model(name, settings: CompareSettings):
 def identify(settings: IdentifySettings):
     """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
 
-    `answer` is the seed, if its log10 p, corrected for the number of candidates (`family_log10_p`), is -6 or
-    less, and null otherwise: then only the closest candidate is printed. A changed basis hides a birth.
+    `answer` is the best seed if its log10 p, corrected for all candidates (`family_log10_p`), is at most -6;
+    else it is null, and only the closest candidate is printed. A changed basis hides a birth.
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")

@@ -13,7 +13,7 @@ averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers cou
 *Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
 it away again. A *selective* builder is active at position 1 alone.
 
-Each subcommand gives `measure_models` a function that measures one model, and returns lists of rows by name.
+Each subcommand gives `measure_models` a function from one model to lists of rows by name.
 `rows` are printed (`anatomy`: `layers`), and the JSON holds all lists. A model with a tokenizer reads
 docstrings of Python's standard library, or --text; another one reads random tokens. `interval` is Student's,
 over sequences.
@@ -72,7 +72,7 @@ class InterveneSettings(Settings):
     """The settings of `intervene`."""
 
     position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
-    factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, which multiplies the variation, or the values
+    factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, the factor of `amplify` and of `scale`
 
 
 @dataclass
@@ -334,9 +334,9 @@ def named_units(settings: SilenceSettings, spec):
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
-    `first` has the first 1, 2, 4, ... builders; `alone` one of the next three. `constant` holds all at
-    their mean at position 1. Controls have as many units: `removers`; those that write most `elsewhere`; and
-    `random` ones of the same layers.
+    `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` holds
+    all at their mean at position 1. Controls have as many units: `removers`; those that write most
+    `elsewhere`; and `random` ones of the same layers.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
@@ -418,8 +418,8 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 def transplant_cases(model, activity, others):
     """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
 
-    The builders at zero are the selective ones. With a token in front the text's first token has something to
-    attend to, as with constants, so that losses are best compared with that case.
+    The builders at zero are the selective ones. A token in front, as constants do, gives the text's first
+    token something to attend to: losses are best compared with that case.
     """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))
     units = activity.selective()

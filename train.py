@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-newest two, and the steps that --keep selects. A checkpoint is renamed to its name when it is whole, so that a
+newest two, and the steps that --keep selects. A checkpoint gets its name when it is whole, so that a
 kill leaves no half of one. --resume loads the newest whole checkpoint, and cuts the log off there. It
 takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others.
 
@@ -76,7 +76,7 @@ class Settings(RunSettings):
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
     # checkpoints besides birth and the newest two; powers: steps 1, 2, 4, ...; all: every one; last: none
     keep: Literal["powers", "all", "last"] = "powers"
-    compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model, by a C++ compiler
+    compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
     out: str = "runs/default"  # run folder
 
@@ -124,7 +124,7 @@ class Training:
             self.step = state.step
             checkpoint.restore(self.optimizer, model, state, moments)
         self.model = torch.compile(model) if settings.compile else model
-        if runtime.world_size() > 1:  # this view saves a second copy of the gradients
+        if runtime.world_size() > 1:  # a view: no second copy of the gradients
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token

@@ -172,7 +172,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
 
 
 class RunningStd:
-    """The standard deviation of each layer's aggregated values over sequences, which come in batches."""
+    """The standard deviation of what each layer's heads put out, over sequences that come in batches."""
 
     def __init__(self, num_sequences):
         self.mean = LayerMean(num_sequences)  # (H, T, Dh)
@@ -193,10 +193,10 @@ class Chain:
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
     A head's output is a mean of values. At position 1 it is one value, and its `std`, over sequences, heads
-    and their dimensions, is largest. W_O writes most strongly what varies most (`output_tau`). Only this
-    output wakes the builders, a few hidden units of an early MLP. They make one dimension of the stream very
-    large (`norm`, `disparity`). RMSNorm divides by the norm, so that all other dimensions become small. So
-    the keys of all first tokens are alike (`key_alignment`), their values are small (`value_norm`), and
+    and their dimensions, is largest. W_O writes most strongly what varies most (`output_tau`). Only that of
+    position 1 wakes the builders, a few hidden units of an early MLP. They make one dimension of the stream
+    very large (`norm`, `disparity`). RMSNorm divides by the norm, so that all other dimensions become small.
+    So the keys of all first tokens are alike (`key_alignment`), their values are small (`value_norm`), and
     queries find them (`alpha`).
     """
 

@@ -4,7 +4,7 @@
     >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
     -88.6
 
-The function returns log10 of the probability, because the probability itself underflows (BB prints 0.00).
+The function returns log10 of a bound on the probability, which may underflow itself (BB prints 0.00).
 """
 
 import functools

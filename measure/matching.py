@@ -17,11 +17,11 @@ that scores t, and W the unit's weights. A unit with a gate has three *views*, v
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
 Rotating the residual stream rotates E and U, too, and changes no view. Shuffling units only renames them.
-In one view, a unit of the base and one of the suspect are *mutual neighbours* if each has its largest
-|correlation| with the other. In unrelated models half of the units have a mutual neighbour, too, but in
-another view it is usually another one. So a unit is *matched* if two views name the same neighbour; of a
-layer's three pairs of views, the pair that matches most units counts. Nearly all units of a child are
-matched, and less than one in a layer of an unrelated newborn.
+Flipping a unit's signs changes the sign of its views alone. In one view, a unit of the base and one of the
+suspect are *mutual neighbours* if each has its largest |correlation| with the other. In unrelated models half
+of the units have a mutual neighbour, too, but in another view it is usually another one. So a unit is
+*matched* if two views name the same neighbour; of a layer's three pairs of views, the pair that matches most
+units counts. Nearly all units of a child are matched, and less than one in a layer of an unrelated newborn.
 
 `lineage/views.py` computes the views of any architecture, and `lineage/match.py` compares all layers.
 """

@@ -7,7 +7,7 @@
 The theory rests on two ideas. A layer of random weights is wide, so its pre-activations are Gaussian, and one
 scalar function, the activation's kernel, turns cosines before a layer into cosines after it. Attention at
 birth is close to uniform, so position i averages positions 1..i. Each docstring gives the formulas, and the
-code below it uses their order and letters.
+code below it follows their order.
 """
 
 import functools
@@ -66,7 +66,7 @@ def hermite_kernel(phi, terms=64):
 
         k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
 
-    The h_n are the normalised Hermite polynomials. What is cut off (for ReLU about 1e-4 of the sum) is added
+    The h_n are the normalised Hermite polynomials. What is cut off (for ReLU about 2e-4 of the sum) is added
     to the last k_n, so that sum(k) = E phi(z)^2 is exact.
     """
     z, weight = gaussian_grid(2001)
@@ -84,14 +84,14 @@ def hermite_kernel(phi, terms=64):
 
 
 def mlp_kernel(mlp, s, d, scheme="gpt2"):
-    """The k_n, (terms,), of an MLP: for Gaussian inputs of correlation rho its units have a mean product
-    of sum k_n rho^n.
+    """The k_n, (terms,), of an MLP: for Gaussian inputs of correlation rho the units' mean product is
+    sum k_n rho^n.
 
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
 
-    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. Hold these two rows
-    fixed: they have a small cosine r, with E r^2 = 1/d, so that over the inputs a part of u follows g:
+    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. The two rows are
+    fixed and have a small cosine r, with E r^2 = 1/d. So over the inputs a part of u follows g:
 
         u = r g + sqrt(1 - r^2) v        v is independent of g
         sum k_n rho^n = (1/d) E phi(g) g phi(g') g' + (1 - 1/d) s^2 rho E phi(g) phi(g')
@@ -123,7 +123,7 @@ def relu_recursion(layers, scheme="gpt2"):
         c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
         kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
 
-    `centered` subtracts kappa(0) = 1/pi, the mean product of the units for orthogonal inputs.
+    `lost` is 0, or for `centered` kappa(0) = 1/pi, the units' mean product for orthogonal inputs.
     """
     check_scheme(scheme)
     lost = 1 / math.pi if scheme == "centered" else 0.0
@@ -181,7 +181,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
     # W_O, and g_m is that of W_down.
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance
     g_m = config.d_ff * residual_variance
-    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: of q times of k, sqrt(d) 0.02 each
+    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: std(q) std(k), sqrt(d) 0.02 each
     v = math.expm1(t**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
     stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
@@ -190,11 +190,11 @@ def covariances(config, T, scheme="gpt2", residual=True):
     for _ in range(config.num_layers):
         if config.sublayers != "mlp":
             C = stream / scales(stream[0], config.norm_epsilon)
-            # Query i gives key a the random weight w_ia. A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
+            # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # (The rotation of positions is neglected; it makes the covariance smaller.)
-            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). The code takes 1 + v x for
-            # e^(t^2 x); the two agree at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
+            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). The code replaces the power
+            # by 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
             # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
@@ -216,16 +216,17 @@ def kernel_recursion(config, T, scheme="gpt2"):
 def mean_field(model, T):
     """The contraction direction from the weights, (d,) of norm 1, for sequences of T random tokens.
 
-    A state is the sum of a mean (d,), which all sequences share, and of Gaussian noise. K (T, T) is the
-    covariance of the noise at two positions, in every dimension the same.
+    A state is a mean (d,), which all sequences share, plus Gaussian noise e. K (T, T) is the covariance of
+    the noise at two positions, in every dimension the same.
 
-        norm:       m = g mean / sqrt(P)      C = K / P        P = mean square of mean, + K_TT + epsilon
+        norm:       m = g mean / sqrt(P)      C = K / P                  P = [mean^2] + K_TT + epsilon
         attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M C M^T
-        MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]         h = phi(W_up (m + g noise))
+        MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]
+                                              h = phi(W_up (m + g e / sqrt(P)))
 
     Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
-    of the norm. Neglected are that early positions have another mean and another P, that attention is not
-    quite uniform, and biases of q, k and v. Raises Unknown.
+    of the norm. Neglected are the other mean and P of early positions, uneven attention, and biases of q, k
+    and v. Raises Unknown.
     """
     check_known(model.config)
     embedding = model.model.embed_tokens.weight
@@ -271,8 +272,7 @@ def attention_update(attention, m, g, C):
 def mlp_update(mlp, m, g, C):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
-    Cov(h, h') is Var h at one position. Between two positions it is, to first order, `slope` times the cosine
-    of their noise.
+    Cov(h, h') is Var h at one position; at two, to first order, `slope` times the cosine of their noise.
     """
     expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)

@@ -60,8 +60,8 @@ class Activity:
     """The hidden units, and the stream at position 1, averaged over sequences.
 
     The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit
-    contributes to it the product of its activation, its down weight on the dimension, and the dimension's
-    sign. *Builders* contribute most, *removers* take most away (ours).
+    contributes to it its activation times its down weight on the dimension, times the dimension's sign.
+    *Builders* contribute most, *removers* take most away (ours).
     """
 
     down: list[Tensor]  # down projections, (d, d_ff) each
@@ -96,7 +96,7 @@ class Activity:
         return ranked(added, max(1, min(count, (added > 0).sum().item())))
 
     def selective(self):
-        """The builders that are active at position 1 alone, the strongest first."""
+        """The builders of LEAST_SHARE or more that are active at position 1 alone, the strongest first."""
         added = self.contributions(self.layer)[: self.layer]
         needed = LEAST_SHARE * self.state[self.layer].abs().max()
         is_selective = self.at_1.abs()[: self.layer] >= SELECTIVITY * self.elsewhere[: self.layer]
@@ -215,7 +215,7 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
     alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
-    the text, whose second token is the first that is predicted, with and without them. If `streams` are
+    the text; either way its second token is the first that is predicted. If `streams` are
     given, (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
     """
     alphas = []
