@@ -46,6 +46,7 @@ FEWEST_UNITS = 16  # that live in a layer of both models: fewer cannot tell
 TOKENS_A_DIMENSION = 2  # that two models must share: views of fewer tokens are all alike
 CHANCE_LOG10_P = -6.0  # up to here a count is not chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
+BESIDE_HEADLESS = 0.1  # of a part that reads tokens without a head: the size of another that may be the model
 UNREAD = 0.1  # share of the layers' parameters, from which on what was not looked at may be a child's
 TOLD = 0.005  # and from which on it is named
 COPY = 1e-3  # up to here a distance is that of rounding, or of little training
@@ -230,13 +231,17 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
 
 
 def language_models(model: Model):
-    """The parts that may be the model: like the first they read tokens and have a head, or are as large."""
+    """The parts that may be the model: like the first they read tokens and have a head, or are as large.
+
+    A first part without a head may be a text encoder. Then smaller parts may be the model, too.
+    """
     first = model.readings[0].part
+    least = first.size if first.has_head else BESIDE_HEADLESS * first.size
     found = []
     for reading in model.readings:
         part = reading.part
         is_alike = (part.tables != [], part.has_head) == (first.tables != [], first.has_head)
-        if is_alike or part.size >= first.size:
+        if is_alike or part.size >= least:
             found.append(reading)
     return found
 
@@ -520,6 +525,6 @@ def table_phrase(facts: Facts):
     # Units are matched as the base's matrix alone shows them.
     if has_same_coordinates or facts.base_matches or likeness > CHANGED_TABLE:
         return "the base's embedding matrix, changed"
-    if facts.layers_of_base or (facts.match is None and facts.embedding is None):
-        return "embedding matrices that do not agree, or number tokens otherwise"
+    if facts.layers_of_base or facts.match is None:
+        return "embedding matrices that were not seen to agree"
     return "a different embedding matrix"
