@@ -46,7 +46,7 @@ LSTM = {f"rnn.weight_{kind}_l{layer}": drawn(layer, 256, 64) for kind in ("ih", 
 BARE = {  # files without layers, and what is said of them
     "a random table": (
         {"embed_tokens.weight": drawn(1, 300, 64)},
-        "but an embedding matrix alone; a different",
+        "but an embedding matrix alone; embedding matrices that were not",
     ),
     "a table of another width": (
         {"wte.weight": drawn(1, 300, 80)},

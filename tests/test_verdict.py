@@ -459,7 +459,7 @@ def test_no_row_of_a_table_agrees(tmp_path):
         "tokens moved": (
             {n: w[order] if n in TABLES else w for n, w in weights_of(noised(BASE, 1)).items()},
             SAME_BIRTH,
-            "; embedding matrices that do not agree",
+            "; embedding matrices that were not seen to agree",
         ),
         "copied attention": (copied, INCONCLUSIVE, "not in every kind of matrix of two layers"),
         "a copied table": (weights_of(Newborn(CONFIG, 2, 1)), INCONCLUSIVE, "a changed basis would hide"),
