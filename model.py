@@ -101,7 +101,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 or wider."""
+    """x / RMS(x) * weight over the last axis (BB 2.1). The mean square needs float32, or wider."""
 
     def __init__(self, width, eps):
         super().__init__()
@@ -169,7 +169,7 @@ def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE: the value aggregation of BB Equation 2, once per head."""
+    """Causal multi-head attention with RoPE (BB Equation 2, once per head)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -208,7 +208,7 @@ class Attention(nn.Module):
     def calibrate(self, heads: Tensor, T) -> Tensor:
         """Scale the heads' outputs at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
 
-        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is SO's.
+        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is RMSNorm (SO).
         """
         kind = self.config.attn_calibration
         if kind == "none":
@@ -285,10 +285,11 @@ class Transformer(nn.Module):
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
-        that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the blocks, as
-        layer 0, and after each block. `on_heads(layer, heads, q, k, v)` is called with the heads' outputs
-        (B, H, T, Dh); if it returns a tensor, this replaces them. Blocks below `start` do not run: `inputs`
-        is then the stream in front of block `start`. ValueError if T exceeds the context.
+        that position. Blocks below `start` do not run: `inputs` is then the stream in front of block `start`.
+        `on_state(layer, x)` is called with the stream (B, T, d) in front of block `start`, as layer
+        start - 1, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
+        outputs of the heads (B, H, T, Dh), and with q and k after their rotation. If it returns a tensor,
+        this replaces the outputs. ValueError if T exceeds the context.
         """
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         T = x.shape[1]

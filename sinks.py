@@ -1,4 +1,4 @@
-"""Where does a model's attention sink, why, and what moves or ends it? (BB 6.2; SO)
+"""Where does a model's attention sink, why, and what makes or ends a sink? (BB 6.2; SO)
 
     python sinks.py                               # `rate`: how many heads of smollm2 sink?
     python sinks.py anatomy                       # what singles position 1 out, layer by layer?
@@ -13,10 +13,9 @@ averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers cou
 *Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
 it away again. A *selective* builder is active at position 1 alone.
 
-Each subcommand gives `measure_models` a function from one model to lists of rows by name.
-`rows` are printed (`anatomy`: `layers`), and the JSON holds all lists. A model with a tokenizer reads
-docstrings of Python's standard library, or --text; another one reads random tokens. `interval` is Student's,
-over sequences.
+Each subcommand gives `measure_models` a function from one model to lists of rows by name. `rows` are printed
+(`anatomy`: `layers`), and the JSON holds all lists. A model with a tokenizer reads docstrings of Python's
+standard library, or --text; another one reads random tokens. `interval` is Student's, over sequences.
 """
 
 import itertools
@@ -51,7 +50,7 @@ CHAINED = ("unchanged", "transplanted")  # `transplant` measures SO's chain in t
 
 @dataclass
 class Settings(TextSettings):
-    """The settings of `first` and `anatomy`; the other subcommands have more."""
+    """The settings of `first` and `anatomy`."""
 
     model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
@@ -205,7 +204,7 @@ def dissect(settings: Settings, spec, model):
         values = {name: link[layer, position].item() for name, link in links.items()}
         rows.append({"layer": layer + 1, "position": position + 1} | values)
     units = activity.builders(activity.layer, LISTED)
-    units += reversed(activity.removers(LISTED // 2))
+    units += reversed(activity.removers(LISTED // 2))  # the strongest remover is last
     return {"rows": rows, "layers": layer_rows(model, chain, activity), "builders": activity.describe(units)}
 
 
@@ -256,7 +255,8 @@ def every_intervention(settings: InterveneSettings, spec, model):
     """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
 
     alpha_k is the mean over heads, in the layers above the strongest builder's. `woke` is the share of
-    sequences in which that builder is active at position k. `amplify` needs all sequences at once.
+    sequences in which that builder is active at position k. `amplify` needs the mean of all sequences, so
+    that there are no batches here.
     """
     k = settings.position
     L = model.config.num_layers
@@ -266,7 +266,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     activity = observe(model, tokens)
     builder = activity.builders(activity.layer, 1)[0]
     described = activity.describe([builder])
-    skipped = builder[0] if builder[0] < L else 1  # the first layers, which it cannot change
+    skipped = builder[0] if builder[0] < L else 1  # the first layers, which the builder cannot change
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
@@ -334,10 +334,10 @@ def named_units(settings: SilenceSettings, spec):
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
-    `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` holds
-    all at their mean at position 1. Three controls have as many units. If any unit that changes the dimension
-    ended the sink, `removers` would; if any strong unit did, those that write most `elsewhere` would; if any
-    unit of these layers did, `random` ones would.
+    `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` sets
+    all to their mean at position 1, only there. Three controls have as many units. If any unit that changes
+    the dimension ended the sink, `removers` would; if any strong unit did, those that write most `elsewhere`
+    would; if any unit of these layers did, `random` ones would.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]

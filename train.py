@@ -9,7 +9,7 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 newest two, and the steps that --keep selects. A checkpoint gets its name when it is whole, so that a
 kill leaves no half of one. --resume loads the newest whole checkpoint, and cuts the log off there. It
-takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others. Where there
+takes the settings with which the run began; flags can change only those in MAY_CHANGE. Where there
 is no run yet, --resume begins one if the command line names its settings. Every script that takes a model
 takes a run folder, and reads its newest step.
 
@@ -56,7 +56,7 @@ class Settings(RunSettings):
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
-    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of aggregated heads (BB 6.2)
+    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of the heads' outputs (BB 6.2)
     explicit_sink: bool = False  # give every head a constant key and value to attend to
     data: str | None = None  # data set; None: the one of source and tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m lib.data
@@ -177,7 +177,7 @@ class Training:
             # Where the data end, a new epoch begins.
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
-            # The last backward pass averages gradients over ranks. Only DistributedDataParallel reads this.
+            # Only the last backward pass averages gradients over ranks (DistributedDataParallel reads this).
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
             (part_loss * runtime.world_size()).backward()  # DDP averages over ranks: this makes a sum of it
@@ -250,10 +250,7 @@ class Training:
 
 
 def learning_rate(step, settings: Settings):
-    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4).
-
-    The last update is number max_iters - 1: its rate is a little above the tenth.
-    """
+    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4)."""
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
     done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)

@@ -35,10 +35,7 @@ def check_scheme(scheme) -> None:
 
 
 def check_known(config) -> None:
-    """Raise Unknown for what theory does not describe: a norm, a calibration or an explicit sink.
-
-    It takes any activation.
-    """
+    """Raise Unknown for what theory does not describe: a norm, a calibration or an explicit sink."""
     if config.norm not in KNOWN_NORMS:
         raise Unknown(f"the norm {config.norm}")
     if config.attn_calibration != "none":
@@ -67,7 +64,7 @@ def hermite_kernel(phi, terms=64):
         k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
 
     The h_n are the normalised Hermite polynomials. What is cut off (for ReLU about 2e-4 of the sum) is added
-    to the last k_n, so that sum(k) = E phi(z)^2 is exact.
+    to the last k_n, so that sum(k) is exactly E phi(z)^2.
     """
     z, weight = gaussian_grid(2001)
     value = phi(z)
@@ -110,7 +107,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     k = hermite_kernel(unit)
     if mlp in GATED:
         aligned = hermite_kernel(aligned_unit)
-        # The factor rho moves each k_n up by one power. The last one, 0 for SiLU, is dropped.
+        # The factor rho moves each k_n up by one power. The last is dropped: 0 for SiLU, 2e-4 for ReLU.
         independent = torch.cat((k.new_zeros(1), k[:-1]))
         return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
@@ -119,7 +116,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
 
 
 def relu_recursion(layers, scheme="gpt2"):
-    """Cosines before and after each of a stack of wide ReLU MLPs, without norm and residual (BB Prop. 2).
+    """Cosines along a stack of wide ReLU MLPs without norm and residual, the input's first (BB Prop. 2).
 
         c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
         kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
@@ -227,8 +224,8 @@ def mean_field(model, T):
                                               h = phi(W_up (m + g e / sqrt(P)))
 
     Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
-    of the norm. Neglected are the other mean and P of early positions, uneven attention, and biases of q, k
-    and v. Raises Unknown.
+    of the norm. The formulas neglect that early positions have another mean and P, that attention is
+    uneven, and biases of q, k and v. Raises Unknown.
     """
     check_known(model.config)
     embedding = model.model.embed_tokens.weight
@@ -274,7 +271,7 @@ def attention_update(attention, m, g, C):
 def mlp_update(mlp, m, g, C):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
-    Cov(h, h') is Var h at one position; at two, to first order, `slope` times the cosine of their noise.
+    Cov(h, h') is Var h at one position, and at two positions about `slope` times the cosine of their noise.
     """
     expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)

@@ -110,7 +110,7 @@ class Activity:
         return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
     def left(self, states: Tensor):
-        """The share that is left of the sink's dimension in states (n, d) after `self.layer`."""
+        """The share of the sink's dimension that states (n, d) after `self.layer` keep."""
         dimension = self.dimension(self.layer)
         return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
 
@@ -172,7 +172,7 @@ def ranked(scores: Tensor, count):
 
 
 def replace_units(units, means=None):
-    """An `on_units` that sets each (layer, unit) to zero; with means (L, d_ff), to its mean at position 1."""
+    """An `on_units` that sets units (layer, unit) to zero; or position 1 of them to its means (L, d_ff)."""
     numbers = defaultdict(list)
     for layer, unit in units:
         numbers[layer].append(unit)
@@ -215,8 +215,8 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
     alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
-    the text; either way its second token is the first that is predicted. If `streams` are
-    given, (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
+    the text; the first prediction is always that of the text's second token. If `streams` are given,
+    (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
