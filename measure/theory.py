@@ -87,11 +87,11 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
 
-    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. The two rows are
-    fixed and have a small cosine r, with E r^2 = 1/d. So over the inputs a part of u follows g:
+    A gated unit is phi(a) b, where a comes from its gate row and b from its up row. The two rows are
+    fixed and have a small cosine r, with E r^2 = 1/d. So over the inputs a part of b follows a:
 
-        u = r g + sqrt(1 - r^2) v        v is independent of g
-        sum k_n rho^n = (1/d) E phi(g) g phi(g') g' + (1 - 1/d) s^2 rho E phi(g) phi(g')
+        b = r a + sqrt(1 - r^2) c        c is independent of a
+        sum k_n rho^n = (1/d) E phi(a) a phi(a') a' + (1 - 1/d) s^2 rho E phi(a) phi(a')
 
     Only the first term has a k_0, of order 1/d. `centered` does not remove it, because r differs in sign
     from unit to unit.
@@ -284,8 +284,9 @@ def mlp_update(mlp, m, g, C):
 def hidden_moments(mlp, m, noise):
     """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs x ~ N(m, diag(noise)).
 
-    Two inputs whose noise has a small correlation rho have hidden units of covariance slope * rho. A gated
-    unit h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable `rest` that is independent of z:
+    `noise` has variances, (d,). Two inputs whose noise has a small correlation rho have hidden units of
+    covariance slope * rho. A gated unit h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable
+    `rest` that is independent of z:
 
         gate x = gate m + s z                      s^2 = gate^2 noise
         u = up x = up m + (c / s) z + rest         c = gate noise up        Var rest = up^2 noise - (c / s)^2
