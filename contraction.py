@@ -7,7 +7,7 @@
 `layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what attention adds.
 `predict` computes the common direction from the weights. `cure` draws newborns that do not contract. Models
 read Gaussian vectors with the embedding's standard deviation, 0.02 (BB 4.1), but tokens in `predict` and
-`cure`. All seeds of a preset share one embedding matrix (BB B.2), but those of PRESET@SEED.
+`cure`. All seeds of a preset share one embedding matrix (BB B.2); PRESET@SEED has its own.
 
 Every experiment has the same form. `Births.each` makes the newborns, the loop appends rows that hold theory
 beside what was measured, and `finish` draws and saves them; `predict` calls `plot` and `save` itself. Five
@@ -71,8 +71,8 @@ class Births(Experiment):
     def each(self, scheme=None, **changes):
         """Yield the first columns of a row, the model, and T, for each newborn and each length T.
 
-        `changes` are made in each newborn's configuration: with vocab_size=1 its embedding, which vectors do
-        not need, is small. `scheme` replaces --init.
+        `changes` are made in each newborn's configuration: vocab_size=1 makes the embedding small where the
+        inputs are vectors. `scheme` replaces --init.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
             config = replace(spec.config, **changes)

@@ -12,7 +12,7 @@ the base is matched with one of the suspect, and `lineage/verdict.py` judges. `i
 lineage/births.py, `paper` and `persistence` in lineage/outputs.py. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
-    units_found     matched of `units` in one layer: in the worst that is the base's, or else in the best
+    units_found     matched of `units`, in the worst layer that is the base's; if none is, in the best
     distance        how far matched units' input weights moved, in any basis: 0 is a copy, 1 a stranger
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
     body_z          how many standard deviations body_r lies above what relabelled coordinates give
@@ -30,7 +30,7 @@ And the verdict is
 
     same birth      if two layers are the base's, or the only layer is
     part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads
-                    images, a text encoder, a draft head) is a part of the other, or all of it
+                    images, a text encoder, a draft head) is a part or all of the other
     inconclusive    if only one of several layers is the base's; if more units are matched than strangers have
                     in common (10 % where both layers are in the middle of their model, 20 % where one is,
                     50 % elsewhere); or if a child would not be seen: without layers, MLPs or embeddings

@@ -11,11 +11,11 @@ Positions count from 1. A head's alpha_k is its weight on position k, averaged o
 is a sink head of a sequence if its alpha_1 is above --epsilon. The sink rate is the share of sink heads,
 averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers count from 1, units from 0.
 *Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
-it away again. A *selective* builder is active at position 1 alone.
+it away again. A *selective* builder is 20 times as active at position 1 as elsewhere.
 
-Each subcommand gives `measure_models` a function from one model to lists of rows by name. `rows` are printed
-(`anatomy`: `layers`), and the JSON holds all lists. A model with a tokenizer reads docstrings of Python's
-standard library, or --text; another one reads random tokens. `interval` is Student's, over sequences.
+Each subcommand gives `measure_models` a function that returns one model's lists of rows, by name. The list
+`rows` is printed (`anatomy`: `layers`), and the JSON holds all. A model with a tokenizer reads docstrings of
+Python's standard library, or --text; another reads random tokens. `interval` is Student's, over sequences.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from measure.units import ablate, alpha_and_loss, hidden_units, observe, replace
 
 FIRST_TOKENS = 24  # `first` tries this many tokens
 LISTED = 10  # `anatomy` lists this many builders, and half as many removers
-ACTIVE = 0.1  # a builder is active if it has at least this share of its mean at position 1 (ours)
+ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
 CHAINED = ("unchanged", "transplanted")  # `transplant` measures SO's chain in these cases
 
 
@@ -153,7 +153,7 @@ def first(settings: Settings):
 
 
 def by_first_token(settings: Settings, spec, model):
-    """A row for each head: its alpha_1 with each of FIRST_TOKENS tokens of the text at position 1."""
+    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens at position 1."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     found = tokens[:, 1:].unique().cpu()
     places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
@@ -419,8 +419,8 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 def transplant_cases(model, activity, others):
     """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
 
-    The builders at zero are the selective ones. A token in front, as constants do, gives the text's first
-    token something to attend to: losses are best compared with that case.
+    The builders at zero are the selective ones. Like constants, a token in front gives the text's first token
+    something to attend to: losses are best compared with that case.
     """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))
     units = activity.selective()
@@ -435,7 +435,11 @@ def transplant_cases(model, activity, others):
 
 
 def control_cases(settings: TransplantSettings, model, activity, others):
-    """More cases: other tokens, other builders, constants in some layers, and wrong constants."""
+    """More cases: other tokens in front, other builders, constants in some layers, and wrong constants.
+
+    If constants of layer 1 suffice, or of the layers up to the dimension's first jump, the chain breaks where
+    it begins. If those of position 2, of other heads or drawn ones suffice, any constant would do.
+    """
     tokens = others.unique().tolist()
     cases = []
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
@@ -492,7 +496,7 @@ def effects(model, tokens, builder, before):
 
 
 def by_token(model, tokens, builder):
-    """A row for each token of the text: the builder's |activation| when it stands alone at position 1."""
+    """A row for each token of the text: the builder's |activation| if this token is the first."""
     found = tokens.unique()
     with watch(model, builder) as activations:
         for part in attention.batches(found[:, None]):

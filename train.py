@@ -69,14 +69,14 @@ class Settings(RunSettings):
     max_iters: at_least(1) = 600  # number of steps; by the last, the learning rate falls to about a tenth
     warmup_iters: at_least(0) = 100  # steps of linear warm-up
     learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
-    weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; gains and biases have none
+    weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; vectors have none
     grad_clip: at_least(1e-12, float) = 1.0  # largest norm of the gradient
     log_every: at_least(1) = 10  # steps between printed lines
     eval_every: at_least(1) = 100  # steps between evaluations
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    # checkpoints besides birth and the newest two; powers: steps 1, 2, 4, ...; all: every one; last: none
+    # saved steps kept besides birth and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
@@ -174,7 +174,7 @@ class Training:
         loss = torch.zeros((), device=self.device)  # this rank's part of the step's mean loss
         parts = micro_batches(settings.global_batch_size, settings.micro_batch_size)
         for part in parts:
-            # Where the data end, a new epoch begins.
+            # Beyond the end of the data, `batch` begins a new epoch.
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
             # Only the last backward pass averages gradients over ranks (DistributedDataParallel reads this).
@@ -331,7 +331,7 @@ def model_config(settings: Settings, vocab_size):
 
 
 def completed_settings(settings: Settings, flags, in_files):
-    """The settings of a command line; to resume, those of settings.json with the changes of the flags."""
+    """The settings of a command line; to resume, those of settings.json, changed by the flags."""
     of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")

@@ -87,8 +87,8 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
 
-    A gated unit is phi(a) b, where a comes from its gate row and b from its up row. The two rows are
-    fixed and have a small cosine r, with E r^2 = 1/d. So over the inputs a part of b follows a:
+    A gated unit is phi(a) b: a is its gate row times an input, b its up row times that input, and a' belongs
+    to the other input. The two rows have a small cosine r, with E r^2 = 1/d. So a part of b follows a:
 
         b = r a + sqrt(1 - r^2) c        c is independent of a
         sum k_n rho^n = (1/d) E phi(a) a phi(a') a' + (1 - 1/d) s^2 rho E phi(a) phi(a')
@@ -169,9 +169,9 @@ def covariances(config, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    R takes the same three steps as S, but its D is that of S. M is the matrix of `average`; every other
-    product and power is entry by entry. With residual=False, for reproduce/mechanisms.py, a sublayer replaces
-    the stream. Raises Unknown.
+    R takes the same three steps as S, but its D is that of S. Products with M, of `average`, are of matrices;
+    every other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are explained
+    below. With residual=False a sublayer replaces the stream. Raises Unknown.
     """
     check_known(config)
     d = config.d_model
@@ -192,8 +192,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # (The rotation of positions is neglected; it makes the covariance smaller.)
-            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). The code replaces the power
-            # by 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
+            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). For e^(t^2 x) the code has
+            # 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
             # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform

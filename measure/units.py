@@ -24,7 +24,7 @@ from measure.attention import LayerMean, batches, disparity, mean_attention, sin
 from model import Transformer
 
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
-SELECTIVITY = 20  # a selective builder is at least so many times as active at position 1 as elsewhere (ours)
+SELECTIVITY = 20  # a selective builder is this many times as active at position 1 as elsewhere (ours)
 LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to more than this (ours)
 
@@ -172,7 +172,7 @@ def ranked(scores: Tensor, count):
 
 
 def replace_units(units, means=None):
-    """An `on_units` that sets units (layer, unit) to zero; or position 1 of them to its means (L, d_ff)."""
+    """An `on_units` that sets units (layer, unit) to zero; or, only at position 1, to `means` (L, d_ff)."""
     numbers = defaultdict(list)
     for layer, unit in units:
         numbers[layer].append(unit)
