@@ -14,6 +14,7 @@ rows (ours; BB compares with Gaussian matrices). A rotated basis escapes this, b
 """
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts, stacks
+from lineage import parts
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
@@ -79,26 +80,22 @@ def weight_correlations(a, b):
     a, b = parts.find(a), parts.find(b)
     if a.width != b.width:
         return {}, {}
-    matrices = [plain_matrices(part) for part in (a, b)]
-    inputs_first = [parts.stores_inputs_first(part) for part in (a, b)]
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
     most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
-    correlations = {}  # of each layer's matrices, by its numbers in b and a
-    for place in progress({**matrices[0], **matrices[1]}, desc="coordinates", leave=False):
-        names = [named.get(place) for named in matrices]
+    correlations = defaultdict(list)  # of each layer's matrices
+    for place in progress(a.matrices | b.matrices, desc="coordinates", leave=False):
+        names = (a.matrices.get(place), b.matrices.get(place))
         layer, _ = place
+        kind = "embedding" if layer is None else "body"
         correlation = 0.0  # of a matrix that the other model has not
-        if all(names) and (not layer or a.shapes[names[0]] == b.shapes[names[1]]):
-            rows_a = parts.residual_rows(a.read(names[0]), names[0], a.width, inputs_first[0])
-            rows_b = parts.residual_rows(b.read(names[1]), names[1], b.width, inputs_first[1])
-            count = min(len(rows_a), len(rows_b))
-            step = 1 + count // most
-            rows_a, rows_b = (without_identity(rows[:count], step) for rows in (rows_a, rows_b))
+        if all(names) and (layer is None or a.shapes[names[0]] == b.shapes[names[1]]):
+            rows = [parts.residual_rows(part, name) for part, name in zip((a, b), names)]
+            count = min(map(len, rows))
+            rows_a, rows_b = (without_identity(each[:count], 1 + count // most) for each in rows)
             if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
-            correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
-        if layer:
-            correlations.setdefault(layer, []).append(correlation)
+            correlation = sums[kind].update(rows_a, rows_b)
+        correlations[layer].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     shared = [layer for layer in correlations if layer in a.numbers and layer in b.numbers]
@@ -116,12 +113,6 @@ def without_identity(rows, step=1):
         rows = rows.float().clone()
         rows.diagonal().sub_(mean)
     return rows[::step]
-
-
-def plain_matrices(part):
-    """The names of a part's matrices, by (what begins a layer's names, the rest), which folders share."""
-    places = part.places.items()
-    return {place: name for name, place in places if stacks.is_matrix(name, part.shapes[name], part.width)}
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):

@@ -93,7 +93,7 @@ def equal_ids(base: Units, suspect: Units):
 
 def table_sizes(units: Units):
     """The numbers of rows of a model's embedding matrix and head."""
-    return [units.source.shapes[units.table_of(view)[0]][0] for view in ("up", "down")]
+    return [units.parts.shapes[units.table_of(view)[0]][0] for view in ("up", "down")]
 
 
 def ids_by_string(base: Units, suspect: Units, vocabularies):

@@ -92,13 +92,11 @@ class Units:
     """The hidden units of a checkpoint's MLPs, as its tokens see them, under one LayoutHypothesis."""
 
     def __init__(self, source, layout=None, tables=None, directions=None):
-        self.source = source
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
         self.tables = tables or Tables(source)
         self.parts = parts.find(source)
         self.width = self.parts.width
         self.layout = layout or layout_hypotheses(source)[0]
-        self.inputs_first = parts.stores_inputs_first(self.parts)
         self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
         self.root = functools.cache(self.compute_root)
         self.views = functools.lru_cache(KEPT_LAYERS)(self.compute_views)
@@ -113,7 +111,7 @@ class Units:
         if self.width <= WIDE:
             return self
         directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
-        return Units(self.source, self.layout, self.tables, directions)
+        return Units(self.parts, self.layout, self.tables, directions)
 
     @functools.cached_property
     def seen_in_few(self):
@@ -148,7 +146,7 @@ class Units:
             columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
             lengths = columns.norm(dim=0)
             if not lengths.isfinite().all():
-                raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
+                raise UserError(f"{self.parts.place}: {mlp.label}: its weights are huge")
             views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
         return views
 
@@ -165,12 +163,9 @@ class Units:
         if self.layout.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
-        weight = self.source.read(name)
-        if mlp.expert is not None:
-            weight = weight[mlp.expert]
-        rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
+        rows = parts.residual_rows(self.parts, name, mlp.expert).float()
         if view not in mlp.matrices:
-            rows = rows[: 2 * parts.units_of(self.source.shapes[mlp.matrices["down"]], self.width)]
+            rows = rows[: 2 * parts.units_of(self.parts.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
             rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
@@ -180,14 +175,14 @@ class Units:
 
     def without_mean(self, norm, rows):
         """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
-        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
+        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.parts.shapes
         if norm and (has_bias or self.layout.centred):
             return rows - rows.mean(dim=1, keepdim=True)
         return rows
 
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
-        return self.source.read(norm).float() + self.layout.from_one if norm else 1.0
+        return self.parts.read(norm).float() + self.layout.from_one if norm else 1.0
 
 
 def evenly_spaced(count, limit=None):
