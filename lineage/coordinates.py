@@ -72,10 +72,10 @@ class Correlation:
 def weight_correlations(a, b):
     """Correlations of the residual coordinates over the rows of all weight matrices that two sources share.
 
-    Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
-    the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
-    missing; models of different width have none. Returns these, and for each layer of b with a namesake in a,
-    by its number and that one's, how far the numbers of their matrices correlate: the least of all.
+    They are matched by name and shape. "body" has those of the blocks, "embedding" the tables and the head,
+    up to the shorter vocabulary. A kind without matrices is missing; models of different width have none.
+    Returns these, and for each layer of b with a namesake in a, by its number and that one's, how far the
+    numbers of their matrices correlate: the least of all.
     """
     a, b = parts.find(a), parts.find(b)
     if a.width != b.width:
@@ -103,10 +103,7 @@ def weight_correlations(a, b):
 
 
 def without_identity(rows, step=1):
-    """Every `step`-th of rows (m, d), without the identity that they may have begun from.
-
-    All models that began from it would look related.
-    """
+    """Every `step`-th of rows (m, d), without the identity that strangers may have begun from, too."""
     size = min(rows.shape)
     mean = rows[:size, :size].diagonal().float().mean()
     if mean.abs() > rows[::step].float().std():

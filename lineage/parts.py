@@ -112,6 +112,11 @@ class Part:
         return self.heads != self.tables
 
     @property
+    def rank(self):
+        """Which part of several is the model? What reads tokens, and of these what has a head."""
+        return self.tables != [], self.has_head
+
+    @property
     def size(self):
         """The number of parameters in its layers."""
         return sum(math.prod(self.shapes[name]) for names in self.layers for name in names)
@@ -124,16 +129,16 @@ def find(source):
 
 def split(source):
     """The Parts of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
-    found = [part_of(source, group) for group in stacks.find(source)]
-    return sorted(found, key=lambda part: (part.tables != [], part.has_head, part.size), reverse=True)
+    found = [part_of(source, stack) for stack in stacks.find(source)]
+    return sorted(found, key=lambda part: (part.rank, part.size), reverse=True)
 
 
-def part_of(source, group):
+def part_of(source, stack):
     """The Part that a stack is, with what stands beside it."""
-    beside = group.beside
+    beside = stack.beside
     shapes = dict(beside)
-    width = group.width
-    tables, heads = tables_and_heads(beside, group.tables, width)
+    width = stack.width
+    tables, heads = tables_and_heads(beside, stack.tables, width)
     known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
     along = [name for name in known if is_matrix(name, shapes[name], width)]
@@ -141,10 +146,10 @@ def part_of(source, group):
     adapters = [name for name in beside if ADAPTER.search(name) and len(beside[name]) > 1]
     without_mlp = []
     mlps, layers, numbers = [], [], {}
-    for place, (number, names) in enumerate(group.layers.items()):
+    for place, (number, names) in enumerate(stack.layers.items()):
         shapes |= {name: source.shapes[name] for name in names.values()}
         names = without_adapters(names, shapes, adapters)
-        where = (place, place / len(group.layers), place == 0 and len(group.layers) >= 8)
+        where = (place, place / len(stack.layers), place == 0 and len(stack.layers) >= 8)
         found, others = mlps_of_layer(source, names, width, where)
         mlps += found
         along = {rest: name for rest, name in names.items() if is_matrix(name, shapes[name], width)}
@@ -156,9 +161,9 @@ def part_of(source, group):
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
-    of_source = (group.name, source.read, source.place, source.family, shapes, width)
-    of_group = (tables, heads or tables, group.has_other_input, next(iter(norms), None))
-    return Part(*of_source, *of_group, mlps, layers, numbers, matrices, unknown, unread)
+    of_source = (stack.name, source.read, source.place, source.family, shapes, width)
+    of_stack = (tables, heads or tables, stack.has_other_input, next(iter(norms), None))
+    return Part(*of_source, *of_stack, mlps, layers, numbers, matrices, unknown, unread)
 
 
 def without_adapters(names, shapes, adapters):

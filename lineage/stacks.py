@@ -2,19 +2,18 @@
 
     >>> from lib import checkpoint
     >>> from lineage import stacks
-    >>> (group,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> group.tables, group.width, len(group.layers)
+    >>> (stack,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
+    >>> stack.tables, stack.width, len(stack.layers)
     (['model.embed_tokens.weight'], 256, 6)
 
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
-a stream of one width. A group is a stack and what stands beside it: an encoder and its decoder are two, even
-if one embedding matrix feeds both.
+a stream of one width. An encoder and its decoder are two, even if one embedding matrix feeds both.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
 INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # of an expert, say
@@ -28,51 +27,38 @@ NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in
 NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Stack:
-    """A run of layers whose tensors' names differ in one number, and which read and write one stream."""
+    """A run of layers whose tensors' names differ in one number; and, by `find`, what stands beside it."""
 
     prefix: str  # what begins the names of its tensors, up to the number
     width: int  # of the stream
-    layers: dict  # by number: the full names by what follows the number
-
-    @property
-    def kinds(self):
-        """What its layers' tensors are called, those of all experts alike."""
-        return {INNER.sub("", rest) for names in self.layers.values() for rest in names}
-
-
-@dataclass(frozen=True)
-class Group:
-    """A stack, and the tensors beside it."""
-
-    name: str  # what begins the stack's names, and no others'; "" where there are no others
-    width: int  # of the stream
-    layers: dict  # as a Stack's; {} without a stack
-    tables: list  # the names of the embedding matrices that feed it
-    beside: dict  # shapes by name of what is closer to it than to others, or as close
-    has_other_input: bool  # is it fed by a convolution, or a projection?
+    layers: dict  # by number: the full names by what follows the number; {} if there are none
+    kinds: set  # what its layers' matrices are called, those of all experts alike
+    name: str = ""  # what begins its names, and no other stack's; "" where there are no others
+    tables: list = field(default_factory=list)  # the names of the embedding matrices that feed it
+    beside: dict = field(default_factory=dict)  # shapes by name of what is as close to it as to others
+    has_other_input: bool = False  # is it fed by a convolution, or a projection, alone?
 
 
 def find(source):
-    """The Groups of a checkpoint; without layers the only one has its embedding matrices, if any."""
+    """The Stacks of a checkpoint; without layers the only one has its embedding matrices, if any."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
-    stacks = with_lists_joined(stacks_of(shapes), shapes)
+    stacks = with_lists_joined(stacks_of(shapes))
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     reach = {name: closest(name, stacks) for name in outside}
     otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
     fed = fed_stacks(outside, reach, stacks, otherwise)
-    groups = []
     for stack in stacks:
-        tables = [name for name in fed if stack in fed[name]]
-        beside = {name: outside[name] for name in outside if name in tables or stack in reach[name]}
-        name = common_name(stack, stacks)
-        is_fed_otherwise = tables == [] and stack in otherwise
-        groups.append(Group(name, stack.width, stack.layers, tables, beside, is_fed_otherwise))
+        stack.name = common_name(stack, stacks)
+        stack.tables = [name for name in fed if stack in fed[name]]
+        beside = [name for name in outside if name in stack.tables or stack in reach[name]]
+        stack.beside = {name: outside[name] for name in beside}
+        stack.has_other_input = stack.tables == [] and stack in otherwise
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
     width = outside[tables[0]][1] if tables else 0
-    return groups or [Group("", width, {}, tables, outside, False)]
+    return stacks or [Stack("", width, {}, set(), "", tables, outside)]
 
 
 def stacks_of(shapes):
@@ -96,12 +82,14 @@ def stacks_of(shapes):
         width = width_of(shapes, runs, unnumbered)
         layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
         if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
-            stacks.append(Stack(prefix, width, layers))
-            taken.update(name for names in layers.values() for name in names.values())
+            inside = {name: rest for names in layers.values() for rest, name in names.items()}
+            kinds = {INNER.sub("", rest) for name, rest in inside.items() if len(shapes[name]) > 1}
+            stacks.append(Stack(prefix, width, layers, kinds))
+            taken |= inside.keys()
     return sorted(stacks, key=lambda stack: stack.prefix)
 
 
-def with_lists_joined(stacks, shapes):
+def with_lists_joined(stacks):
     """Stacks of which lists of attention and of MLPs, side by side and of the same numbers, are one.
 
     An MLP has fewer than four matrices.
@@ -112,7 +100,7 @@ def with_lists_joined(stacks, shapes):
         alike[parent, stack.width, tuple(stack.layers)].append(stack)
     joined = []
     for (parent, width, numbers), members in alike.items():
-        if len(members) == 1 or min(number_of_matrices(stack, shapes) for stack in members) > 3:
+        if len(members) == 1 or min(len(stack.kinds) for stack in members) > 3:
             joined += members
             continue
         layers = {number: {} for number in numbers}
@@ -120,14 +108,8 @@ def with_lists_joined(stacks, shapes):
             start = stack.prefix.removeprefix(parent)
             for number, names in stack.layers.items():
                 layers[number] |= {f"{start}{rest}": name for rest, name in names.items()}
-        joined.append(Stack(parent, width, layers))
+        joined.append(Stack(parent, width, layers, set().union(*(stack.kinds for stack in members))))
     return joined
-
-
-def number_of_matrices(stack, shapes):
-    """How many matrices a stack's layers have, of experts one."""
-    names = [(rest, name) for layer in stack.layers.values() for rest, name in layer.items()]
-    return len({INNER.sub("", rest) for rest, name in names if len(shapes[name]) > 1})
 
 
 def width_of(shapes, layers, unnumbered):

@@ -7,9 +7,7 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Unrelated language models share at most 6 % of the units in the middle of their depth, and up to 34 % in the
-last layer, weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all in
-every layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours (`reproduce/robustness.py`).
+The thresholds are ours, and rest on the real models and children of `reproduce/robustness.py`.
 """
 
 import functools
@@ -217,19 +215,13 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     candidates = language_models(base) + language_models(suspect)
     models = [pair for pair in findings if pair[0] in candidates and pair[1] in candidates]
 
-    def doubt(pair):
-        return VERDICTS.index(judge(findings[pair])[0])
-
-    def closest_pair(each):
-        pairs = [pair for pair in models if each in pair]
-        alike = [
-            (a, b) for a, b in pairs if (a.part.tables == []) == (b.part.tables == [])
-        ]  # read tokens, or not
-        return min(alike or pairs, key=doubt)
-
-    # of each candidate the closest pair; of these the one that says least: all must be kin to be of one birth
-    closest = [closest_pair(each) for each in candidates]
-    pair = max(closest, key=doubt)
+    doubts = {pair: VERDICTS.index(judge(facts)[0]) for pair, facts in findings.items()}
+    closest = []  # pair of each candidate, of which both read tokens, or neither, if there is one
+    for candidate in candidates:
+        pairs = [pair for pair in models if candidate in pair]
+        alike = [(a, b) for a, b in pairs if bool(a.part.tables) == bool(b.part.tables)]
+        closest.append(min(alike or pairs, key=doubts.get))
+    pair = max(closest, key=doubts.get)  # all must be kin to be of one birth
     facts = findings[pair]
     row = row_of(facts)
     row |= told_of_parts(row, pair, models, findings)
@@ -244,13 +236,7 @@ def language_models(model: Model):
     """
     first = model.readings[0].part
     least = first.size if first.has_head else BESIDE_HEADLESS * first.size
-    found = []
-    for reading in model.readings:
-        part = reading.part
-        is_alike = (part.tables != [], part.has_head) == (first.tables != [], first.has_head)
-        if is_alike or part.size >= least:
-            found.append(reading)
-    return found
+    return [each for each in model.readings if each.part.rank == first.rank or each.part.size >= least]
 
 
 def told_of_parts(row, chosen, models, findings):
@@ -273,9 +259,8 @@ def told_of_parts(row, chosen, models, findings):
     how = matched_phrase(facts) or alike_phrase(facts) or bits_phrase(facts)
     if len(facts.equal) == facts.depth:
         how = "bit for bit"
-    own = f"{verdict} ({sentence})"
-    if not all(reading.part.tables for reading in next(iter(findings))):  # of each model the first
-        own = "not both have one"
+    first, *_ = findings.values()
+    own = f"{verdict} ({sentence})" if first.have_tables else "not both have one"
     told = f"its {title(theirs)} is the base's {title(ours)}, {how}; the language models: {own}"
     names = {"part": theirs.part.name, "base_part": ours.part.name}
     return {"verdict": PART_IN_COMMON, "sentence": told} | names
