@@ -24,7 +24,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts
+from lineage.parts import find, is_varied, residual_rows
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
@@ -77,7 +77,7 @@ def weight_correlations(a, b):
     Returns these, and for each layer of b with a namesake in a, by its number and that one's, how far the
     numbers of their matrices correlate: the least of all.
     """
-    a, b = parts.find(a), parts.find(b)
+    a, b = find(a), find(b)
     if a.width != b.width:
         return {}, {}
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
@@ -89,10 +89,10 @@ def weight_correlations(a, b):
         kind = "embedding" if layer is None else "body"
         correlation = 0.0  # of a matrix that the other model has not
         if all(names) and (layer is None or a.shapes[names[0]] == b.shapes[names[1]]):
-            rows = [parts.residual_rows(part, name) for part, name in zip((a, b), names)]
+            rows = [residual_rows(part, name, part.read(name)) for part, name in zip((a, b), names)]
             count = min(map(len, rows))
             rows_a, rows_b = (without_identity(each[:count], 1 + count // most) for each in rows)
-            if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
+            if not is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
             correlation = sums[kind].update(rows_a, rows_b)
         correlations[layer].append(correlation)

@@ -87,21 +87,15 @@ class ModelMatch:
 
 def equal_ids(base: Units, suspect: Units):
     """The ids (n,) of the tokens that two models share, in each of them, if one number is one token."""
-    ids = torch.arange(min(table_sizes(base) + table_sizes(suspect)))
+    ids = torch.arange(min(base.num_tokens, suspect.num_tokens))
     return ids, ids
-
-
-def table_sizes(units: Units):
-    """The numbers of rows of a model's embedding matrix and head."""
-    return [units.parts.shapes[units.table_of(view)[0]][0] for view in ("up", "down")]
 
 
 def ids_by_string(base: Units, suspect: Units, vocabularies):
     """The same if one string is one token, by each model's {string: id}; None where that tells no more."""
     ours, theirs = vocabularies
-    limits = (min(table_sizes(base)), min(table_sizes(suspect)))
-    shared = [token for token in ours if token in theirs]
-    shared = [token for token in shared if ours[token] < limits[0] and theirs[token] < limits[1]]
+    shared = [token for token in ours if token in theirs and ours[token] < base.num_tokens]
+    shared = [token for token in shared if theirs[token] < suspect.num_tokens]
     ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
     return None if not shared or torch.equal(*ids) else ids
 
@@ -213,8 +207,8 @@ def basis_correlations(base: Units, suspect: Units, tokens):
     ids_a, ids_b = (ids[chosen] for ids in tokens)
     basis = {}
     for view in ("up", "down"):
-        names = (base.table_of(view), suspect.table_of(view))
-        if view == "down" and names == (base.table_of("up"), suspect.table_of("up")):
+        names = (base.tables_of[view], suspect.tables_of[view])
+        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
             basis[view] = basis["up"]  # both heads are tied
             continue
         a, b = base.tables.read(names[0]), suspect.tables.read(names[1])

@@ -200,7 +200,7 @@ def changes_of_basis(part):
 
 def is_orthogonal(weight: Tensor):
     """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
-    weight = weight.flatten(0, -3)[0].float() if weight.ndim > 2 else weight.float()
+    weight = weight.reshape(-1, *weight.shape[-2:])[0].float()
     probe = torch.ones(weight.shape[1])
     for _ in range(8):  # of the power method: its length becomes the square of the largest factor
         probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
@@ -336,9 +336,8 @@ def is_varied(weight: Tensor):
     return len(numbers[:: 1 + len(numbers) // SAMPLE].unique()) >= VARIED
 
 
-def residual_rows(part, name, expert=None) -> Tensor:
+def residual_rows(part, name, weight) -> Tensor:
     """A matrix of a part, or a stack, as rows along the stream, (n, width): a writer's are its columns."""
-    weight = part.read(name) if expert is None else part.read(name)[expert]
     by_columns = weight.shape[-1] == part.width
     if by_columns and weight.shape[-2] == part.width:
         writes = WRITES.search(name) is not None

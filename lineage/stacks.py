@@ -210,10 +210,7 @@ def fed_stacks(outside, reach, stacks, otherwise):
 
 
 def fed_by(name, outside, stacks):
-    """Those of some stacks whose stream an embedding matrix leads to: the closest by name.
-
-    Tables of ELECTRA, ALBERT and OPT-350m are narrower than the stream, to which another matrix leads.
-    """
+    """Those of some stacks whose stream a table leads to, narrow ones by a projection: the closest ones."""
     size = outside[name][1]
     fitting = [stack for stack in stacks if stack.width == size]
     if not fitting and is_table(name, outside[name]):

@@ -97,14 +97,13 @@ class Units:
         self.parts = parts.find(source)
         self.width = self.parts.width
         self.layout = layout or layout_hypotheses(source)[0]
+        table, head = self.layout.table, self.layout.head
+        self.num_tokens = min(self.parts.shapes[table[0]][0], self.parts.shapes[head[0]][0])
+        self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
         self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
         self.root = functools.cache(self.compute_root)
         self.views = functools.lru_cache(KEPT_LAYERS)(self.compute_views)
         self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
-
-    def table_of(self, view):
-        """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
-        return self.layout.head if view == "down" else self.layout.table
 
     def seen_in(self, rows):
         """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
@@ -121,7 +120,7 @@ class Units:
 
     def compute_root(self, view):
         """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
-        root = self.tables.root(self.table_of(view))
+        root = self.tables.root(self.tables_of[view])
         return self.directions[view] @ root if self.directions else root
 
     def numbers(self, limit=None):
@@ -163,7 +162,10 @@ class Units:
         if self.layout.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
-        rows = parts.residual_rows(self.parts, name, mlp.expert).float()
+        weight = self.parts.read(name)
+        if mlp.expert is not None:
+            weight = weight[mlp.expert]
+        rows = parts.residual_rows(self.parts, name, weight).float()
         if view not in mlp.matrices:
             rows = rows[: 2 * parts.units_of(self.parts.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
