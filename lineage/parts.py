@@ -83,7 +83,7 @@ class Part:
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
-    has_other_input: bool  # is it fed by what is no embedding matrix?
+    has_other_input: bool  # does something lead to it that is no embedding matrix?
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors

@@ -38,7 +38,7 @@ class Stack:
     name: str = ""  # what begins its names, and no other stack's; "" where there are no others
     tables: list = field(default_factory=list)  # the names of the embedding matrices that feed it
     beside: dict = field(default_factory=dict)  # shapes by name of what is as close to it as to others
-    has_other_input: bool = False  # is it fed by a convolution, or a projection, alone?
+    has_other_input: bool = False  # does a convolution, or a projection, lead to it?
 
 
 def find(source):
@@ -48,14 +48,13 @@ def find(source):
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     reach = {name: closest(name, stacks) for name in outside}
-    otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
-    fed = fed_stacks(outside, reach, stacks, otherwise)
     for stack in stacks:
         stack.name = common_name(stack, stacks)
-        stack.tables = [name for name in fed if stack in fed[name]]
+        stack.has_other_input = has_other_input(stack, outside, reach)
+    feed(stacks, outside, reach)
+    for stack in stacks:
         beside = [name for name in outside if name in stack.tables or stack in reach[name]]
         stack.beside = {name: outside[name] for name in beside}
-        stack.has_other_input = stack.tables == [] and stack in otherwise
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
     width = outside[tables[0]][1] if tables else 0
     return stacks or [Stack("", width, {}, set(), "", tables, outside)]
@@ -181,8 +180,8 @@ def has_other_input(stack, outside, reach):
     return any(rows == stack.width and columns not in known for rows, columns in pairs)
 
 
-def fed_stacks(outside, reach, stacks, otherwise):
-    """The stacks that each embedding matrix feeds, by its name.
+def feed(stacks, outside, reach):
+    """Tell each stack the embedding matrices that feed it.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
     name, those with the most. A head's matrix is the last choice: it may be tied.
@@ -191,22 +190,23 @@ def fed_stacks(outside, reach, stacks, otherwise):
     named = [name for name in matrices if is_table(name, outside[name])]
     heads = [name for name in matrices if HEAD.search(name)]
     others = [name for name in matrices if not NO_TABLE.search(name) and name not in named + heads]
-    free = [stack for stack in stacks if stack not in otherwise]
-    fed = {name: fed_by(name, outside, free) or fed_by(name, outside, stacks) for name in named}
+    free = [stack for stack in stacks if not stack.has_other_input]
+    for name in named:
+        for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
+            stack.tables.append(name)
     for choices in (others, heads):
-        known = {stack for members in fed.values() for stack in members}
-        fitting = {name: fed_by(name, outside, free) for name in choices if known.isdisjoint(reach[name])}
+        choices = [name for name in choices if not any(stack.tables for stack in reach[name])]
+        fitting = {name: fed_by(name, outside, free) for name in choices}
         for name, members in fitting.items():
             rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
-            if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
-                fed[name] = members
-    known = {stack for members in fed.values() for stack in members}
-    for name, members in fed.items():
-        others = [stack for stack in free if stack not in known and stack.width == outside[name][1]]
-        for stack in others:  # a decoder, which has all that the encoder has beside which the table stands
-            if any(stack.kinds >= member.kinds for member in members):
-                fed[name] = fed[name] + [stack]
-    return fed
+            if rivals and outside[name][0] == max(outside[other][0] for other in rivals):
+                for stack in members:
+                    stack.tables.append(name)
+    fed = [stack for stack in stacks if stack.tables]
+    for stack in free:  # a decoder has all that the encoder has beside which the table stands
+        if stack not in fed:
+            encoders = [each for each in fed if each.width == stack.width and each.kinds <= stack.kinds]
+            stack.tables = [*dict.fromkeys(name for each in encoders for name in each.tables)]
 
 
 def fed_by(name, outside, stacks):
