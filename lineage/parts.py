@@ -83,7 +83,7 @@ class Part:
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
-    has_other_input: bool  # does something lead to it that is no embedding matrix?
+    may_read_tokens: bool  # or is it fed by what is no embedding matrix?
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors
@@ -162,7 +162,7 @@ def part_of(source, stack):
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
     of_source = (stack.name, source.read, source.place, source.family, shapes, width)
-    of_stack = (tables, heads or tables, stack.has_other_input, next(iter(norms), None))
+    of_stack = (tables, heads or tables, stack.may_read_tokens, next(iter(norms), None))
     return Part(*of_source, *of_stack, mlps, layers, numbers, matrices, unknown, unread)
 
 

@@ -39,6 +39,7 @@ class Stack:
     tables: list = field(default_factory=list)  # the names of the embedding matrices that feed it
     beside: dict = field(default_factory=dict)  # shapes by name of what is as close to it as to others
     has_other_input: bool = False  # does a convolution, or a projection, lead to it?
+    may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
 
 
 def find(source):
@@ -55,6 +56,8 @@ def find(source):
     for stack in stacks:
         beside = [name for name in outside if name in stack.tables or stack in reach[name]]
         stack.beside = {name: outside[name] for name in beside}
+        candidates = [name for name in beside if may_be_table(name, outside[name], stack.width)]
+        stack.may_read_tokens = not stack.has_other_input or stack.tables + candidates != []
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
     width = outside[tables[0]][1] if tables else 0
     return stacks or [Stack("", width, {}, set(), "", tables, outside)]
@@ -135,6 +138,11 @@ def is_matrix(name, shape, width):
 def is_table(name, shape):
     """Is a tensor an embedding matrix by its name?"""
     return len(shape) == 2 and TABLE.search(name) is not None
+
+
+def may_be_table(name, shape, width):
+    """Could a tensor be an embedding matrix by its shape, and does its name say nothing else?"""
+    return len(shape) == 2 and shape[1] == width <= 2 * shape[0] and not NO_TABLE.search(name)
 
 
 def beginnings(name):

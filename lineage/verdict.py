@@ -190,8 +190,7 @@ def read_part(name, source, part, turning):
     elif stacks.HEAD.search(part.tables[0][0]):  # which is the embedding matrix only if the two are tied
         lacks.append(f"no embedding matrix but a head found in {name}")
     are_named = getattr(source, "names_mlps", False)  # by config.json
-    is_tower = part.has_other_input and not part.tables
-    may_have_units = bool(part.mlps or part.unknown or are_named) and not is_tower
+    may_have_units = bool(part.mlps or part.unknown or are_named) and part.may_read_tokens
     bare = ""
     if not part.layers:
         what = f": its tensors are called {', '.join([*part.shapes][:3])}"

@@ -545,6 +545,32 @@ def test_a_projection_beside_the_table_hides_nothing(name):
     assert judged(base, stranger)[0] == NO_EVIDENCE
 
 
+def as_keras(weights: dict) -> dict:
+    """Kernels (inputs, outputs), those of attention by heads, and a first layer without a number."""
+    others = {}
+    for name, weight in changed(weights, {f"{LAYER}0": "decoder", LAYER: "decoder_"}).items():
+        if "attn" in name:
+            weight = weight.T.reshape(64, -1, 16) if "o_proj" not in name else weight.T.reshape(-1, 16, 64)
+        elif weight.ndim > 1 and "embed" not in name:
+            weight = weight.T
+        others[name.replace("embed_tokens.weight", "embeddings").replace(".", "/")] = weight
+    return others
+
+
+def beside_a_convolution(weights: dict) -> dict:
+    names = {"model.embed_tokens": "tok", "lm_head": "out"}
+    return changed(weights, names) | {"stem.weight": drawn(9, 64, 64, 3)}
+
+
+@pytest.mark.parametrize("change", [as_keras, beside_a_convolution])
+def test_a_child_whose_table_was_not_found_is_not_cleared(change):
+    """Something else leads to the layers; beside them stands a matrix that may be of tokens."""
+    base, noised_child, rotated = (change(weights_of(source)) for source in (BASE, NOISED, CHILD))
+    answer, sentence = judged(base, rotated)
+    assert answer == INCONCLUSIVE and "no embedding matrix" in sentence, sentence
+    assert judged(base, noised_child)[0] == SAME_BIRTH
+
+
 def test_names_with_underscores_alone():
     """Two models in one file, whose names have no dots: each has the table that its name is closest to."""
     kinds = {"model": weights_of(BASE), "ema_model": weights_of(NOISED)}
