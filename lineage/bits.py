@@ -40,8 +40,17 @@ def layers_of(source, count=None):
                 digests[name] = hashlib.sha256(numbers).hexdigest()
                 largest = size
         if digests and (count or of_mlps.intersection(names) <= digests.keys()):
-            layers[number] = sorted(digests.values())
+            layers[number] = tuple(sorted(digests.values()))
     return layers
+
+
+def are_constant(layers):
+    """Have several layers all the same numbers, which were not drawn then? `layers(count)` is as below."""
+    for count in (FIRST, None):
+        digests = layers(count)
+        if len(digests) < 2 or len({*digests.values()}) > 1:
+            return False
+    return True
 
 
 def equal_layers(base, suspect, count=FIRST):

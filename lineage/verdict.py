@@ -23,7 +23,7 @@ from scipy import stats
 from lib.formats import token_ids
 from lib.settings import UserError
 from lineage import coordinates, parts, stacks
-from lineage.bits import equal_layers, layers_of
+from lineage.bits import are_constant, equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
 from lineage.views import hidden_units
 
@@ -191,7 +191,10 @@ def read_part(name, source, part, turning):
         lacks.append(f"no embedding matrix but a head found in {name}")
     are_named = getattr(source, "names_mlps", False)  # by config.json
     may_have_units = bool(part.mlps or part.unknown or are_named) and part.may_read_tokens
+    digests = functools.cache(partial(layers_of, part))
     bare = ""
+    if not part.tables and are_constant(digests):
+        bare = f"all layers of {name} have the same numbers, as a formula gives"
     if not part.layers:
         what = f": its tensors are called {', '.join([*part.shapes][:3])}"
         if part.tables:
@@ -199,7 +202,6 @@ def read_part(name, source, part, turning):
         elif not part.shapes:
             what = ", and no weights: is it an optimizer's state, or a schedule?"
         bare = f"{name} has no layers{what}"
-    digests = functools.cache(partial(layers_of, part))
     return Reading(part, hidden_units(part), digests, told, lacks, hides, may_have_units, bare)
 
 

@@ -269,6 +269,17 @@ def test_two_stacks_that_read_no_tokens():
     assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "sound"), row["sentence"]
 
 
+def test_constants_in_a_list_are_no_part():
+    """A transform and its inverse are the same in each of its places, and in models that never met."""
+    forward = (torch.outer(torch.arange(64.0), torch.arange(64.0)) * torch.pi / 64).cos()
+    fixed = {f"fft.{place}.forward": forward for place in range(3)}
+    fixed |= {f"fft.{place}.inverse": torch.linalg.pinv(forward) for place in range(3)}
+    assert judged(weights_of(BASE) | fixed, weights_of(STRANGER) | fixed)[0] == NO_EVIDENCE
+    assert judged(weights_of(BASE) | fixed, weights_of(NOISED) | fixed)[0] == SAME_BIRTH
+    answer, sentence = judged(fixed, fixed)
+    assert answer == INCONCLUSIVE and "all layers of A have the same numbers" in sentence, sentence
+
+
 def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     """As T5's: an encoder and a decoder on one embedding matrix, under one name or two."""
     weights = {f"{name}.weight": Newborn(CONFIG, seed).read("model.embed_tokens.weight") for name in tables}
