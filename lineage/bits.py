@@ -15,7 +15,8 @@ import hashlib
 import math
 
 from lib.runtime import progress
-from lineage import parts, stacks
+from lineage.parts import find, is_varied
+from lineage.stacks import NO_WEIGHTS
 
 FIRST = 4096  # numbers of a layer's smallest matrices, by which strangers are told apart
 
@@ -25,7 +26,7 @@ def layers_of(source, count=None):
 
     If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
     """
-    found = parts.find(source)
+    found = find(source)
     of_mlps = {name for mlp in found.mlps for name in mlp.matrices.values()}
     layers = {}
     for number, names in enumerate(progress(found.layers, desc="bits", leave=False), start=1):
@@ -35,7 +36,7 @@ def layers_of(source, count=None):
             if count and digests and size > largest:
                 break
             weight = source.read(name)
-            if weight.ndim > 1 and parts.is_varied(weight) and not stacks.NO_WEIGHTS.search(name):
+            if weight.ndim > 1 and is_varied(weight) and not NO_WEIGHTS.search(name):
                 numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
                 digests[name] = hashlib.sha256(numbers).hexdigest()
                 largest = size
