@@ -1,11 +1,5 @@
 """Which tensors of a checkpoint are layers, and what feeds these? Found by structure, whatever names say.
 
-    >>> from lib import checkpoint
-    >>> from lineage import stacks
-    >>> (stack,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> stack.tables, stack.width, len(stack.layers)
-    (['model.embed_tokens.weight'], 256, 6)
-
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
 a stream of one width. An encoder and its decoder are two, even if one embedding matrix feeds both.
 """
@@ -110,7 +104,8 @@ def with_lists_joined(stacks):
             start = stack.prefix.removeprefix(parent)
             for number, names in stack.layers.items():
                 layers[number] |= {f"{start}{rest}": name for rest, name in names.items()}
-        joined.append(Stack(parent, width, layers, set().union(*(stack.kinds for stack in members))))
+        kinds = set().union(*(stack.kinds for stack in members))
+        joined.append(Stack(parent, width, layers, kinds))
     return joined
 
 

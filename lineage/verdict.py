@@ -32,7 +32,6 @@ NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 PART_IN_COMMON = "part in common"
 VERDICTS = (SAME_BIRTH, PART_IN_COMMON, INCONCLUSIVE, NO_EVIDENCE)  # what says most comes first
-NOT_READ = "not read"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
 BASE_R = 0.5  # they are matched as strongly as this
@@ -388,7 +387,8 @@ def row_of(facts: Facts):
 
 def unread_row(error):
     """The row of a suspect that cannot be read: why not, and nothing else."""
-    return dict.fromkeys(row_of(Facts(None, lack="nothing"))) | {"verdict": NOT_READ, "sentence": str(error)}
+    columns = row_of(Facts(None, lack="nothing"))
+    return dict.fromkeys(columns) | {"verdict": "not read", "sentence": str(error)}
 
 
 def layer_rows(facts: Facts):
