@@ -127,7 +127,7 @@ def is_layer(shapes, names, width):
 
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
-    return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
+    return len(shape) in (2, 3) and width in shape[-2:] and not NO_WEIGHTS.search(name)
 
 
 def is_table(name, shape):
