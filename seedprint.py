@@ -71,7 +71,7 @@ class CompareSettings(OutputSettings):
 
 
 def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Seconds for tiny models, 15 for 135M parameters.
+    """Is each suspect of one birth with the base? Seconds for tiny models, 20 for 135M parameters.
 
     A suspect that cannot be read does not stop the others. Its verdict is `not read`, and the script ends
     with status 2.
