@@ -1,7 +1,7 @@
 """What becomes of models that differ in one thing, trained on one text in one order? (BB 6, B.3; SO)
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
-    python -m reproduce.trainings calibrations                       # scalings of heads, explicit sinks: six hours
+    python -m reproduce.trainings calibrations                       # calibrations, explicit sinks: six hours
     python -m reproduce.trainings text                               # the same on text, seven hours
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
 
@@ -130,7 +130,7 @@ def calibration_runs():
 
 
 def text_runs():
-    """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and harder rungs."""
+    """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and variants."""
     runs = {}
     for seed in TEXT_SEEDS:
         for kind in KINDS:
@@ -340,7 +340,7 @@ def text_loss(text, spec, model):
 
 
 def text(settings: NotedRunsSettings) -> None:
-    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (all: seven hours)"""
+    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (seven hours)"""
     runtime.start(settings)
     runs = {run.out: (key, run) for key, run in text_runs().items()}
     for folder in settings.folders or runs:
