@@ -126,12 +126,7 @@ def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, a
     assert made_anew('x = "#"\n')
 
 
-# Made before rows had a `part`: a strict failure asks for these lines to go once they are made anew.
-OLDER = pytest.mark.xfail(reason="of earlier code", strict=True)
-COMMITTED = [pytest.param(name, marks=OLDER) if name in ("compare", "matrix") else name for name in TINY]
-
-
-@pytest.mark.parametrize("name", COMMITTED)
+@pytest.mark.parametrize("name", TINY)
 def test_committed_columns_are_those_that_the_code_writes(name, tmp_path):
     committed = read_json(ROOT / f"results/{name}.json")
     words = main.RESULTS[name].removeprefix("-m ").split(" --")[0]
