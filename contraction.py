@@ -54,9 +54,6 @@ class LengthSettings(NewbornSettings):
     sequence_length: tuple[int, ...] | None = None  # positions in a sequence; None: the experiment's own
 
 
-# ---- what the experiments share ----------------------------------------------------------------------------
-
-
 class Births(Experiment):
     """An experiment on newborns, for each sequence length that the user named, or else for `lengths`."""
 
@@ -141,9 +138,6 @@ def states_along(functions, x):
     for function in functions:
         states.append(function(states[-1]))
     return states
-
-
-# ---- the story (BB 4) --------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -1,7 +1,9 @@
 """Where do the numbers come from at birth? (BB Appendix B.1)
 
-    >>> import init
+    >>> import init, torch
     >>> model = init.newborn("nano_gpt2", seed=42, embedding_seed=0)  # the model of `probe.py --seed 42`
+    >>> model(torch.randint(50257, (1, 64))).shape
+    torch.Size([1, 64, 50257])
 
 | parameters                            | scheme `gpt2`           | scheme `normal` (Hugging Face's) |
 |---------------------------------------|-------------------------|----------------------------------|
@@ -11,14 +13,13 @@
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
 Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: it subtracts from each
-row of an MLP down projection its mean. If all hidden units have the same mean, it then adds nothing to the
-stream (`contraction.py cure`). It does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES`
-and a line to `birth_value`.
+row of an MLP down projection its mean. If all hidden units have the same mean, this mean then adds nothing to
+the stream (`contraction.py cure`). The scheme does not cure SwiGLU. For a scheme of your own, add its name to
+`SCHEMES` and a line to `birth_value`.
 
 A draw depends on (seed, parameter name, shape) alone. Each parameter has its own stream of numpy's Philox. It
 is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the same
-bits on any device and for any number of processes and threads. Adding a layer, or dropping a sublayer,
-changes no other draw, except that `gpt2` scales attention output and MLP down by the number of layers.
+bits on any device and for any number of processes and threads.
 """
 
 import hashlib

@@ -2,15 +2,9 @@
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
-    >>> import torch, init
-    >>> model = init.newborn("nano_gpt2", seed=42)
-    >>> model(torch.randint(50257, (1, 64))).shape
-    torch.Size([1, 64, 50257])
-
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA: its checkpoints load as they
 are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter. On a
-CPU, lib/kernels.py computes rotation and attention; tests compare it with the lines here. On any device,
-lib/kernels.py computes the loss, for some positions at a time.
+CPU, lib/kernels.py computes rotation and attention; tests compare it with the lines here.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -51,7 +45,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of an architecture; ValueError if they do not fit one another. Defaults are LLaMA's."""
+    """The settings of an architecture; ValueError if they do not fit one another."""
 
     vocab_size: int
     context_length: int
@@ -71,7 +65,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     sublayers: str = "full"  # the sublayers of a block (BB 4.1)
     attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # every query can also attend to a constant key and value (arXiv 2410.10781)
+    explicit_sink: bool = False  # each head has a constant key and value to attend to (arXiv 2410.10781)
 
     @property
     def kv_heads(self):
@@ -155,10 +149,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each head's weighted mean of the values up to its query: softmax(q k^T / sqrt(Dh), causal) v.
 
     q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query belongs to the last position and
-    sees every key. With T queries and T + 1 keys, the first key is a constant that every query sees.
+    sees every key. With T queries and T + 1 keys, the first key is an explicit sink's: every query sees it.
     """
     if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # the constant gets a query: now each key has one
+        q = torch.cat((q[:, :, :1], q), dim=2)  # the sink's key gets a query: now each key has one
         return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -167,7 +161,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
-    """Put a constant (G Dh,), if any, in front of keys or values x (B, G, T, Dh): (B, G, 1 + T, Dh)."""
+    """Put an explicit sink's key or value (G Dh,), if any, in front of x (B, G, T, Dh): (B, G, 1 + T, Dh)."""
     if constant is None:
         return x
     constant = constant.to(x.dtype).view(1, x.shape[1], 1, -1)  # (1, G, 1, Dh)
@@ -212,7 +206,7 @@ class Attention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
-        """Scale what heads put out at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
+        """Scale the heads' outputs at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
 
         `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is SO's.
         """
@@ -291,11 +285,10 @@ class Transformer(nn.Module):
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
-        that position. Measurements can pass functions: `on_state(layer, x)` is called with the stream
-        (B, T, d) in front of the blocks, as layer 0, and after each block. `on_heads(layer, heads, q, k, v)`
-        is called with the heads (B, H, T, Dh) in front of the output projection; if it returns a tensor, that
-        is projected instead. Blocks below `start` do not run: `inputs` is then the stream in front of block
-        `start`. ValueError if T exceeds the context.
+        that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the blocks, as
+        layer 0, and after each block. `on_heads(layer, heads, q, k, v)` is called with the heads' outputs
+        (B, H, T, Dh); if it returns a tensor, this replaces them. Blocks below `start` do not run: `inputs`
+        is then the stream in front of block `start`. ValueError if T exceeds the context.
         """
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         T = x.shape[1]

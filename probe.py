@@ -7,11 +7,7 @@
 
 The model reads random sequences, and predicts the token with the largest logit after the last position. If a
 newborn had no preference, N sequences would give N uniform draws; instead a few tokens come up far too often.
-Each model, seed and length gets a row. The row has the most frequent token and its count (`top1_*`), the
-count of the most frequent token in N uniform draws (`uniform_max_count`), their ratio, log10 of a bound on
-the probability that any token comes `top1_count` times (`log10_p`), and the mean cosine of the final states
-(`mean_cosine`). `direction_token` is the token that the mean direction of these states predicts (BB Finding
-2.2).
+Each model, seed and length gets a row. README.md explains its columns.
 """
 
 import math

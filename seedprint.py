@@ -8,8 +8,8 @@
 
 `compare` and `matrix` read weights alone, of any architecture, width, depth and vocabulary, one matrix at a
 time: two models of 7B parameters fit into a laptop's memory. `measure/matching.py` shows how a hidden unit of
-the base is matched with one of the suspect, `lineage/verdict.py` judges, and `lineage/outputs.py` has the
-paper's test. The columns of a row:
+the base is matched with one of the suspect, and `lineage/verdict.py` judges. `identify` is in
+lineage/births.py, `paper` and `persistence` in lineage/outputs.py. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
     units_found     units matched in one layer: the worst of those that are the base's, or else the best of
@@ -53,14 +53,11 @@ from lib.figures import family_tree, lineage_figure
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, OutputSettings, UserError, at_least, run_script
-from lineage import births, coordinates
+from lineage.births import IdentifySettings, identify
 from lineage.outputs import Names, PaperSettings, PersistenceSettings, check_several, paper, persistence
 from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
-IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
-FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate
-MOST_SEEDS = 10**7
 
 
 @dataclass
@@ -73,14 +70,6 @@ class CompareSettings(OutputSettings):
     permutations: at_least(199) = 9999  # relabellings
     layers: at_least(1) | None = None  # layers that are read, evenly spaced; None: all, or 8 of large models
     units_per_layer: at_least(2) = 1024  # hidden units that are looked for in each of them
-
-
-@dataclass
-class IdentifySettings(OutputSettings):
-    """What `identify` is asked."""
-
-    models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
-    seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 
 def compare(settings: CompareSettings):
@@ -154,33 +143,6 @@ def judged(base, suspect, settings: CompareSettings):
 def open_model(name, settings: CompareSettings):
     """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
     return read_model(name, parse_spec(name, settings.init).open(any_architecture=True))
-
-
-def identify(settings: IdentifySettings):
-    """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
-
-    `answer` is the best seed if its log10 p, corrected for all candidates (`family_log10_p`), is at most -6;
-    else it is null, and only the closest candidate is printed. A changed basis hides a birth.
-    """
-    if len(settings.models) != 1:
-        raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
-    first, last = settings.seeds
-    if not 0 <= first <= last < first + MOST_SEEDS:
-        raise UserError(f"--seeds {first} {last}: expected FIRST LAST, {MOST_SEEDS:,} candidates at most")
-    source = parse_spec(settings.models[0]).open()
-    if IDENTIFIED not in source.shapes:
-        raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
-    experiment = Experiment("identify", "ours", settings)
-    candidates = range(first, last + 1)
-    rows = births.closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
-    is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
-    answer = rows[0]["seed"] if is_certain else None
-    shown = rows if is_certain else rows[:1]
-    result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
-    if rank() == 0:
-        none = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
-        print(f"{settings.models[0]}: {f'seed {answer}' if is_certain else none}")
-    return result
 
 
 COMMANDS = {

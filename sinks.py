@@ -335,8 +335,9 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
     `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` holds
-    all at their mean at position 1. Controls have as many units: `removers`; those that write most
-    `elsewhere`; and `random` ones of the same layers.
+    all at their mean at position 1. Three controls have as many units. If any unit that changes the dimension
+    ended the sink, `removers` would; if any strong unit did, those that write most `elsewhere` would; if any
+    unit of these layers did, `random` ones would.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]

@@ -9,7 +9,9 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 newest two, and the steps that --keep selects. A checkpoint gets its name when it is whole, so that a
 kill leaves no half of one. --resume loads the newest whole checkpoint, and cuts the log off there. It
-takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others.
+takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others. Where there
+is no run yet, --resume begins one if the command line names its settings. Every script that takes a model
+takes a run folder, and reads its newest step.
 
 `TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
 whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it
@@ -289,9 +291,6 @@ def make_optimizer(model, settings: Settings):
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     undecayed = {"params": vectors, "weight_decay": 0.0}
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
-
-
-# ---- data, model and settings ------------------------------------------------------------------------------
 
 
 def load_model(settings: Settings, tokens):

@@ -1,21 +1,64 @@
-"""Which seed of init.py was a matrix born of? (ours)
+"""Which seed of init.py was a model born of? (ours)
 
->>> from lib import checkpoint
->>> source = checkpoint.parse_spec("nano_llama@7").open()
->>> closest_births(source, "model.layers.0.self_attn.v_proj.weight", 1000, range(9))[0]["seed"]
-7
+    python seedprint.py identify SUSPECT --seeds 0 99999
+
+The numbers of one of its matrices are compared with what each seed draws for it.
 """
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from scipy import stats
 
 from init import STD, draw_weight
-from lib.runtime import progress
-from lib.settings import UserError
+from lib.checkpoint import parse_spec
+from lib.results import Experiment
+from lib.runtime import progress, rank
+from lib.settings import OutputSettings, UserError
+from lineage import coordinates
+from lineage.outputs import Names
+
+IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
+FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate
+MOST_SEEDS = 10**7
+
+
+@dataclass
+class IdentifySettings(OutputSettings):
+    """What `identify` is asked."""
+
+    models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
+    seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
+
+
+def identify(settings: IdentifySettings):
+    """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
+
+    `answer` is the best seed if its log10 p, corrected for all candidates (`family_log10_p`), is at most -6;
+    else it is null, and only the closest candidate is printed. A changed basis hides a birth.
+    """
+    if len(settings.models) != 1:
+        raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
+    first, last = settings.seeds
+    if not 0 <= first <= last < first + MOST_SEEDS:
+        raise UserError(f"--seeds {first} {last}: expected FIRST LAST, {MOST_SEEDS:,} candidates at most")
+    source = parse_spec(settings.models[0]).open()
+    if IDENTIFIED not in source.shapes:
+        raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
+    experiment = Experiment("identify", "ours", settings)
+    candidates = range(first, last + 1)
+    rows = closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
+    is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
+    answer = rows[0]["seed"] if is_certain else None
+    shown = rows if is_certain else rows[:1]
+    result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
+    if rank() == 0:
+        none = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
+        print(f"{settings.models[0]}: {f'seed {answer}' if is_certain else none}")
+    return result
 
 
 def closest_births(source, parameter, count, seeds):

@@ -220,8 +220,15 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     def doubt(pair):
         return VERDICTS.index(judge(findings[pair])[0])
 
+    def closest_pair(each):
+        pairs = [pair for pair in models if each in pair]
+        alike = [
+            (a, b) for a, b in pairs if (a.part.tables == []) == (b.part.tables == [])
+        ]  # read tokens, or not
+        return min(alike or pairs, key=doubt)
+
     # of each candidate the closest pair; of these the one that says least: all must be kin to be of one birth
-    closest = [min((pair for pair in models if each in pair), key=doubt) for each in candidates]
+    closest = [closest_pair(each) for each in candidates]
     pair = max(closest, key=doubt)
     facts = findings[pair]
     row = row_of(facts)

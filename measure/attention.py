@@ -1,12 +1,4 @@
-"""Where does a model attend, and what singles a position out? (BB 6.2, SO)
-
->>> from lib import checkpoint, inputs
->>> from measure import attention
->>> model = checkpoint.load("tiny_llama@42")
->>> tokens = inputs.random_tokens(0, range(8), 64, 4096)
->>> attention.attention_to(model, tokens).shape  # alpha_1 of 8 sequences, 6 layers, 8 heads
-torch.Size([8, 6, 8, 1])
-"""
+"""Where does a model attend, and what singles a position out? (BB 6.2, SO)"""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -154,9 +146,9 @@ def constants_at(model: Transformer, tokens: Tensor, position=1):
 
 
 def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None) -> Transformer:
-    """The same weights in the same memory, and keys and values (L, G, Dh) as explicit sinks of some layers.
+    """The same weights in the same memory, with explicit sinks in some layers, by default in all.
 
-    `layers` are their numbers, by default all.
+    Their keys and values are the constants `keys` and `values`, (L, G, Dh) each.
     """
     with torch.device("meta"):
         other = Transformer(replace(model.config, explicit_sink=True))
@@ -172,7 +164,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
 
 
 class RunningStd:
-    """The standard deviation of what each layer's heads put out, over sequences that come in batches."""
+    """The standard deviation of the heads' outputs, over sequences that come in batches, by layer."""
 
     def __init__(self, num_sequences):
         self.mean = LayerMean(num_sequences)  # (H, T, Dh)

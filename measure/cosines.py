@@ -1,11 +1,4 @@
-"""Is it more than chance? Cosines over all pairs of states, and the probability of a count (BB B.2).
-
-    >>> from measure import cosines
-    >>> round(cosines.binomial_log10_p(33, n=1000, num_choices=50257), 1)  # 33 of 1,000 are one token
-    -88.6
-
-The function returns log10 of a bound on the probability, which may underflow itself (BB prints 0.00).
-"""
+"""Is it more than chance? Cosines over all pairs of states, and the probability of a count (BB B.2)."""
 
 import functools
 import math
@@ -41,7 +34,7 @@ class CosineStatistics:
         self.outer.addmm_(unit.T, unit)
 
     def reduce(self) -> None:
-        """Replace each sum by its sum over the ranks."""
+        """Replace each sum by its sum over the ranks; `sum_over_ranks` adds in place."""
         for tensor in (self.count, self.sum, self.outer):
             sum_over_ranks(tensor)
 
@@ -71,10 +64,7 @@ def pairwise_cosine(states):
 
 
 def floored_cosine(states, epsilon):
-    """`pairwise_cosine` with norms of at least `epsilon`, as torch's `cosine_similarity` computes it.
-
-    A state shorter than epsilon gets cosines that are too small.
-    """
+    """`pairwise_cosine` as torch's `cosine_similarity` has it: norms below `epsilon` count as epsilon."""
     unit = F.normalize(states.double(), dim=1, eps=epsilon)
     cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
     return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}
@@ -84,7 +74,7 @@ def binomial_log10_p(count, n, num_choices):
     """log10 of a bound on the probability that any of V = num_choices tokens has at least `count` of n draws.
 
     Bonferroni's bound, min(1, V P[Binomial(n, 1/V) >= count]), is above it, since the events of two tokens
-    can happen together (BB B.2).
+    can happen together. The probability itself may be too small for a float (BB B.2 prints 0.00).
     """
     log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
     return min(0.0, (math.log(num_choices) + log_tail) / math.log(10))

@@ -1,16 +1,5 @@
 """Which hidden units of one model are those of another? (ours)
 
-    >>> import torch
-    >>> from measure.matching import matched_units, mutual_neighbours
-    >>> base = torch.randn(2, 50, 1000)  # two views of 50 units: vectors over 1,000 tokens
-    >>> order = torch.randperm(50)
-    >>> suspect = base[:, order] + 0.5 * torch.randn(2, 50, 1000)  # the units are shuffled, and noised
-    >>> correlations = [torch.corrcoef(torch.cat(views))[:50, 50:].abs() for views in zip(base, suspect)]
-    >>> neighbours = [mutual_neighbours(sizes) for sizes in correlations]
-    >>> places, partners, strengths = matched_units(neighbours)
-    >>> len(places), torch.equal(order[partners], places)
-    (50, True)
-
 A hidden unit is known by what it does to tokens. Let E_t be the embedding of token t, U_t the row of the head
 that scores t, and W the unit's weights. A unit with a gate has three *views*, vectors over all tokens t:
 

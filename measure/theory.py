@@ -110,7 +110,8 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     k = hermite_kernel(unit)
     if mlp in GATED:
         aligned = hermite_kernel(aligned_unit)
-        independent = torch.cat((k.new_zeros(1), k[:-1]))  # the factor rho moves each k_n up by one power
+        # The factor rho moves each k_n up by one power. The last one, 0 for SiLU, is dropped.
+        independent = torch.cat((k.new_zeros(1), k[:-1]))
         return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
         k[0] = 0
@@ -172,7 +173,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
     R takes the same three steps as S, but its D is that of S. M is the matrix of `average`; every other
-    product and power is entry by entry. With residual=False a sublayer replaces the stream. Raises Unknown.
+    product and power is entry by entry. With residual=False, for reproduce/mechanisms.py, a sublayer replaces
+    the stream. Raises Unknown.
     """
     check_known(config)
     d = config.d_model

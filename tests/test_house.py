@@ -14,8 +14,8 @@ lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_t
 / lib.formats / lib.hub lib.tokenizers / lib.data / lib.checkpoint / lib.inputs lib.sampling / lib.results
 / lib.figures / lib.runs / measure.cosines measure.matching / measure.theory / measure.attention
 / measure.units / lineage.stacks / lineage.parts
-/ lineage.births lineage.bits lineage.coordinates lineage.kendall lineage.views
-/ lineage.match / lineage.disguise lineage.outputs lineage.verdict
+/ lineage.bits lineage.coordinates lineage.kendall lineage.views
+/ lineage.match / lineage.disguise lineage.outputs lineage.verdict / lineage.births
 / probe train sinks seedprint / contraction / reproduce lesson
 """.split("/")
 

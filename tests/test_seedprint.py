@@ -17,7 +17,7 @@ from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
-from lineage import disguise, kendall
+from lineage import births, disguise, kendall
 from model import ModelConfig
 from reproduce.changes import noised
 
@@ -261,7 +261,7 @@ def test_models_that_do_not_fit(family, runs, tmp_path):
 
 def test_weights_that_tell_no_birth(tmp_path):
     model = init.newborn(CONFIG, 1)
-    model.get_parameter(seedprint.IDENTIFIED).data.zero_()
+    model.get_parameter(births.IDENTIFIED).data.zero_()
     checkpoint.save(tmp_path / "zero", model)
     done = run_here("seedprint", "identify", tmp_path / "zero", "--out", tmp_path)
     assert_refused(done, "it tells no birth")
