@@ -23,8 +23,8 @@ sinks: $(VENV)/installed-models
 	@$(RUN) sinks.py intervene --model smollm2 --num-sequences 50 --out results-sinks
 	@$(RUN) sinks.py silence --model smollm2 --num-sequences 50 --out results-sinks
 	@$(RUN) sinks.py transplant --model smollm2 --num-sequences 16 --out results-sinks
-	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (moved),"
-	@echo "silence.png (ended, at a loss), transplant.png (ended by a constant, at none)"
+	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (made),"
+	@echo "silence.png (weakened, at a loss), transplant.png (ended by a constant, at none)"
 
 test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .

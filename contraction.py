@@ -7,11 +7,11 @@
 `layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what attention adds.
 `predict` computes the common direction from the weights. `cure` draws newborns that do not contract. Models
 read Gaussian vectors with the embedding's standard deviation, 0.02 (BB 4.1), but tokens in `predict` and
-`cure`. All seeds of a preset share one embedding matrix (BB B.2).
+`cure`. All seeds of a preset share one embedding matrix (BB B.2); PRESET@SEED has its own.
 
 Every experiment has the same form. `Births.each` makes the newborns, the loop appends rows that hold theory
-beside what was measured, and `finish` (`predict`: `plot`) draws and saves them. Five more are in
-reproduce/mechanisms.py.
+beside what was measured, and `finish` draws and saves them; `predict` calls `plot` and `save` itself. Five
+more are in reproduce/mechanisms.py.
 """
 
 import functools
@@ -58,7 +58,7 @@ class Births(Experiment):
     """An experiment on newborns, for each sequence length that the user named, or else for `lengths`."""
 
     def __init__(self, name, paper, settings: NewbornSettings, lengths=(64,)):
-        for model in settings.model:  # newborns contract
+        for model in settings.model:  # no trained models
             check_choice(model.partition("@")[0], PRESETS, "preset")
         self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
         context = shortest_context(self.specs)
@@ -71,8 +71,8 @@ class Births(Experiment):
     def each(self, scheme=None, **changes):
         """Yield the first columns of a row, the model, and T, for each newborn and each length T.
 
-        `changes` are made in each newborn's configuration: with vocab_size=1 its embedding, which vectors do
-        not need, is small. `scheme` replaces --init.
+        `changes` are made in each newborn's configuration: vocab_size=1 makes the embedding small where the
+        inputs are vectors. `scheme` replaces --init.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
             config = replace(spec.config, **changes)
@@ -84,8 +84,7 @@ class Births(Experiment):
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
         """Draw the rows, save them, and print their `columns`, by default all.
 
-        Rows that differ only in `seed` and in the columns `measured` become one row of means, unless
-        `measured` is ().
+        The rows of all seeds become one, with the means of the columns `measured`, unless that is ().
         """
         rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
         plot(self, rows, question, x, series, theories, **options)
@@ -267,7 +266,7 @@ def cure(settings: LengthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment, one after the other (two to six minutes)"""
+    """Run every experiment with its own defaults, where no flag is given (two to six minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
     for command in EXPERIMENTS.values():
         command.function(replace(command.defaults, **given))

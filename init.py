@@ -98,7 +98,7 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights in the same memory under another configuration: both change together.
+    """The same weights in the same memory under another configuration: a change is one of both models.
 
     ValueError if the configuration needs a weight that the model lacks, or has in another shape.
     """

@@ -65,7 +65,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     sublayers: str = "full"  # the sublayers of a block (BB 4.1)
     attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # each head has a constant key and value to attend to (arXiv 2410.10781)
+    explicit_sink: bool = False  # constant keys and values, which heads can attend to (arXiv 2410.10781)
 
     @property
     def kv_heads(self):
@@ -85,7 +85,7 @@ class ModelConfig:
             raise ValueError(f"heads of {self.d_model}/{self.num_heads}: RoPE needs an even, whole head_dim")
 
 
-GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # with RoPE, and no biases but norms'
+GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # with RoPE; only norms have biases
 PRESETS = {
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
@@ -101,7 +101,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 or wider."""
+    """x / RMS(x) * weight over the last axis (BB 2.1). The mean square needs float32, or wider."""
 
     def __init__(self, width, eps):
         super().__init__()
@@ -169,7 +169,7 @@ def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE: the value aggregation of BB Equation 2, once per head."""
+    """Causal multi-head attention with RoPE (BB Equation 2, once per head)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -184,14 +184,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
         self.sink_key = self.sink_value = None
-        if config.explicit_sink:  # weight decay leaves vectors alone
+        if config.explicit_sink:  # as vectors: these have no weight decay
             self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
             self.sink_value = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
 
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # of the queries: their number Q is 1 or T
+        first = T - 1 if last_only else 0  # index of the first of Q = 1 or T queries
         cos, sin = rope  # (T, 1, Dh/2) each
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
@@ -208,7 +208,7 @@ class Attention(nn.Module):
     def calibrate(self, heads: Tensor, T) -> Tensor:
         """Scale the heads' outputs at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
 
-        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is SO's.
+        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is RMSNorm (SO).
         """
         kind = self.config.attn_calibration
         if kind == "none":
@@ -285,10 +285,12 @@ class Transformer(nn.Module):
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
-        that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the blocks, as
-        layer 0, and after each block. `on_heads(layer, heads, q, k, v)` is called with the heads' outputs
-        (B, H, T, Dh); if it returns a tensor, this replaces them. Blocks below `start` do not run: `inputs`
-        is then the stream in front of block `start`. ValueError if T exceeds the context.
+        that position. Blocks below `start` do not run: `inputs` is then the stream in front of block `start`.
+        `on_state(layer, x)` is called with the stream (B, T, d) in front of block `start`, as layer
+        start - 1, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
+        outputs of the heads (B, H, T, Dh), and with q and k after their rotation. If it returns a tensor,
+        this replaces the outputs. Where only the last position is computed, T is 1 in x, heads and q.
+        ValueError if T exceeds the context.
         """
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         T = x.shape[1]
@@ -328,5 +330,5 @@ class Transformer(nn.Module):
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        # the same as F.cross_entropy of the logits, which are computed for some positions at a time
+        # the sum of F.cross_entropy; to save memory, logits are computed for some positions at a time
         return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())

@@ -12,9 +12,8 @@ the base is matched with one of the suspect, and `lineage/verdict.py` judges. `i
 lineage/births.py, `paper` and `persistence` in lineage/outputs.py. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
-    units_found     units matched in one layer: the worst of those that are the base's, or else the best of
-    all distance        how far the input weights of matched units have moved, in any basis: 0 is a copy, 1 a
-                    stranger
+    units_found     matched of `units`, in the worst layer that is the base's; if none is, in the best
+    distance        how far matched units' input weights moved, in any basis: 0 is a copy, 1 a stranger
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
     body_z          how many standard deviations body_r lies above what relabelled coordinates give
     embedding_z     the same of the embedding matrix
@@ -30,12 +29,11 @@ Each layer of the suspect is looked for in the base. It is the base's on one of 
 And the verdict is
 
     same birth      if two layers are the base's, or the only layer is
-    part in common  if the language models are not shown to be of one birth, but a part of one model (a tower
-                    that reads images, a text encoder, a draft head) is a part of the other, or all of it
+    part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads
+                    images, a text encoder, a draft head) is a part or all of the other
     inconclusive    if only one of several layers is the base's; if more units are matched than strangers have
                     in common (10 % where both layers are in the middle of their model, 20 % where one is,
-                    50 % elsewhere); or if a child would not be seen, as where there are
-                    no layers, no MLPs or no embedding matrix
+                    50 % elsewhere); or if a child would not be seen: without layers, MLPs or embeddings
     no evidence     otherwise
 """
 

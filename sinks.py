@@ -1,4 +1,4 @@
-"""Where does a model's attention sink, why, and what moves or ends it? (BB 6.2; SO)
+"""Where does a model's attention sink, why, and what makes or ends a sink? (BB 6.2; SO)
 
     python sinks.py                               # `rate`: how many heads of smollm2 sink?
     python sinks.py anatomy                       # what singles position 1 out, layer by layer?
@@ -11,12 +11,11 @@ Positions count from 1. A head's alpha_k is its weight on position k, averaged o
 is a sink head of a sequence if its alpha_1 is above --epsilon. The sink rate is the share of sink heads,
 averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers count from 1, units from 0.
 *Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
-it away again. A *selective* builder is active at position 1 alone.
+it away again. A *selective* builder is 20 times as active at position 1 as elsewhere.
 
-Each subcommand gives `measure_models` a function from one model to lists of rows by name.
-`rows` are printed (`anatomy`: `layers`), and the JSON holds all lists. A model with a tokenizer reads
-docstrings of Python's standard library, or --text; another one reads random tokens. `interval` is Student's,
-over sequences.
+Each subcommand gives `measure_models` a function that returns one model's lists of rows, by name. The list
+`rows` is printed (`anatomy`: `layers`), and the JSON holds all. A model with a tokenizer reads docstrings of
+Python's standard library, or --text; another reads random tokens. `interval` is Student's, over sequences.
 """
 
 import itertools
@@ -45,13 +44,13 @@ from measure.units import ablate, alpha_and_loss, hidden_units, observe, replace
 
 FIRST_TOKENS = 24  # `first` tries this many tokens
 LISTED = 10  # `anatomy` lists this many builders, and half as many removers
-ACTIVE = 0.1  # a builder is active if it has at least this share of its mean at position 1 (ours)
+ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
 CHAINED = ("unchanged", "transplanted")  # `transplant` measures SO's chain in these cases
 
 
 @dataclass
 class Settings(TextSettings):
-    """The settings of `first` and `anatomy`; the other subcommands have more."""
+    """The settings of `first` and `anatomy`."""
 
     model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
@@ -154,7 +153,7 @@ def first(settings: Settings):
 
 
 def by_first_token(settings: Settings, spec, model):
-    """A row for each head: its alpha_1 with each of FIRST_TOKENS tokens of the text at position 1."""
+    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens at position 1."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     found = tokens[:, 1:].unique().cpu()
     places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
@@ -205,7 +204,7 @@ def dissect(settings: Settings, spec, model):
         values = {name: link[layer, position].item() for name, link in links.items()}
         rows.append({"layer": layer + 1, "position": position + 1} | values)
     units = activity.builders(activity.layer, LISTED)
-    units += reversed(activity.removers(LISTED // 2))
+    units += reversed(activity.removers(LISTED // 2))  # the strongest remover is last
     return {"rows": rows, "layers": layer_rows(model, chain, activity), "builders": activity.describe(units)}
 
 
@@ -256,7 +255,8 @@ def every_intervention(settings: InterveneSettings, spec, model):
     """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
 
     alpha_k is the mean over heads, in the layers above the strongest builder's. `woke` is the share of
-    sequences in which that builder is active at position k. `amplify` needs all sequences at once.
+    sequences in which that builder is active at position k. `amplify` needs the mean of all sequences, so
+    that there are no batches here.
     """
     k = settings.position
     L = model.config.num_layers
@@ -266,7 +266,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     activity = observe(model, tokens)
     builder = activity.builders(activity.layer, 1)[0]
     described = activity.describe([builder])
-    skipped = builder[0] if builder[0] < L else 1  # the first layers, which it cannot change
+    skipped = builder[0] if builder[0] < L else 1  # the first layers, which the builder cannot change
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
@@ -334,10 +334,10 @@ def named_units(settings: SilenceSettings, spec):
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
-    `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` holds
-    all at their mean at position 1. Three controls have as many units. If any unit that changes the dimension
-    ended the sink, `removers` would; if any strong unit did, those that write most `elsewhere` would; if any
-    unit of these layers did, `random` ones would.
+    `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` sets
+    all to their mean at position 1, only there. Three controls have as many units. If any unit that changes
+    the dimension ended the sink, `removers` would; if any strong unit did, those that write most `elsewhere`
+    would; if any unit of these layers did, `random` ones would.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
@@ -419,8 +419,8 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 def transplant_cases(model, activity, others):
     """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
 
-    The builders at zero are the selective ones. A token in front, as constants do, gives the text's first
-    token something to attend to: losses are best compared with that case.
+    The builders at zero are the selective ones. Like constants, a token in front gives the text's first token
+    something to attend to: losses are best compared with that case.
     """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))
     units = activity.selective()
@@ -435,7 +435,11 @@ def transplant_cases(model, activity, others):
 
 
 def control_cases(settings: TransplantSettings, model, activity, others):
-    """More cases: other tokens, other builders, constants in some layers, and wrong constants."""
+    """More cases: other tokens in front, other builders, constants in some layers, and wrong constants.
+
+    If constants of layer 1 suffice, or of the layers up to the dimension's first jump, the chain breaks where
+    it begins. If those of position 2, of other heads or drawn ones suffice, any constant would do.
+    """
     tokens = others.unique().tolist()
     cases = []
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
@@ -492,7 +496,7 @@ def effects(model, tokens, builder, before):
 
 
 def by_token(model, tokens, builder):
-    """A row for each token of the text: the builder's |activation| when it stands alone at position 1."""
+    """A row for each token of the text: the builder's |activation| if this token is the first."""
     found = tokens.unique()
     with watch(model, builder) as activations:
         for part in attention.batches(found[:, None]):

@@ -9,7 +9,7 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 newest two, and the steps that --keep selects. A checkpoint gets its name when it is whole, so that a
 kill leaves no half of one. --resume loads the newest whole checkpoint, and cuts the log off there. It
-takes the settings with which the run began; flags can change those in MAY_CHANGE, and no others. Where there
+takes the settings with which the run began; flags can change only those in MAY_CHANGE. Where there
 is no run yet, --resume begins one if the command line names its settings. Every script that takes a model
 takes a run folder, and reads its newest step.
 
@@ -56,7 +56,7 @@ class Settings(RunSettings):
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
-    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of aggregated heads (BB 6.2)
+    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of the heads' outputs (BB 6.2)
     explicit_sink: bool = False  # give every head a constant key and value to attend to
     data: str | None = None  # data set; None: the one of source and tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m lib.data
@@ -69,14 +69,14 @@ class Settings(RunSettings):
     max_iters: at_least(1) = 600  # number of steps; by the last, the learning rate falls to about a tenth
     warmup_iters: at_least(0) = 100  # steps of linear warm-up
     learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
-    weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; gains and biases have none
+    weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; vectors have none
     grad_clip: at_least(1e-12, float) = 1.0  # largest norm of the gradient
     log_every: at_least(1) = 10  # steps between printed lines
     eval_every: at_least(1) = 100  # steps between evaluations
     eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    # checkpoints besides birth and the newest two; powers: steps 1, 2, 4, ...; all: every one; last: none
+    # saved steps kept besides birth and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
@@ -174,10 +174,10 @@ class Training:
         loss = torch.zeros((), device=self.device)  # this rank's part of the step's mean loss
         parts = micro_batches(settings.global_batch_size, settings.micro_batch_size)
         for part in parts:
-            # Where the data end, a new epoch begins.
+            # Beyond the end of the data, `batch` begins a new epoch.
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
-            # The last backward pass averages gradients over ranks. Only DistributedDataParallel reads this.
+            # Only the last backward pass averages gradients over ranks (DistributedDataParallel reads this).
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
             (part_loss * runtime.world_size()).backward()  # DDP averages over ranks: this makes a sum of it
@@ -250,10 +250,7 @@ class Training:
 
 
 def learning_rate(step, settings: Settings):
-    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4).
-
-    The last update is number max_iters - 1: its rate is a little above the tenth.
-    """
+    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4)."""
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
     done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
@@ -334,7 +331,7 @@ def model_config(settings: Settings, vocab_size):
 
 
 def completed_settings(settings: Settings, flags, in_files):
-    """The settings of a command line; to resume, those of settings.json with the changes of the flags."""
+    """The settings of a command line; to resume, those of settings.json, changed by the flags."""
     of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")

@@ -1,12 +1,5 @@
 """Which layers of two files are equal, bit for bit, whatever they are called? The surest evidence (ours).
 
-    >>> from functools import partial
-    >>> from lib import checkpoint
-    >>> from lineage.bits import equal_layers, layers_of
-    >>> layers = partial(layers_of, checkpoint.parse_spec("tiny_llama@42").open())
-    >>> equal_layers(layers, layers)
-    {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}
-
 A merge by layers keeps numbers, but not names, nor the embedding matrix that units are seen through.
 Matrices of fewer than 1,000 different numbers count for nothing: unrelated models share masks and constants.
 """
@@ -15,7 +8,8 @@ import hashlib
 import math
 
 from lib.runtime import progress
-from lineage import parts, stacks
+from lineage.parts import find, is_varied
+from lineage.stacks import NO_WEIGHTS
 
 FIRST = 4096  # numbers of a layer's smallest matrices, by which strangers are told apart
 
@@ -25,7 +19,7 @@ def layers_of(source, count=None):
 
     If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
     """
-    found = parts.find(source)
+    found = find(source)
     of_mlps = {name for mlp in found.mlps for name in mlp.matrices.values()}
     layers = {}
     for number, names in enumerate(progress(found.layers, desc="bits", leave=False), start=1):
@@ -35,13 +29,19 @@ def layers_of(source, count=None):
             if count and digests and size > largest:
                 break
             weight = source.read(name)
-            if weight.ndim > 1 and parts.is_varied(weight) and not stacks.NO_WEIGHTS.search(name):
+            if weight.ndim > 1 and is_varied(weight) and not NO_WEIGHTS.search(name):
                 numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
                 digests[name] = hashlib.sha256(numbers).hexdigest()
                 largest = size
         if digests and (count or of_mlps.intersection(names) <= digests.keys()):
             layers[number] = sorted(digests.values())
     return layers
+
+
+def are_constant(layers):
+    """Do several layers all begin with the same numbers, as a formula gives? See below."""
+    begun = [*layers(FIRST).values()]
+    return len(begun) > 1 and begun.count(begun[0]) == len(begun)
 
 
 def equal_layers(base, suspect, count=FIRST):

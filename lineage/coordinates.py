@@ -14,6 +14,7 @@ rows (ours; BB compares with Gaussian matrices). A rotated basis escapes this, b
 """
 
 import math
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts, stacks
+from lineage.parts import find, is_varied, residual_rows
 
 SAME_LOG10_P = -6.0  # from here on two models are of one birth
 PERMUTATION_BATCH = 1000  # permutations drawn at once
@@ -71,34 +72,30 @@ class Correlation:
 def weight_correlations(a, b):
     """Correlations of the residual coordinates over the rows of all weight matrices that two sources share.
 
-    Whatever the architecture: matrices and stacks of them are matched by name and shape. "body" has those of
-    the blocks, "embedding" the tables and the head, up to the shorter vocabulary. A kind without matrices is
-    missing; models of different width have none. Returns these, and for each layer of b with a namesake in a,
-    by its number and that one's, how far the numbers of their matrices correlate: the least of all.
+    They are matched by name and shape. "body" has those of the blocks, "embedding" the tables and the head,
+    up to the shorter vocabulary. A kind without matrices is missing; models of different width have none.
+    Returns these, and for each layer of b with a namesake in a, by its number and that one's, how far the
+    numbers of their matrices correlate: the least of all.
     """
-    a, b = parts.find(a), parts.find(b)
+    a, b = find(a), find(b)
     if a.width != b.width:
         return {}, {}
-    matrices = [plain_matrices(part) for part in (a, b)]
-    inputs_first = [parts.stores_inputs_first(part) for part in (a, b)]
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
     most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
-    correlations = {}  # of each layer's matrices, by its numbers in b and a
-    for place in progress({**matrices[0], **matrices[1]}, desc="coordinates", leave=False):
-        names = [named.get(place) for named in matrices]
+    correlations = defaultdict(list)  # of each layer's matrices
+    for place in progress(a.matrices | b.matrices, desc="coordinates", leave=False):
+        names = (a.matrices.get(place), b.matrices.get(place))
         layer, _ = place
+        kind = "embedding" if layer is None else "body"
         correlation = 0.0  # of a matrix that the other model has not
-        if all(names) and (not layer or a.shapes[names[0]] == b.shapes[names[1]]):
-            rows_a = parts.residual_rows(a.read(names[0]), names[0], a.width, inputs_first[0])
-            rows_b = parts.residual_rows(b.read(names[1]), names[1], b.width, inputs_first[1])
-            count = min(len(rows_a), len(rows_b))
-            step = 1 + count // most
-            rows_a, rows_b = (without_identity(rows[:count], step) for rows in (rows_a, rows_b))
-            if not parts.is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
+        if all(names) and (layer is None or a.shapes[names[0]] == b.shapes[names[1]]):
+            rows = [residual_rows(part, name, part.read(name)) for part, name in zip((a, b), names)]
+            count = min(map(len, rows))
+            rows_a, rows_b = (without_identity(each[:count], 1 + count // most) for each in rows)
+            if not is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
-            correlation = sums["body" if layer else "embedding"].update(rows_a, rows_b)
-        if layer:
-            correlations.setdefault(layer, []).append(correlation)
+            correlation = sums[kind].update(rows_a, rows_b)
+        correlations[layer].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     shared = [layer for layer in correlations if layer in a.numbers and layer in b.numbers]
@@ -106,22 +103,13 @@ def weight_correlations(a, b):
 
 
 def without_identity(rows, step=1):
-    """Every `step`-th of rows (m, d), without the identity that they may have begun from.
-
-    All models that began from it would look related.
-    """
+    """Every `step`-th of rows (m, d), without the identity that strangers may have begun from, too."""
     size = min(rows.shape)
     mean = rows[:size, :size].diagonal().float().mean()
     if mean.abs() > rows[::step].float().std():
         rows = rows.float().clone()
         rows.diagonal().sub_(mean)
     return rows[::step]
-
-
-def plain_matrices(part):
-    """The names of a part's matrices, by (what begins a layer's names, the rest), which folders share."""
-    places = part.places.items()
-    return {place: name for name, place in places if stacks.is_matrix(name, part.shapes[name], part.width)}
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):

@@ -157,8 +157,8 @@ def weights_of(source):
 def as_source(weights, config):
     """Weights by name as a checkpoint of ours, in memory."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    source = {"config": config, "family": "bornbiased", "place": None}
-    return SimpleNamespace(shapes=shapes, read=weights.__getitem__, **source)
+    read = weights.__getitem__
+    return SimpleNamespace(shapes=shapes, read=read, config=config, family="bornbiased", place=None)
 
 
 def save(folder, source, tokenizer=None) -> None:

@@ -23,7 +23,7 @@ import torch
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts
+from lineage.parts import MLP
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 from measure.matching import matched_units, mutual_neighbours
 
@@ -58,8 +58,8 @@ def distance(rows_a, rows_b):
 class Match:
     """An MLP of a suspect, the closest of the base, and how many units of one are matched in the other."""
 
-    mlp: parts.MLP
-    base_mlp: parts.MLP
+    mlp: MLP
+    base_mlp: MLP
     found: int
     units: int  # that could be: those read that live, in the MLP with fewer
     r: float  # the median strength of those matched
@@ -87,21 +87,15 @@ class ModelMatch:
 
 def equal_ids(base: Units, suspect: Units):
     """The ids (n,) of the tokens that two models share, in each of them, if one number is one token."""
-    ids = torch.arange(min(table_sizes(base) + table_sizes(suspect)))
+    ids = torch.arange(min(base.num_tokens, suspect.num_tokens))
     return ids, ids
-
-
-def table_sizes(units: Units):
-    """The numbers of rows of a model's embedding matrix and head."""
-    return [units.source.shapes[units.table_of(view)[0]][0] for view in ("up", "down")]
 
 
 def ids_by_string(base: Units, suspect: Units, vocabularies):
     """The same if one string is one token, by each model's {string: id}; None where that tells no more."""
     ours, theirs = vocabularies
-    limits = (min(table_sizes(base)), min(table_sizes(suspect)))
-    shared = [token for token in ours if token in theirs]
-    shared = [token for token in shared if ours[token] < limits[0] and theirs[token] < limits[1]]
+    shared = [token for token in ours if token in theirs and ours[token] < base.num_tokens]
+    shared = [token for token in shared if theirs[token] < suspect.num_tokens]
     ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
     return None if not shared or torch.equal(*ids) else ids
 
@@ -115,7 +109,7 @@ def best_match(bases, suspects, vocabularies, units, layers, key):
     ways = []
     refusal = None
     for base, suspect in itertools.product(bases, suspects):
-        have_heads = base.parts.has_head and suspect.parts.has_head
+        have_heads = base.part.has_head and suspect.part.has_head
         if have_heads and any(units.layout.head == units.layout.table for units in (base, suspect)):
             continue  # a table is tried as its model's head where one of them has none
         if any(score >= CERTAIN * TRIAL_LAYERS for score, *_ in ways):
@@ -148,7 +142,7 @@ def seen_alike(base, suspect, tokens):
 
 def score_ways(base, suspect, tokens, basis, units):
     """Yield (score, base, suspect, tokens, basis, exchanged): shares times strengths, over a few layers."""
-    is_gated = all(len(mlp.views) == 3 for mlp in base.parts.mlps + suspect.parts.mlps)
+    is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
     for exchanged in (False, True) if is_gated else (False,):
         numbers = layers_to_read(base, suspect, TRIAL_LAYERS)
         columns = map_columns(base, suspect, basis, *numbers, units, TRIAL_UNITS, exchanged)
@@ -184,8 +178,8 @@ def match_models(
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
         matches.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
         shares.append(share.tolist())
-    layer_map = {"base": [base.parts.mlps[number].label for number in ours]}
-    layer_map["suspect"] = [suspect.parts.mlps[number].label for number in theirs]
+    layer_map = {"base": [base.mlps[number].label for number in ours]}
+    layer_map["suspect"] = [suspect.mlps[number].label for number in theirs]
     layer_map["share"] = np.transpose(shares).tolist()
     widths = (base.width, suspect.width)
     alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
@@ -213,8 +207,8 @@ def basis_correlations(base: Units, suspect: Units, tokens):
     ids_a, ids_b = (ids[chosen] for ids in tokens)
     basis = {}
     for view in ("up", "down"):
-        names = (base.table_of(view), suspect.table_of(view))
-        if view == "down" and names == (base.table_of("up"), suspect.table_of("up")):
+        names = (base.tables_of[view], suspect.tables_of[view])
+        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
             basis[view] = basis["up"]  # both heads are tied
             continue
         a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
@@ -290,7 +284,7 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
 
     The units of the smaller MLP are sampled, so that all of them can be matched.
     """
-    base_mlp, mlp = base.parts.mlps[base_number], suspect.parts.mlps[number]
+    base_mlp, mlp = base.mlps[base_number], suspect.mlps[number]
     chosen, base_views, base_living = base.sample(base_number, units)
     chosen_theirs = list(range(views["up"].shape[1]))
     if base_living > living_units(views):

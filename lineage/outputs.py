@@ -59,8 +59,7 @@ def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
 
     For each dimension that is extreme in both models, Kendall's tau says whether both order the inputs alike.
-    t-test and U-test (p-values `paper_t_p` and `paper_u_p`) compare these taus with
-    those of Gaussian matrices.
+    `paper_t_p` and `paper_u_p` are of the t-test and the U-test of these taus against Gaussian matrices'.
     """
     check_several(settings.models)
     specs = [parse_spec(name, settings.init) for name in settings.models]
@@ -136,9 +135,8 @@ def persistence(settings: PersistenceSettings):
         return kendall.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
     if settings.stranger is None:
-        stranger = newborn(
-            specs[0].config, STRANGER_SEED, None, settings.init, experiment.device, experiment.dtype
-        )
+        where = (experiment.device, experiment.dtype)
+        stranger = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
         stranger_outputs = last_outputs(stranger, vocab_size, settings)
     else:
         stranger_outputs = outputs_of(compared[1], vocab_size, experiment)

@@ -12,6 +12,7 @@ matrix has a pattern here; where names say nothing, shapes do. A checkpoint has 
 `place` and `read(name)`.
 """
 
+import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -82,12 +83,12 @@ class Part:
     width: int
     tables: list  # a matrix's name each, or the names of two whose product it is
     heads: list  # the tables, if tied
-    has_other_input: bool  # is it fed by what is no embedding matrix?
+    may_read_tokens: bool  # or is it fed by what is no embedding matrix?
     norm: str | None
     mlps: list
     layers: list  # the names of each layer's tensors
-    numbers: dict  # each layer's number, from 1, by what its names begin with, without what all begin with
-    places: dict  # by a tensor's name that beginning, "" of a table or a head, and the rest
+    numbers: dict  # each layer's number, from 1, by that in its names
+    matrices: dict  # names of those along the stream, by the number in them, None of a table, and the rest
     unknown: list  # matrices among which an MLP may be: neither tables nor plainly attention's
     unread: dict  # names of tensors in layers that were not looked at, by what they are
 
@@ -99,10 +100,21 @@ class Part:
         names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
 
+    @functools.cached_property
+    def stores_inputs_first(self):
+        """Are matrices stored as (inputs, outputs), as GPT-2's are, and nobody else's?"""
+        shapes = [shape for name, shape in self.shapes.items() if name.endswith("attn.c_attn.weight")]
+        return any(shape[0] == self.width and shape[-1] != self.width for shape in shapes)
+
     @property
     def has_head(self):
         """Has it a head of its own?"""
         return self.heads != self.tables
+
+    @property
+    def rank(self):
+        """Which part of several is the model? What reads tokens, and of these what has a head."""
+        return self.tables != [], self.has_head
 
     @property
     def size(self):
@@ -117,41 +129,41 @@ def find(source):
 
 def split(source):
     """The Parts of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
-    found = [part_of(source, group) for group in stacks.find(source)]
-    return sorted(found, key=lambda part: (part.tables != [], part.has_head, part.size), reverse=True)
+    found = [part_of(source, stack) for stack in stacks.find(source)]
+    return sorted(found, key=lambda part: (part.rank, part.size), reverse=True)
 
 
-def part_of(source, group):
+def part_of(source, stack):
     """The Part that a stack is, with what stands beside it."""
-    beside = group.beside
+    beside = stack.beside
     shapes = dict(beside)
-    matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
-    width = group.width
-    tables, heads = tables_and_heads(matrices, group.tables, width)
+    width = stack.width
+    tables, heads = tables_and_heads(beside, stack.tables, width)
     known = dict.fromkeys(name for table in tables + heads for name in table)  # in one order
     unknown = [name for name in beside if len(beside[name]) > 1 and name not in known]
-    places = {name: ("", ".".join(name.split(".")[-2:])) for name in known}
+    along = [name for name in known if is_matrix(name, shapes[name], width)]
+    matrices = {(None, ".".join(name.split(".")[-2:])): name for name in along}
     adapters = [name for name in beside if ADAPTER.search(name) and len(beside[name]) > 1]
     without_mlp = []
     mlps, layers, numbers = [], [], {}
-    for place, (number, names) in enumerate(group.layers.items()):
+    for place, (number, names) in enumerate(stack.layers.items()):
         shapes |= {name: source.shapes[name] for name in names.values()}
         names = without_adapters(names, shapes, adapters)
-        where = (place, place / len(group.layers), place == 0 and len(group.layers) >= 8)
+        where = (place, place / len(stack.layers), place == 0 and len(stack.layers) >= 8)
         found, others = mlps_of_layer(source, names, width, where)
         mlps += found
-        start = f"{number}."
-        places |= {name: (start, rest) for rest, name in names.items()}
+        along = {rest: name for rest, name in names.items() if is_matrix(name, shapes[name], width)}
+        matrices |= {(number, rest): name for rest, name in along.items()}
         layers.append([*names.values()])
-        numbers[start] = len(layers)
+        numbers[number] = len(layers)
         unknown += others
         without_mlp += [] if found else others
     gains = gains_of(dict(zip(beside, beside)), beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
-    of_source = (group.name, source.read, source.place, source.family, shapes, width)
-    of_group = (tables, heads or tables, group.has_other_input, next(iter(norms), None))
-    return Part(*of_source, *of_group, mlps, layers, numbers, places, unknown, unread)
+    of_source = (stack.name, source.read, source.place, source.family, shapes, width)
+    of_stack = (tables, heads or tables, stack.may_read_tokens, next(iter(norms), None))
+    return Part(*of_source, *of_stack, mlps, layers, numbers, matrices, unknown, unread)
 
 
 def without_adapters(names, shapes, adapters):
@@ -188,21 +200,22 @@ def changes_of_basis(part):
 
 def is_orthogonal(weight: Tensor):
     """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
-    weight = weight.flatten(0, -3)[0].float() if weight.ndim > 2 else weight.float()
+    weight = weight.reshape(-1, *weight.shape[-2:])[0].float()
     probe = torch.ones(weight.shape[1])
     for _ in range(8):  # of the power method: its length becomes the square of the largest factor
         probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
     return is_varied(weight) and probe.norm() <= 1.02 and weight.square().sum() >= min(weight.shape) / 2
 
 
-def tables_and_heads(matrices, named, width):
-    """What may be a part's embedding matrices and heads, of its `matrices` outside of layers, by name.
+def tables_and_heads(beside, named, width):
+    """What may be a part's embedding matrices and heads, of shapes by name outside of layers.
 
     ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
     another one back to the head.
     """
     if not named:
         return [], []
+    matrices = {name: shape for name, shape in beside.items() if len(shape) == 2}
     tables = [(name,) for name in named if matrices[name][1] == width]
     named_heads = [name for name, shape in matrices.items() if shape[1] == width and HEAD.search(name)]
     runs = {stacks.NUMBER.sub("", name): (name,) for name in reversed(named_heads)}
@@ -323,19 +336,12 @@ def is_varied(weight: Tensor):
     return len(numbers[:: 1 + len(numbers) // SAMPLE].unique()) >= VARIED
 
 
-def stores_inputs_first(source):
-    """Are matrices stored as (inputs, outputs), as GPT-2's are, and nobody else's?"""
-    d = source.width
-    shapes = [shape for name, shape in source.shapes.items() if name.endswith("attn.c_attn.weight")]
-    return any(shape[0] == d and shape[-1] != d for shape in shapes)
-
-
-def residual_rows(weight: Tensor, name, width, inputs_first=False) -> Tensor:
-    """A matrix, or a stack, as rows along the residual stream, (n, width): a writer's are its columns."""
-    by_columns = weight.shape[-1] == width
-    if by_columns and weight.shape[-2] == width:
+def residual_rows(part, name, weight) -> Tensor:
+    """A matrix of a part, or a stack, as rows along the stream, (n, width): a writer's are its columns."""
+    by_columns = weight.shape[-1] == part.width
+    if by_columns and weight.shape[-2] == part.width:
         writes = WRITES.search(name) is not None
-        by_columns = writes == inputs_first
+        by_columns = writes == part.stores_inputs_first
     if not by_columns:
         weight = weight.transpose(-1, -2)
-    return weight.reshape(-1, width)
+    return weight.reshape(-1, part.width)

@@ -1,20 +1,13 @@
 """Which tensors of a checkpoint are layers, and what feeds these? Found by structure, whatever names say.
 
-    >>> from lib import checkpoint
-    >>> from lineage import stacks
-    >>> (group,) = stacks.find(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> group.tables, group.width, len(group.layers)
-    (['model.embed_tokens.weight'], 256, 6)
-
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
-a stream of one width. A group is a stack and what stands beside it: an encoder and its decoder are two, even
-if one embedding matrix feeds both.
+a stream of one width. An encoder and its decoder are two, even if one embedding matrix feeds both.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name, of a layer, an expert, a codebook
 INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # of an expert, say
@@ -28,51 +21,40 @@ NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in
 NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Stack:
-    """A run of layers whose tensors' names differ in one number, and which read and write one stream."""
+    """A run of layers whose tensors' names differ in one number; and, by `find`, what stands beside it."""
 
     prefix: str  # what begins the names of its tensors, up to the number
     width: int  # of the stream
-    layers: dict  # by number: the full names by what follows the number
-
-    @property
-    def kinds(self):
-        """What its layers' tensors are called, those of all experts alike."""
-        return {INNER.sub("", rest) for names in self.layers.values() for rest in names}
-
-
-@dataclass(frozen=True)
-class Group:
-    """A stack, and the tensors beside it."""
-
-    name: str  # what begins the stack's names, and no others'; "" where there are no others
-    width: int  # of the stream
-    layers: dict  # as a Stack's; {} without a stack
-    tables: list  # the names of the embedding matrices that feed it
-    beside: dict  # shapes by name of what is closer to it than to others, or as close
-    has_other_input: bool  # is it fed by a convolution, or a projection?
+    layers: dict  # by number: the full names by what follows the number; {} if there are none
+    kinds: set  # what its layers' matrices are called, those of all experts alike
+    name: str = ""  # what begins its names, and no other stack's; "" where there are no others
+    tables: list = field(default_factory=list)  # the names of the embedding matrices that feed it
+    beside: dict = field(default_factory=dict)  # shapes by name of what is as close to it as to others
+    has_other_input: bool = False  # does a convolution, or a projection, lead to it?
+    may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
 
 
 def find(source):
-    """The Groups of a checkpoint; without layers the only one has its embedding matrices, if any."""
+    """The Stacks of a checkpoint; without layers the only one has its embedding matrices, if any."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
-    stacks = with_lists_joined(stacks_of(shapes), shapes)
+    stacks = with_lists_joined(stacks_of(shapes))
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     reach = {name: closest(name, stacks) for name in outside}
-    otherwise = [stack for stack in stacks if has_other_input(stack, outside, reach)]
-    fed = fed_stacks(outside, reach, stacks, otherwise)
-    groups = []
     for stack in stacks:
-        tables = [name for name in fed if stack in fed[name]]
-        beside = {name: outside[name] for name in outside if name in tables or stack in reach[name]}
-        name = common_name(stack, stacks)
-        is_fed_otherwise = tables == [] and stack in otherwise
-        groups.append(Group(name, stack.width, stack.layers, tables, beside, is_fed_otherwise))
+        stack.name = common_name(stack, stacks)
+        stack.has_other_input = has_other_input(stack, outside, reach)
+    feed(stacks, outside, reach)
+    for stack in stacks:
+        beside = [name for name in outside if name in stack.tables or stack in reach[name]]
+        stack.beside = {name: outside[name] for name in beside}
+        candidates = [name for name in beside if may_be_table(name, outside[name], stack.width)]
+        stack.may_read_tokens = not stack.has_other_input or stack.tables + candidates != []
     tables = [name for name, shape in outside.items() if is_table(name, shape)]
     width = outside[tables[0]][1] if tables else 0
-    return groups or [Group("", width, {}, tables, outside, False)]
+    return stacks or [Stack("", width, {}, set(), "", tables, outside)]
 
 
 def stacks_of(shapes):
@@ -96,12 +78,14 @@ def stacks_of(shapes):
         width = width_of(shapes, runs, unnumbered)
         layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
         if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
-            stacks.append(Stack(prefix, width, layers))
-            taken.update(name for names in layers.values() for name in names.values())
+            inside = {name: rest for names in layers.values() for rest, name in names.items()}
+            kinds = {INNER.sub("", rest) for name, rest in inside.items() if len(shapes[name]) > 1}
+            stacks.append(Stack(prefix, width, layers, kinds))
+            taken |= inside.keys()
     return sorted(stacks, key=lambda stack: stack.prefix)
 
 
-def with_lists_joined(stacks, shapes):
+def with_lists_joined(stacks):
     """Stacks of which lists of attention and of MLPs, side by side and of the same numbers, are one.
 
     An MLP has fewer than four matrices.
@@ -112,7 +96,7 @@ def with_lists_joined(stacks, shapes):
         alike[parent, stack.width, tuple(stack.layers)].append(stack)
     joined = []
     for (parent, width, numbers), members in alike.items():
-        if len(members) == 1 or min(number_of_matrices(stack, shapes) for stack in members) > 3:
+        if len(members) == 1 or min(len(stack.kinds) for stack in members) > 3:
             joined += members
             continue
         layers = {number: {} for number in numbers}
@@ -120,14 +104,9 @@ def with_lists_joined(stacks, shapes):
             start = stack.prefix.removeprefix(parent)
             for number, names in stack.layers.items():
                 layers[number] |= {f"{start}{rest}": name for rest, name in names.items()}
-        joined.append(Stack(parent, width, layers))
+        kinds = set().union(*(stack.kinds for stack in members))
+        joined.append(Stack(parent, width, layers, kinds))
     return joined
-
-
-def number_of_matrices(stack, shapes):
-    """How many matrices a stack's layers have, of experts one."""
-    names = [(rest, name) for layer in stack.layers.values() for rest, name in layer.items()]
-    return len({INNER.sub("", rest) for rest, name in names if len(shapes[name]) > 1})
 
 
 def width_of(shapes, layers, unnumbered):
@@ -148,12 +127,17 @@ def is_layer(shapes, names, width):
 
 def is_matrix(name, shape, width):
     """Does a tensor have rows along the residual stream?"""
-    return len(shape) in (2, 3) and width in shape[-2:] and 0 not in shape and not NO_WEIGHTS.search(name)
+    return len(shape) in (2, 3) and width in shape[-2:] and not NO_WEIGHTS.search(name)
 
 
 def is_table(name, shape):
     """Is a tensor an embedding matrix by its name?"""
     return len(shape) == 2 and TABLE.search(name) is not None
+
+
+def may_be_table(name, shape, width):
+    """Could a tensor be an embedding matrix by its shape, and does its name say nothing else?"""
+    return len(shape) == 2 and shape[1] == width <= 2 * shape[0] and not NO_TABLE.search(name)
 
 
 def beginnings(name):
@@ -199,8 +183,8 @@ def has_other_input(stack, outside, reach):
     return any(rows == stack.width and columns not in known for rows, columns in pairs)
 
 
-def fed_stacks(outside, reach, stacks, otherwise):
-    """The stacks that each embedding matrix feeds, by its name.
+def feed(stacks, outside, reach):
+    """Tell each stack the embedding matrices that feed it.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
     name, those with the most. A head's matrix is the last choice: it may be tied.
@@ -209,29 +193,27 @@ def fed_stacks(outside, reach, stacks, otherwise):
     named = [name for name in matrices if is_table(name, outside[name])]
     heads = [name for name in matrices if HEAD.search(name)]
     others = [name for name in matrices if not NO_TABLE.search(name) and name not in named + heads]
-    free = [stack for stack in stacks if stack not in otherwise]
-    fed = {name: fed_by(name, outside, free) or fed_by(name, outside, stacks) for name in named}
+    free = [stack for stack in stacks if not stack.has_other_input]
+    for name in named:
+        for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
+            stack.tables.append(name)
     for choices in (others, heads):
-        known = {stack for members in fed.values() for stack in members}
-        fitting = {name: fed_by(name, outside, free) for name in choices if known.isdisjoint(reach[name])}
+        choices = [name for name in choices if not any(stack.tables for stack in reach[name])]
+        fitting = {name: fed_by(name, outside, free) for name in choices}
         for name, members in fitting.items():
             rivals = [other for other in fitting if not set(members).isdisjoint(fitting[other])]
-            if outside[name][0] == max((outside[other][0] for other in rivals), default=0):
-                fed[name] = members
-    known = {stack for members in fed.values() for stack in members}
-    for name, members in fed.items():
-        others = [stack for stack in free if stack not in known and stack.width == outside[name][1]]
-        for stack in others:  # a decoder, which has all that the encoder has beside which the table stands
-            if any(stack.kinds >= member.kinds for member in members):
-                fed[name] = fed[name] + [stack]
-    return fed
+            if rivals and outside[name][0] == max(outside[other][0] for other in rivals):
+                for stack in members:
+                    stack.tables.append(name)
+    fed = [stack for stack in stacks if stack.tables]
+    for stack in free:  # a decoder has all that the encoder has beside which the table stands
+        if stack not in fed:
+            encoders = [each for each in fed if each.width == stack.width and each.kinds <= stack.kinds]
+            stack.tables = [*dict.fromkeys(name for each in encoders for name in each.tables)]
 
 
 def fed_by(name, outside, stacks):
-    """Those of some stacks whose stream an embedding matrix leads to: the closest by name.
-
-    Tables of ELECTRA, ALBERT and OPT-350m are narrower than the stream, to which another matrix leads.
-    """
+    """Those of some stacks whose stream a table leads to, narrow ones by a projection: the closest ones."""
     size = outside[name][1]
     fitting = [stack for stack in stacks if stack.width == size]
     if not fitting and is_table(name, outside[name]):

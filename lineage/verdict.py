@@ -7,9 +7,7 @@
     >>> compare_pair(*models)[0]["sentence"]
     'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
 
-Unrelated language models share at most 6 % of the units in the middle of their depth, and up to 34 % in the
-last layer, weakly (r at most 0.26), since all learn to predict the same words. A child has nearly all in
-every layer, with r above 0.9 after ordinary fine-tuning. The thresholds are ours (`reproduce/robustness.py`).
+The thresholds are ours, and rest on the real models and children of `reproduce/robustness.py`.
 """
 
 import functools
@@ -25,7 +23,7 @@ from scipy import stats
 from lib.formats import token_ids
 from lib.settings import UserError
 from lineage import coordinates, parts, stacks
-from lineage.bits import equal_layers, layers_of
+from lineage.bits import are_constant, equal_layers, layers_of
 from lineage.match import ModelMatch, best_match
 from lineage.views import hidden_units
 
@@ -34,7 +32,6 @@ NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 PART_IN_COMMON = "part in common"
 VERDICTS = (SAME_BIRTH, PART_IN_COMMON, INCONCLUSIVE, NO_EVIDENCE)  # what says most comes first
-NOT_READ = "not read"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 BASE_SHARE = 0.2  # of a layer's units that are matched, from which on it is the base's anywhere, if
 BASE_R = 0.5  # they are matched as strongly as this
@@ -192,8 +189,11 @@ def read_part(name, source, part, turning):
     elif stacks.HEAD.search(part.tables[0][0]):  # which is the embedding matrix only if the two are tied
         lacks.append(f"no embedding matrix but a head found in {name}")
     are_named = getattr(source, "names_mlps", False)  # by config.json
-    may_have_units = bool(part.mlps or part.unknown or are_named) and not part.has_other_input
+    may_have_units = bool(part.mlps or part.unknown or are_named) and part.may_read_tokens
+    digests = functools.cache(partial(layers_of, part))
     bare = ""
+    if not part.tables and are_constant(digests):
+        bare = f"all layers of {name} have the same numbers, as a formula gives"
     if not part.layers:
         what = f": its tensors are called {', '.join([*part.shapes][:3])}"
         if part.tables:
@@ -201,7 +201,6 @@ def read_part(name, source, part, turning):
         elif not part.shapes:
             what = ", and no weights: is it an optimizer's state, or a schedule?"
         bare = f"{name} has no layers{what}"
-    digests = functools.cache(partial(layers_of, part))
     return Reading(part, hidden_units(part), digests, told, lacks, hides, may_have_units, bare)
 
 
@@ -217,19 +216,13 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     candidates = language_models(base) + language_models(suspect)
     models = [pair for pair in findings if pair[0] in candidates and pair[1] in candidates]
 
-    def doubt(pair):
-        return VERDICTS.index(judge(findings[pair])[0])
-
-    def closest_pair(each):
-        pairs = [pair for pair in models if each in pair]
-        alike = [
-            (a, b) for a, b in pairs if (a.part.tables == []) == (b.part.tables == [])
-        ]  # read tokens, or not
-        return min(alike or pairs, key=doubt)
-
-    # of each candidate the closest pair; of these the one that says least: all must be kin to be of one birth
-    closest = [closest_pair(each) for each in candidates]
-    pair = max(closest, key=doubt)
+    doubts = {pair: VERDICTS.index(judge(facts)[0]) for pair, facts in findings.items()}
+    closest = []  # pair of each candidate, of which both read tokens, or neither, if there is one
+    for candidate in candidates:
+        pairs = [pair for pair in models if candidate in pair]
+        alike = [(a, b) for a, b in pairs if bool(a.part.tables) == bool(b.part.tables)]
+        closest.append(min(alike or pairs, key=doubts.get))
+    pair = max(closest, key=doubts.get)  # all must be kin to be of one birth
     facts = findings[pair]
     row = row_of(facts)
     row |= told_of_parts(row, pair, models, findings)
@@ -244,13 +237,7 @@ def language_models(model: Model):
     """
     first = model.readings[0].part
     least = first.size if first.has_head else BESIDE_HEADLESS * first.size
-    found = []
-    for reading in model.readings:
-        part = reading.part
-        is_alike = (part.tables != [], part.has_head) == (first.tables != [], first.has_head)
-        if is_alike or part.size >= least:
-            found.append(reading)
-    return found
+    return [each for each in model.readings if each.part.rank == first.rank or each.part.size >= least]
 
 
 def told_of_parts(row, chosen, models, findings):
@@ -273,9 +260,8 @@ def told_of_parts(row, chosen, models, findings):
     how = matched_phrase(facts) or alike_phrase(facts) or bits_phrase(facts)
     if len(facts.equal) == facts.depth:
         how = "bit for bit"
-    own = f"{verdict} ({sentence})"
-    if not all(reading.part.tables for reading in next(iter(findings))):  # of each model the first
-        own = "not both have one"
+    first, *_ = findings.values()
+    own = f"{verdict} ({sentence})" if first.have_tables else "not both have one"
     told = f"its {title(theirs)} is the base's {title(ours)}, {how}; the language models: {own}"
     names = {"part": theirs.part.name, "base_part": ours.part.name}
     return {"verdict": PART_IN_COMMON, "sentence": told} | names
@@ -401,7 +387,8 @@ def row_of(facts: Facts):
 
 def unread_row(error):
     """The row of a suspect that cannot be read: why not, and nothing else."""
-    return dict.fromkeys(row_of(Facts(None, lack="nothing"))) | {"verdict": NOT_READ, "sentence": str(error)}
+    columns = row_of(Facts(None, lack="nothing"))
+    return dict.fromkeys(columns) | {"verdict": "not read", "sentence": str(error)}
 
 
 def layer_rows(facts: Facts):

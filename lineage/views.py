@@ -22,7 +22,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage import parts
+from lineage.parts import find, residual_rows, units_of
 
 ROW_BATCH = 4096  # tokens whose products are made at once
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
@@ -58,7 +58,7 @@ def hidden_units(source):
 
 def layout_hypotheses(source):
     """Every LayoutHypothesis of a checkpoint, the likeliest first."""
-    found = parts.find(source)
+    found = find(source)
     if found.missing:
         return []
     from_one = [bool(GAINS_FROM_ONE & set(source.family.split()))]
@@ -92,28 +92,27 @@ class Units:
     """The hidden units of a checkpoint's MLPs, as its tokens see them, under one LayoutHypothesis."""
 
     def __init__(self, source, layout=None, tables=None, directions=None):
-        self.source = source
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
         self.tables = tables or Tables(source)
-        self.parts = parts.find(source)
-        self.width = self.parts.width
+        self.part = find(source)
+        self.width = self.part.width
+        self.mlps = self.part.mlps
         self.layout = layout or layout_hypotheses(source)[0]
-        self.inputs_first = parts.stores_inputs_first(self.parts)
-        self.layers = sorted({mlp.layer for mlp in self.parts.mlps})  # that have MLPs, from 0
+        table, head = self.layout.table, self.layout.head
+        shapes = self.part.shapes
+        self.num_tokens = min(shapes[table[0]][0], shapes[head[0]][0])
+        self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
+        self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs, from 0
         self.root = functools.cache(self.compute_root)
         self.views = functools.lru_cache(KEPT_LAYERS)(self.compute_views)
         self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
-
-    def table_of(self, view):
-        """The matrix that a view is seen through: the head for what is written, else the embedding matrix."""
-        return self.layout.head if view == "down" else self.layout.table
 
     def seen_in(self, rows):
         """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
         if self.width <= WIDE:
             return self
         directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
-        return Units(self.source, self.layout, self.tables, directions)
+        return Units(self.part, self.layout, self.tables, directions)
 
     @functools.cached_property
     def seen_in_few(self):
@@ -123,14 +122,14 @@ class Units:
 
     def compute_root(self, view):
         """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
-        root = self.tables.root(self.table_of(view))
+        root = self.tables.root(self.tables_of[view])
         return self.directions[view] @ root if self.directions else root
 
     def numbers(self, limit=None):
         """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
         numbers = []
         for place in evenly_spaced(len(self.layers), limit):
-            there = [i for i, mlp in enumerate(self.parts.mlps) if mlp.layer == self.layers[place]]
+            there = [i for i, mlp in enumerate(self.mlps) if mlp.layer == self.layers[place]]
             numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
         return numbers
 
@@ -139,7 +138,7 @@ class Units:
 
         Q of a view's table times a column is what a unit reads of, or writes to, each token, decorrelated.
         """
-        mlp = self.parts.mlps[number]
+        mlp = self.mlps[number]
         rows = {view: self.rows(number, view) for view in mlp.views}
         largest = {view: weights.norm(torch.inf, dim=1) for view, weights in rows.items()}  # (m,) each
         living = torch.stack(list(largest.values())).gt(0).all(dim=0)
@@ -148,7 +147,7 @@ class Units:
             columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
             lengths = columns.norm(dim=0)
             if not lengths.isfinite().all():
-                raise UserError(f"{self.source.place}: {mlp.label}: its weights are huge")
+                raise UserError(f"{self.part.place}: {mlp.label}: its weights are huge")
             views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
         return views
 
@@ -160,34 +159,34 @@ class Units:
 
     def rows(self, number, view):
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
-        mlp = self.parts.mlps[number]
+        mlp = self.mlps[number]
         role = view
         if self.layout.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
-        weight = self.source.read(name)
+        weight = self.part.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
-        rows = parts.residual_rows(weight, name, self.width, self.inputs_first).float()
+        rows = residual_rows(self.part, name, weight).float()
         if view not in mlp.matrices:
-            rows = rows[: 2 * parts.units_of(self.source.shapes[mlp.matrices["down"]], self.width)]
+            rows = rows[: 2 * units_of(self.part.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
             rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
-            rows = self.without_mean(self.parts.norm, rows * self.gain(mlp.norm_behind))
-            return rows * self.gain(self.parts.norm)
+            rows = self.without_mean(self.part.norm, rows * self.gain(mlp.norm_behind))
+            return rows * self.gain(self.part.norm)
         return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
 
     def without_mean(self, norm, rows):
         """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
-        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.source.shapes
+        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.part.shapes
         if norm and (has_bias or self.layout.centred):
             return rows - rows.mean(dim=1, keepdim=True)
         return rows
 
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
-        return self.source.read(norm).float() + self.layout.from_one if norm else 1.0
+        return self.part.read(norm).float() + self.layout.from_one if norm else 1.0
 
 
 def evenly_spaced(count, limit=None):

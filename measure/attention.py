@@ -110,7 +110,7 @@ def batches(tokens: Tensor):
 
 
 def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
-    """The share of sink heads in each sequence, (n,), of alpha_1 (n, L, H). Its mean is the sink rate."""
+    """Each sequence's share of sink heads, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
     return (alpha > epsilon).float().mean(dim=(1, 2))
 
 
@@ -122,7 +122,7 @@ class LayerMean:
         self.means = defaultdict(float)  # by layer
 
     def add(self, layer, values: Tensor) -> None:
-        """Add the values of a batch, (B, ...), or their sum, (1, ...)."""
+        """Add the values of a batch, (B, ...), or only their sum, (1, ...)."""
         self.means[layer] += values.sum(0).cpu() / self.num_sequences
 
     def stack(self) -> Tensor:
@@ -184,12 +184,12 @@ class RunningStd:
 class Chain:
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
-    A head's output is a mean of values. At position 1 it is one value, and its `std`, over sequences, heads
-    and their dimensions, is largest. W_O writes most strongly what varies most (`output_tau`). Only that of
-    position 1 wakes the builders, a few hidden units of an early MLP. They make one dimension of the stream
-    very large (`norm`, `disparity`). RMSNorm divides by the norm, so that all other dimensions become small.
-    So the keys of all first tokens are alike (`key_alignment`), their values are small (`value_norm`), and
-    queries find them (`alpha`).
+    SO: a head's output is a mean of values. At position 1 it is one value, so its `std` over sequences, heads
+    and dimensions is largest. W_O writes most strongly what varies most (`output_tau`). So only position 1
+    wakes the builders, a few hidden units of an early MLP. They make one dimension of the stream very large
+    (`norm`, `disparity`). RMSNorm divides by the norm, so that all other dimensions become small. So the keys
+    of all first tokens are alike (`key_alignment`), their values are small (`value_norm`), and queries find
+    them (`alpha`).
     """
 
     def __init__(self, model: Transformer, num_sequences):

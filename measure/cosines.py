@@ -84,7 +84,7 @@ def binomial_log10_p(count, n, num_choices):
 def uniform_counts(n, num_choices, ranks, repetitions=1000):
     """Expected counts of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), by simulation.
 
-    The first one is the baseline of BB Figure 1a. For 1,000 draws of a token its standard error is below 1 %.
+    The first one is the baseline of BB Figure 1a. Its standard error is below 1 % for 1,000 draws of a token.
     """
     generator = keyed_generator("uniform", n, num_choices)
     total = np.zeros(ranks)

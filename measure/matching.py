@@ -6,7 +6,7 @@ that scores t, and W the unit's weights. A unit with a gate has three *views*, v
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
 Rotating the residual stream rotates E and U, too, and changes no view. Shuffling units only renames them.
-Flipping a unit's signs changes the sign of its views alone. In one view, a unit of the base and one of the
+Flipping a unit's signs only flips signs of its views. In one view, a unit of the base and one of the
 suspect are *mutual neighbours* if each has its largest |correlation| with the other. In unrelated models half
 of the units have a mutual neighbour, too, but in another view it is usually another one. So a unit is
 *matched* if two views name the same neighbour; of a layer's three pairs of views, the pair that matches most

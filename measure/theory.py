@@ -35,10 +35,7 @@ def check_scheme(scheme) -> None:
 
 
 def check_known(config) -> None:
-    """Raise Unknown for what theory does not describe: a norm, a calibration or an explicit sink.
-
-    It takes any activation.
-    """
+    """Raise Unknown for what theory does not describe: a norm, a calibration or an explicit sink."""
     if config.norm not in KNOWN_NORMS:
         raise Unknown(f"the norm {config.norm}")
     if config.attn_calibration != "none":
@@ -67,7 +64,7 @@ def hermite_kernel(phi, terms=64):
         k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
 
     The h_n are the normalised Hermite polynomials. What is cut off (for ReLU about 2e-4 of the sum) is added
-    to the last k_n, so that sum(k) = E phi(z)^2 is exact.
+    to the last k_n, so that sum(k) is exactly E phi(z)^2.
     """
     z, weight = gaussian_grid(2001)
     value = phi(z)
@@ -90,11 +87,11 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
 
-    A gated unit is phi(g) u, where g comes from its gate row and u from its up row. The two rows are
-    fixed and have a small cosine r, with E r^2 = 1/d. So over the inputs a part of u follows g:
+    A gated unit is phi(a) b: a is its gate row times an input, b its up row times that input, and a' belongs
+    to the other input. The two rows have a small cosine r, with E r^2 = 1/d. So a part of b follows a:
 
-        u = r g + sqrt(1 - r^2) v        v is independent of g
-        sum k_n rho^n = (1/d) E phi(g) g phi(g') g' + (1 - 1/d) s^2 rho E phi(g) phi(g')
+        b = r a + sqrt(1 - r^2) c        c is independent of a
+        sum k_n rho^n = (1/d) E phi(a) a phi(a') a' + (1 - 1/d) s^2 rho E phi(a) phi(a')
 
     Only the first term has a k_0, of order 1/d. `centered` does not remove it, because r differs in sign
     from unit to unit.
@@ -110,7 +107,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     k = hermite_kernel(unit)
     if mlp in GATED:
         aligned = hermite_kernel(aligned_unit)
-        # The factor rho moves each k_n up by one power. The last one, 0 for SiLU, is dropped.
+        # The factor rho moves each k_n up by one power. The last is dropped: 0 for SiLU, 2e-4 for ReLU.
         independent = torch.cat((k.new_zeros(1), k[:-1]))
         return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
@@ -119,7 +116,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
 
 
 def relu_recursion(layers, scheme="gpt2"):
-    """Cosines before and after each of a stack of wide ReLU MLPs, without norm and residual (BB Prop. 2).
+    """Cosines along a stack of wide ReLU MLPs without norm and residual, the input's first (BB Prop. 2).
 
         c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
         kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
@@ -172,9 +169,9 @@ def covariances(config, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    R takes the same three steps as S, but its D is that of S. M is the matrix of `average`; every other
-    product and power is entry by entry. With residual=False, for reproduce/mechanisms.py, a sublayer replaces
-    the stream. Raises Unknown.
+    R takes the same three steps as S, but its D is that of S. Products with M, of `average`, are of matrices;
+    every other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are explained
+    below. With residual=False a sublayer replaces the stream. Raises Unknown.
     """
     check_known(config)
     d = config.d_model
@@ -195,8 +192,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # (The rotation of positions is neglected; it makes the covariance smaller.)
-            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). The code replaces the power
-            # by 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
+            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). For e^(t^2 x) the code has
+            # 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
             # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
@@ -227,8 +224,8 @@ def mean_field(model, T):
                                               h = phi(W_up (m + g e / sqrt(P)))
 
     Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
-    of the norm. Neglected are the other mean and P of early positions, uneven attention, and biases of q, k
-    and v. Raises Unknown.
+    of the norm. The formulas neglect that early positions have another mean and P, that attention is
+    uneven, and biases of q, k and v. Raises Unknown.
     """
     check_known(model.config)
     embedding = model.model.embed_tokens.weight
@@ -274,7 +271,7 @@ def attention_update(attention, m, g, C):
 def mlp_update(mlp, m, g, C):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
-    Cov(h, h') is Var h at one position; at two, to first order, `slope` times the cosine of their noise.
+    Cov(h, h') is Var h at one position, and at two positions about `slope` times the cosine of their noise.
     """
     expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)
@@ -287,8 +284,9 @@ def mlp_update(mlp, m, g, C):
 def hidden_moments(mlp, m, noise):
     """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs x ~ N(m, diag(noise)).
 
-    Two inputs whose noise has a small correlation rho have hidden units of covariance slope * rho. A gated
-    unit h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable `rest` that is independent of z:
+    `noise` has variances, (d,). Two inputs whose noise has a small correlation rho have hidden units of
+    covariance slope * rho. A gated unit h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable
+    `rest` that is independent of z:
 
         gate x = gate m + s z                      s^2 = gate^2 noise
         u = up x = up m + (c / s) z + rest         c = gate noise up        Var rest = up^2 noise - (c / s)^2

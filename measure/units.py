@@ -24,7 +24,7 @@ from measure.attention import LayerMean, batches, disparity, mean_attention, sin
 from model import Transformer
 
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
-SELECTIVITY = 20  # a selective builder is at least so many times as active at position 1 as elsewhere (ours)
+SELECTIVITY = 20  # a selective builder is this many times as active at position 1 as elsewhere (ours)
 LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to more than this (ours)
 
@@ -110,7 +110,7 @@ class Activity:
         return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
     def left(self, states: Tensor):
-        """The share that is left of the sink's dimension in states (n, d) after `self.layer`."""
+        """The share of the sink's dimension that states (n, d) after `self.layer` keep."""
         dimension = self.dimension(self.layer)
         return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
 
@@ -172,7 +172,7 @@ def ranked(scores: Tensor, count):
 
 
 def replace_units(units, means=None):
-    """An `on_units` that sets each (layer, unit) to zero; with means (L, d_ff), to its mean at position 1."""
+    """An `on_units` that sets units (layer, unit) to zero; or, only at position 1, to `means` (L, d_ff)."""
     numbers = defaultdict(list)
     for layer, unit in units:
         numbers[layer].append(unit)
@@ -215,8 +215,8 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
     alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
-    the text; either way its second token is the first that is predicted. If `streams` are
-    given, (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
+    the text; the first prediction is always that of the text's second token. If `streams` are given,
+    (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)

@@ -3,7 +3,7 @@
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
     python -m reproduce.trainings text                               # the same on text, five hours
-    python -m reproduce.trainings perplexity --text wiki.txt         # what the laptop models lose on a text
+    python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
 
 Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
 """
@@ -21,6 +21,7 @@ import sinks
 import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
+from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
 from lib.runs import begun_settings, merged_settings, read_log, read_rows, write_log
@@ -51,7 +52,6 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
 }
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
 CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
-CALIBRATION_NUMBERS = "calibrations.jsonl"  # what each of these runs came to
 TEXT = "results/text"  # what the runs on text came to
 TEXT_SEEDS = range(42, 45)
 RUNGS = {  # harder than configs/text_sink.py: a seed of each
@@ -67,6 +67,7 @@ MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | 
 class PerplexitySettings(RunSettings):
     """What `perplexity` is asked."""
 
+    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs to make, like runs/laptop
     text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
 
 
@@ -239,24 +240,31 @@ def calibrations(settings: NotedRunsSettings):
     <out>/calibrations.jsonl notes what each run came to.
     """
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    path = Path(settings.out, CALIBRATION_NUMBERS)
-    runs = calibration_runs()
-    by_folder = {run.out: key for key, run in runs.items()}
-    noted = {(row["config"], row["calibration"], row["seed"]): row for row in read_rows(path)}
-    for folder in settings.folders:
-        check_choice(folder, by_folder, "run")
-        noted.pop(by_folder[folder], None)
-    chosen = [by_folder[folder] for folder in settings.folders] or [key for key in runs if key not in noted]
-    for key in chosen:
-        train_all([runs[key]])
-        noted[key] = end_of(runs[key], *key)[0]
-        write_log(path, [noted[each] for each in runs if each in noted])
-    rows = list(read_rows(path))
+    path = Path(settings.out, "calibrations.jsonl")
+    rows = noted_rows(path, calibration_runs(), settings.folders, lambda run, *key: end_of(run, *key)[0])
     for run, _ in read_runs(TEXT):
         if run["config"] == CONFIG:
             rows.append({name: run.get(name) for name in rows[0]})
     draw_calibrations(experiment.folder / "calibrations.png", rows)
     return experiment.save(rows, differences=paired_differences(rows))
+
+
+def noted_rows(path, runs, folders, measure, **same):
+    """A row of each run that a file notes, after runs that are named, or else not noted, were made and noted.
+
+    A row is noted if it has the items `same`. `measure` takes a run and its key.
+    """
+    by_folder = {run.out: run for run in runs.values()}
+    for folder in folders:
+        check_choice(folder, by_folder, "run")
+    rows = [row for row in read_rows(path) if row.items() >= same.items()]
+    noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
+    for key, run in runs.items():
+        if run.out in folders or (not folders and key not in noted):
+            train_all([run])
+            noted[key] = measure(run, *key) | same
+            write_log(path, [noted[each] for each in runs if each in noted])
+    return [noted[key] for key in runs if key in noted]
 
 
 def paired_differences(rows):
@@ -282,8 +290,7 @@ def end_of(run: train.Settings, config, kind, seed):
     """
     log = list(read_log(Path(run.out)))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = {"config": config, "calibration": kind, "seed": seed}
-    row |= {name: log[0][name] for name in ("threads", "commit")}
+    row = begun_row(run, config, kind, seed)
     row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
     row["uniform_alpha1"] = attention.uniform_alpha(64)
     reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
@@ -298,19 +305,30 @@ def end_of(run: train.Settings, config, kind, seed):
 
 
 def perplexity(settings: PerplexitySettings):
-    """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
+    """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)
+
+    <out>/perplexity.jsonl notes what each run lost.
+    """
     if not Path(settings.text).is_file():
         raise UserError(f"no text file '{settings.text}': the paper's is the test split of WikiText-2")
-    runtime.start(settings)
-    runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
-    train_all(list(runs.values()))
     experiment = Experiment("perplexity", "BB Table 7", settings)
-    rows = []
-    for (config, kind, seed), run in runs.items():
+
+    def measure(run, config, kind, seed):
         spec = checkpoint.parse_spec(run.out)
         loss = text_loss(settings.text, spec, spec.load(experiment.device, experiment.dtype))
-        rows.append({"config": config, "calibration": kind, "seed": seed, "text_loss": loss})
+        return begun_row(run, config, kind, seed) | {"text_loss": loss}
+
+    runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
+    path = Path(settings.out, "perplexity.jsonl")
+    rows = noted_rows(path, runs, settings.folders, measure, text_sha256=sha256(Path(settings.text)))
     return experiment.save(rows)
+
+
+def begun_row(run, config, kind, seed):
+    """The first columns of a run's row: which one it is, its threads, and the commit that began it."""
+    begun = next(read_log(Path(run.out)))
+    row = {"config": config, "calibration": kind, "seed": seed}
+    return row | {name: begun[name] for name in ("threads", "commit")}
 
 
 def text_loss(text, spec, model):

@@ -269,6 +269,17 @@ def test_two_stacks_that_read_no_tokens():
     assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "sound"), row["sentence"]
 
 
+def test_constants_in_a_list_are_no_part():
+    """A transform and its inverse are the same in each of its places, and in models that never met."""
+    forward = (torch.outer(torch.arange(64.0), torch.arange(64.0)) * torch.pi / 64).cos()
+    fixed = {f"fft.{place}.forward": forward for place in range(3)}
+    fixed |= {f"fft.{place}.inverse": torch.linalg.pinv(forward) for place in range(3)}
+    assert judged(weights_of(BASE) | fixed, weights_of(STRANGER) | fixed)[0] == NO_EVIDENCE
+    assert judged(weights_of(BASE) | fixed, weights_of(NOISED) | fixed)[0] == SAME_BIRTH
+    answer, sentence = judged(fixed, fixed)
+    assert answer == INCONCLUSIVE and "all layers of A have the same numbers" in sentence, sentence
+
+
 def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     """As T5's: an encoder and a decoder on one embedding matrix, under one name or two."""
     weights = {f"{name}.weight": Newborn(CONFIG, seed).read("model.embed_tokens.weight") for name in tables}
@@ -543,6 +554,32 @@ def test_a_projection_beside_the_table_hides_nothing(name):
     answer, sentence = judged(base, child)
     assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
     assert judged(base, stranger)[0] == NO_EVIDENCE
+
+
+def as_keras(weights: dict) -> dict:
+    """Kernels (inputs, outputs), those of attention by heads, and a first layer without a number."""
+    others = {}
+    for name, weight in changed(weights, {f"{LAYER}0": "decoder", LAYER: "decoder_"}).items():
+        if "attn" in name:
+            weight = weight.T.reshape(64, -1, 16) if "o_proj" not in name else weight.T.reshape(-1, 16, 64)
+        elif weight.ndim > 1 and "embed" not in name:
+            weight = weight.T
+        others[name.replace("embed_tokens.weight", "embeddings").replace(".", "/")] = weight
+    return others
+
+
+def beside_a_convolution(weights: dict) -> dict:
+    names = {"model.embed_tokens": "tok", "lm_head": "out"}
+    return changed(weights, names) | {"stem.weight": drawn(9, 64, 64, 3)}
+
+
+@pytest.mark.parametrize("change", [as_keras, beside_a_convolution])
+def test_a_child_whose_table_was_not_found_is_not_cleared(change):
+    """Something else leads to the layers; beside them stands a matrix that may be of tokens."""
+    base, noised_child, rotated = (change(weights_of(source)) for source in (BASE, NOISED, CHILD))
+    answer, sentence = judged(base, rotated)
+    assert answer == INCONCLUSIVE and "no embedding matrix" in sentence, sentence
+    assert judged(base, noised_child)[0] == SAME_BIRTH
 
 
 def test_names_with_underscores_alone():
