@@ -84,7 +84,7 @@ class Births(Experiment):
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
         """Draw the rows, save them, and print their `columns`, by default all.
 
-        The rows of all seeds become one, with the means of the columns `measured`, unless that is ().
+        Rows of all seeds become one, with the means of the columns `measured`, if any are named.
         """
         rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
         plot(self, rows, question, x, series, theories, **options)
@@ -104,7 +104,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 
 
 def predicted(unknown, function, *arguments):
-    """Return function(*arguments) of measure/theory.py, or `unknown` where theory knows no such newborns."""
+    """Return function(*arguments) of measure/theory.py, or `unknown` if it raises Unknown."""
     try:
         return function(*arguments)
     except theory.Unknown as error:
@@ -164,7 +164,7 @@ def sublayers_apart(settings, model, T):
 
 @torch.inference_mode()
 def mlp(settings: NewbornSettings):
-    """Does the activation's asymmetry contract MLPs? (BB Figures 4, 5, Proposition 2; a quarter minute)"""
+    """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a quarter minute)"""
     births = Births("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
     for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
         x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
@@ -196,10 +196,7 @@ def mlp_stacks(standard, scheme):
 
 @torch.inference_mode()
 def amplify(settings: LengthSettings):
-    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)
-
-    The papers also use this name for a calibration (train.py) and for an intervention (sinks.py).
-    """
+    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)"""
     births = Births("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
     changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
     for key, model, T in births.each(**changes):

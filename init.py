@@ -12,10 +12,10 @@
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
-Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: it subtracts from each
-row of an MLP down projection its mean. If all hidden units have the same mean, this mean then adds nothing to
-the stream (`contraction.py cure`). The scheme does not cure SwiGLU. For a scheme of your own, add its name to
-`SCHEMES` and a line to `birth_value`.
+Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: each row of an MLP down
+projection loses its mean. If all hidden units have the same mean, this mean then adds nothing to the stream
+(`contraction.py cure`). The scheme does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES`
+and a line to `birth_value`.
 
 A draw depends on (seed, parameter name, shape) alone. Each parameter has its own stream of numpy's Philox. It
 is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the same
@@ -98,9 +98,9 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights in the same memory under another configuration: a change is one of both models.
+    """The same weights in the same memory under another configuration: what changes one changes both.
 
-    ValueError if the configuration needs a weight that the model lacks, or has in another shape.
+    ValueError if the model lacks a weight that is needed, or has it in another shape.
     """
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))

@@ -78,8 +78,8 @@ class Counts:
     """Counts of a model's predictions after random sequences, and cosines of its states.
 
     `tokens` (V,) counts how often each token has the largest logit, and `dimensions` (d,) how often each
-    dimension has the largest number of the final state. `cosines` describes the final states, and `layers`
-    the stream before and after each block, if `with_layers`.
+    dimension of the final state is the largest. `cosines` describes the final states, and `layers` the stream
+    before and after each block, if `with_layers`.
     """
 
     def __init__(self, config, device, with_layers=False):

@@ -21,9 +21,9 @@ lineage/births.py, `paper` and `persistence` in lineage/outputs.py. The columns 
 Each layer of the suspect is looked for in the base. It is the base's on one of three grounds:
 
     bits            all of its matrices equal those of one layer of the base, whatever their names
-    hidden units    at least 20 % are matched, with an r of at least 0.5 (unrelated models: at most 0.26); or
-                    at least 50 %, with any r, in the middle of both models: after the first layer and before
-                    the last quarter
+    hidden units    20 % or more are matched with r at least 0.5 (unrelated models: r at most 0.26); or 50 %
+                    or more with any r, in the middle of both models: after the first layer, and before the
+                    last quarter
     coordinates     each of its matrices correlates by at least 0.1 with the base's of that name
 
 And the verdict is
@@ -31,9 +31,9 @@ And the verdict is
     same birth      if two layers are the base's, or the only layer is
     part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads
                     images, a text encoder, a draft head) is a part or all of the other
-    inconclusive    if only one of several layers is the base's; if more units are matched than strangers have
-                    in common (10 % where both layers are in the middle of their model, 20 % where one is,
-                    50 % elsewhere); or if a child would not be seen: without layers, MLPs or embeddings
+    inconclusive    if only one of several layers is the base's; if more units are matched than strangers
+                    share (10 % of two layers in the middle of their models, 20 % if one is there, 50 % if
+                    none); or if a model has no layers, MLPs or embeddings, so that no child would be seen
     no evidence     otherwise
 """
 
@@ -71,7 +71,7 @@ class CompareSettings(OutputSettings):
 
 
 def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Seconds for tiny models, 15 for 135M parameters.
+    """Is each suspect of one birth with the base? Seconds for tiny models, 20 for 135M parameters.
 
     A suspect that cannot be read does not stop the others. Its verdict is `not read`, and the script ends
     with status 2.
@@ -129,7 +129,7 @@ def kinship(row):
         return 0.0
     if row["distance"] is not None:
         return 1 - row["distance"]
-    return 1.0 if row["body_r"] is None else row["body_r"]  # equal bits under other names
+    return 1.0 if row["body_r"] is None else row["body_r"]  # None: the bits are equal, the names are not
 
 
 def judged(base, suspect, settings: CompareSettings):

@@ -8,14 +8,15 @@
     python sinks.py first --model runs/backcopy --text data/backcopy-bytes       # a position, or a token?
 
 Positions count from 1. A head's alpha_k is its weight on position k, averaged over the queries i >= k. A head
-is a sink head of a sequence if its alpha_1 is above --epsilon. The sink rate is the share of sink heads,
+is a sink head of a sequence if its alpha_1 is above 0.3. The sink rate is the share of sink heads,
 averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers count from 1, units from 0.
 *Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
-it away again. A *selective* builder is 20 times as active at position 1 as elsewhere.
+it away again. A *selective* builder is at least 20 times as active there as elsewhere.
 
 Each subcommand gives `measure_models` a function that returns one model's lists of rows, by name. The list
 `rows` is printed (`anatomy`: `layers`), and the JSON holds all. A model with a tokenizer reads docstrings of
-Python's standard library, or --text; another reads random tokens. `interval` is Student's, over sequences.
+Python's standard library, or --text; another reads random tokens. `interval` is Student's 95 % interval over
+sequences.
 """
 
 import itertools
@@ -141,7 +142,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 @torch.inference_mode()
 def first(settings: Settings):
-    """Do heads sink on position 1, or on a token that stands there? alpha_1 of each (ours; four minutes)"""
+    """Do heads sink on position 1, or on a token that stands there? (ours; four minutes)"""
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
     experiment, lists = measure_models("first", "ours", settings, by_first_token)
@@ -256,7 +257,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
 
     alpha_k is the mean over heads, in the layers above the strongest builder's. `woke` is the share of
     sequences in which that builder is active at position k. `amplify` needs the mean of all sequences, so
-    that there are no batches here.
+    there are no batches.
     """
     k = settings.position
     L = model.config.num_layers
@@ -473,7 +474,10 @@ def drawn_like(vectors, generator):
 
 
 def effects(model, tokens, builder, before):
-    """A case's row, and the stream's largest |number| by layer; `before` tokens are in front of the text."""
+    """A case's row, and the stream's largest |number| by layer.
+
+    `before` tokens are in front of the text: then position 1 is the first of them. Losses are of the text.
+    """
     disparities = attention.LayerMean(len(tokens))
     largest = defaultdict(float)  # by layer
 
@@ -506,7 +510,7 @@ def by_token(model, tokens, builder):
 
 
 def rounded_losses(model, tokens, before):
-    """The losses with 8-bit inputs of all projections."""
+    """The losses with 8-bit inputs of all projections, which huge numbers make coarse."""
     losses = {}
     for scale in ("tensor", "token"):
         with rounded_inputs(model, scale):

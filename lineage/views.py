@@ -32,7 +32,7 @@ WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so 
 KEPT_LAYERS = 3  # whose views are kept
 NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
-RIDGE = 3.0  # of decorrelation: a third more units are found under noise of three std than with 0.03
+RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
 LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")

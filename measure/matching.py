@@ -9,8 +9,8 @@ Rotating the residual stream rotates E and U, too, and changes no view. Shufflin
 Flipping a unit's signs only flips signs of its views. In one view, a unit of the base and one of the
 suspect are *mutual neighbours* if each has its largest |correlation| with the other. In unrelated models half
 of the units have a mutual neighbour, too, but in another view it is usually another one. So a unit is
-*matched* if two views name the same neighbour; of a layer's three pairs of views, the pair that matches most
-units counts. Nearly all units of a child are matched, and less than one in a layer of an unrelated newborn.
+*matched* if two views name the same neighbour. Of a layer's three pairs of views, that counts which matches
+most units. Nearly all units of a child are matched, and less than one in a layer of an unrelated newborn.
 
 `lineage/views.py` computes the views of any architecture, and `lineage/match.py` compares all layers.
 """

@@ -81,8 +81,8 @@ def hermite_kernel(phi, terms=64):
 
 
 def mlp_kernel(mlp, s, d, scheme="gpt2"):
-    """The k_n, (terms,), of an MLP: for Gaussian inputs of correlation rho the units' mean product is
-    sum k_n rho^n.
+    """The k_n, (terms,), of an MLP: two Gaussian inputs of correlation rho give units of which the mean
+    product is sum k_n rho^n.
 
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
@@ -107,7 +107,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     k = hermite_kernel(unit)
     if mlp in GATED:
         aligned = hermite_kernel(aligned_unit)
-        # The factor rho moves each k_n up by one power. The last is dropped: 0 for SiLU, 2e-4 for ReLU.
+        # The factor rho moves each k_n up by one power. The last is dropped: it is 0 for SiLU.
         independent = torch.cat((k.new_zeros(1), k[:-1]))
         return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
@@ -169,9 +169,9 @@ def covariances(config, T, scheme="gpt2", residual=True):
         attention:  S += g_a A(C)               A(C) = M C M^T + v C (M C^2 M^T - (M C M^T)^2)
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
-    R takes the same three steps as S, but its D is that of S. Products with M, of `average`, are of matrices;
-    every other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are explained
-    below. With residual=False a sublayer replaces the stream. Raises Unknown.
+    R takes the same three steps as S, but its D is that of S. Products with M, which is `average`, are matrix
+    products; every other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are
+    explained below. With residual=False a sublayer replaces the stream. Raises Unknown.
     """
     check_known(config)
     d = config.d_model
@@ -191,7 +191,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
             C = stream / scales(stream[0], config.norm_epsilon)
             # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
-            # (The rotation of positions is neglected; it makes the covariance smaller.)
+            # (RoPE is neglected; it makes the covariance smaller.)
             # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). For e^(t^2 x) the code has
             # 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
             # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
@@ -216,7 +216,7 @@ def mean_field(model, T):
     """The contraction direction from the weights, (d,) of norm 1, for sequences of T random tokens.
 
     A state is a mean (d,), which all sequences share, plus Gaussian noise e. K (T, T) is the covariance of
-    the noise at two positions, in every dimension the same.
+    e at two positions, the same in every dimension.
 
         norm:       m = g mean / sqrt(P)      C = K / P                  P = [mean^2] + K_TT + epsilon
         attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M C M^T

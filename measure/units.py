@@ -26,7 +26,7 @@ from model import Transformer
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
 SELECTIVITY = 20  # a selective builder is this many times as active at position 1 as elsewhere (ours)
 LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
-LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to more than this (ours)
+LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to above this (ours)
 
 
 @contextlib.contextmanager
@@ -59,9 +59,9 @@ def watch(model: Transformer, unit, position=1):
 class Activity:
     """The hidden units, and the stream at position 1, averaged over sequences.
 
-    The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit
-    contributes to it its activation times its down weight on the dimension, times the dimension's sign.
-    *Builders* contribute most, *removers* take most away (ours).
+    The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit's
+    contribution is its activation times its down weight there, times the dimension's sign. *Builders*
+    contribute most, *removers* take most away (ours).
     """
 
     down: list[Tensor]  # down projections, (d, d_ff) each
@@ -192,7 +192,7 @@ def replace_units(units, means=None):
 
 @contextlib.contextmanager
 def rounded_inputs(model: Transformer, scale):
-    """Within this context the blocks' projections read whole numbers from -127 to 127, times a step.
+    """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
 
     With `token` each position has its own step; with `tensor` one step serves a whole sequence.
     """

@@ -19,7 +19,7 @@ from lib.files import read_bytes
 from lib.results import Experiment, interval
 from lib.settings import Command, OutputSettings, UserError, run_script
 
-CONFIG = "text_sink"  # the runs that the figure compares; others are harder rungs
+CONFIG = "text_sink"  # the runs that the figure compares; others are variants of it
 CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
 KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
 

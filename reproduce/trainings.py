@@ -1,8 +1,8 @@
 """What becomes of models that differ in one thing, trained on one text in one order? (BB 6, B.3; SO)
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
-    python -m reproduce.trainings calibrations                       # four scalings of heads, six hours
-    python -m reproduce.trainings text                               # the same on text, five hours
+    python -m reproduce.trainings calibrations                       # calibrations, explicit sinks: six hours
+    python -m reproduce.trainings text                               # the same on text, seven hours
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
 
 Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
@@ -54,7 +54,7 @@ CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by c
 CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
 TEXT = "results/text"  # what the runs on text came to
 TEXT_SEEDS = range(42, 45)
-RUNGS = {  # harder than configs/text_sink.py: a seed of each
+RUNGS = {  # variants of configs/text_sink.py: a seed of each
     "text_eight_layers": {"num_layers": 8, "max_iters": 3072},
     "text_as_it_falls": {"bos_first": False, "max_iters": 6144},
     "text_without_builders": {},  # those that none-42 has at its end are zero from birth on
@@ -130,7 +130,7 @@ def calibration_runs():
 
 
 def text_runs():
-    """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and harder rungs."""
+    """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and variants."""
     runs = {}
     for seed in TEXT_SEEDS:
         for kind in KINDS:
@@ -340,7 +340,7 @@ def text_loss(text, spec, model):
 
 
 def text(settings: NotedRunsSettings) -> None:
-    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (all: five hours)"""
+    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (seven hours)"""
     runtime.start(settings)
     runs = {run.out: (key, run) for key, run in text_runs().items()}
     for folder in settings.folders or runs:
