@@ -116,7 +116,7 @@ def matrix(settings: CompareSettings):
     bare = [model.name for model in models if not model.readings[0].part.layers]
     if bare and rank() == 0:
         print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
-    label = "closeness: 1 - distance if of one birth, else 0 (o: a part in common)"
+    label = "closeness: 1 - distance (o: a part in common)"
     closeness = squareform(closeness) + np.eye(len(names))
     have_part = squareform([row["verdict"] == PART_IN_COMMON for row in rows])
     family_tree(experiment.folder / "matrix.png", names, closeness, label, bare, have_part)
