@@ -77,7 +77,6 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/wikitext/transplant": f"sinks.py transplant --model smollm2 {LONG} --text {WIKITEXT}",
     "qwen2.5-coder-0.5b/transplant": f"sinks.py transplant --model {SMALL} {LONG}",
     "qwen2.5-coder-0.5b/wikitext/transplant": f"sinks.py transplant --model {SMALL} {LONG} --text {WIKITEXT}",
-    "qwen2.5-coder-1.5b/transplant": f"sinks.py transplant --model {LARGE} {FOUR} --sequence-length 512",
     "models/transplant": f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {FOUR}",
     "models/wikitext/transplant": f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {FOUR} "
     f"--text {WIKITEXT}",
