@@ -47,7 +47,7 @@ class Settings(RunSettings):
 
 
 def probe(settings: Settings):
-    """Which tokens do untrained models prefer? By default half a minute a seed, on 2 cores."""
+    """Which tokens do untrained models prefer? By default a minute a seed, on 2 cores."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
