@@ -113,7 +113,7 @@ def matrix(settings: CompareSettings):
         rows.append({"a": a.name, "b": b.name} | row)
         closeness.append(kinship(row))
     names = [model.name for model in models]
-    bare = [model.name for model in models if not model.readings[0].part.layers]
+    bare = [model.name for model in models if not next(iter(model.stacks)).layers]
     if bare and rank() == 0:
         print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
     label = "closeness: 1 - distance (o: a part in common)"

@@ -18,7 +18,7 @@ from lib.checkpoint import parse_spec
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import OutputSettings, UserError
-from lineage import coordinates
+from lineage.table import CHANCE_LOG10_P
 from lineage.outputs import Names
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
@@ -51,7 +51,7 @@ def identify(settings: IdentifySettings):
     experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
     rows = closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
-    is_certain = rows[0]["family_log10_p"] <= coordinates.SAME_LOG10_P
+    is_certain = rows[0]["family_log10_p"] <= CHANCE_LOG10_P
     answer = rows[0]["seed"] if is_certain else None
     shown = rows if is_certain else rows[:1]
     result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))

@@ -5,17 +5,16 @@
     >>> from lineage.views import Units
     >>> base = Units(checkpoint.parse_spec("tiny_llama@1000").open())
     >>> suspect = Units(checkpoint.parse_spec("runs/lineage/tiny_llama-1000").open())
-    >>> match = match_models(base, suspect, equal_ids(base, suspect)).matches[0]
-    >>> match.found, match.units
+    >>> row = match_models(base, suspect, equal_ids(base, suspect)).rows[0]
+    >>> row.found, row.units
     (704, 704)
 
 How units are matched is in `measure/matching.py`, and what their views are in `lineage/views.py`. Models that
-learnt to predict the same words come to share units near the head: `lineage/verdict.py` weighs that.
+learnt to predict the same words come to share units near the head: `lineage/table.py` weighs that.
 """
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,66 +22,16 @@ import torch
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.parts import MLP
+from lineage.layout import TRIED
+from lineage.table import DEEP, FEWEST_UNITS, HALF, TOKENS_A_DIMENSION, Pair, Row, distinct, mark_units
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most
 LARGEST_MAP = 2048  # units in all, of deep models, of whose MLPs it counts fewer, but TRIAL_UNITS at least
-TRIAL_LAYERS, TRIAL_UNITS = 3, 64  # of a suspect and a base, by which ways to read them are tried
-CERTAIN = 0.95  # share times strength in each of them, from which on no other way is tried
-SETTLED = 0.5  # share of units matched in some layer, from which on it is no chance
-CLEARLY_MORE = 2  # times what the likeliest way finds must be found by another one to be taken
+TRIAL_UNITS = 64  # of a layer, by which ways to read two models are tried
+LARGE = 2**15  # width times MLPs, from which on DEEP layers are read, evenly spaced, unless more are asked for
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
-FEWEST_UNITS = 8  # matched, from which on a distance is worth a number
-TOO_ALIKE = 0.5  # from here on unrelated tables of so few tokens are too alike to tell
-
-
-def distance(rows_a, rows_b):
-    """How far apart are matched units' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
-
-    One minus the correlation of their numbers, in whatever basis: the cosines between units of one model are
-    compared with those of the other, and these agree as much as the correlation's square. None for few units.
-    """
-    if len(rows_a) < FEWEST_UNITS:
-        return None
-    cosines = []
-    for rows in (rows_a, rows_b):
-        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        cosines.append((rows @ rows.T).fill_diagonal_(0).flatten().double())
-    agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
-    return round(1 - agreement**0.5, 9)  # what is smaller is rounding's
-
-
-@dataclass
-class Match:
-    """An MLP of a suspect, the closest of the base, and how many units of one are matched in the other."""
-
-    mlp: MLP
-    base_mlp: MLP
-    found: int
-    units: int  # that could be: those read that live, in the MLP with fewer
-    r: float  # the median strength of those matched
-    by_chance: int  # matched where one model's tokens are permuted: this pair's own null
-    in_place: int  # of those matched: they stand where they stood
-    distance: float | None
-
-    @property
-    def share(self):
-        return self.found / max(1, self.units)
-
-
-@dataclass
-class ModelMatch:
-    """A Match for each MLP of the suspect that was read, and a map of all pairs of layers."""
-
-    matches: list
-    layer_map: dict  # `share`, by MLPs of the `base` (rows) and of the `suspect` (columns)
-    depth: int  # layers of the suspect that have MLPs, read or not
-    has_same_depth: bool
-    num_tokens: int  # that the models share
-    widths: tuple  # of base and suspect
-    table_likeness: float | None  # of embedding matrices, in any basis: 1, or about 0; None of few tokens
 
 
 def equal_ids(base: Units, suspect: Units):
@@ -100,32 +49,39 @@ def ids_by_string(base: Units, suspect: Units, vocabularies):
     return None if not shared or torch.equal(*ids) else ids
 
 
-def best_match(bases, suspects, vocabularies, units, layers, key):
-    """The `match_models` of two models in the way to read them that finds most in a few layers.
+def match_stacks(bases, suspects, vocabularies, units, layers, key):
+    """The `match_models` of two stacks in the way to read them that finds most in a few layers.
 
-    `bases` and `suspects` are Units by every LayoutHypothesis. Tokens are equal by number, or by string, if
-    `vocabularies` tell; and a suspect's gate may be called up. UserError if no way can be compared.
+    `bases` and `suspects` are Units by each Reading. Tokens are equal by string, if `vocabularies` tell, or
+    by number; and a suspect's gate may be called up. A way that chance may have found is not taken: then the
+    likeliest is. UserError if no way can be compared; an empty Pair without units.
     """
     ways = []
     refusal = None
     for base, suspect in itertools.product(bases, suspects):
-        have_heads = base.part.has_head and suspect.part.has_head
-        if have_heads and any(units.layout.head == units.layout.table for units in (base, suspect)):
+        have_heads = base.stack.has_head and suspect.stack.has_head
+        if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
             continue  # a table is tried as its model's head where one of them has none
-        if any(score >= CERTAIN * TRIAL_LAYERS for score, *_ in ways):
-            break
-        pairings = [equal_ids(base, suspect), ids_by_string(base, suspect, vocabularies)]
-        for tokens in filter(None, pairings):
+        for tokens in (ids_by_string(base, suspect, vocabularies), equal_ids(base, suspect)):
             try:
-                ways += score_ways(*seen_alike(base, suspect, tokens), units)
+                ways += score_ways(*seen_alike(base, suspect, tokens), units) if tokens else []
             except UserError as error:  # a decoy's numbers, perhaps
                 refusal = error
+        if any(score >= HALF * TRIED for score, *_ in ways):
+            break
     if not ways:
-        raise refusal
+        return Pair(lack=str(refusal or ""))
     score, *way = max(ways, key=lambda way: way[0])
-    if score < SETTLED and score < CLEARLY_MORE * ways[0][0]:  # chance may have found it
+    if score < HALF:
         _, *way = ways[0]
-    return match_models(*way, units, layers, key)
+    stacks = [units.stack for units in way[:2]]
+    if layers is None and any(stack.width * len(stack.mlps) > LARGE for stack in stacks):
+        layers = DEEP
+    pair = match_models(*way, units, layers, key)
+    found = [(row.layer, row.closest) for row in pair.rows if row.has_units_of_base]
+    if distinct(found) == 1 and len({row.layer for row in pair.rows}) < len(way[1].layers):  # is it the only one?
+        pair = match_models(*way, units, None, key)
+    return pair
 
 
 def seen_alike(base, suspect, tokens):
@@ -144,7 +100,7 @@ def score_ways(base, suspect, tokens, basis, units):
     """Yield (score, base, suspect, tokens, basis, exchanged): shares times strengths, over a few layers."""
     is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
     for exchanged in (False, True) if is_gated else (False,):
-        numbers = layers_to_read(base, suspect, TRIAL_LAYERS)
+        numbers = layers_to_read(base, suspect, TRIED)
         columns = map_columns(base, suspect, basis, *numbers, units, TRIAL_UNITS, exchanged)
         score = sum((share * r).max().item() for _, _, share, r in columns)
         yield score, base, suspect, tokens, basis, exchanged
@@ -153,7 +109,7 @@ def score_ways(base, suspect, tokens, basis, units):
 def match_models(
     base: Units, suspect: Units, tokens, basis=None, exchanged=False, units=1024, layers=None, key=0
 ):
-    """Which units of each MLP of a suspect are matched in the closest of a base, and the map: a ModelMatch.
+    """Which units of each MLP of a suspect are matched in the closest of a base: a Pair's rows, and its map.
 
     `tokens` are the ids (n,) of the tokens that both have, for each, `basis` their `basis_correlations`. Up
     to `units` units of an MLP are looked for, in up to `layers` layers (None: all). `key` permutes one
@@ -171,28 +127,24 @@ def match_models(
     ours, theirs = layers_to_read(base, suspect, layers)
     few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
     columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
-    matches, shares = [], []
+    rows, shares = [], []
     for number, views, share, _ in columns:
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
-        matches.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
+        rows.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
         shares.append(share.tolist())
     layer_map = {"base": [base.mlps[number].label for number in ours]}
     layer_map["suspect"] = [suspect.mlps[number].label for number in theirs]
     layer_map["share"] = np.transpose(shares).tolist()
     widths = (base.width, suspect.width)
-    alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
-    by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
-    return ModelMatch(
-        matches=matches,
-        layer_map=layer_map,
-        depth=len(suspect.layers),
-        has_same_depth=len(base.layers) == len(suspect.layers),
-        num_tokens=len(ids_a),
-        widths=widths,
-        table_likeness=(alike - by_chance) / (1 - by_chance) if by_chance <= TOO_ALIKE else None,
-    )
+    mark_units(rows)
+    pair = Pair(rows, layer_map, widths, len(ids_a))
+    if len(ids_a) >= TOKENS_A_DIMENSION * max(widths):
+        alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
+        by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
+        pair.table_likeness = (alike - by_chance) / (1 - by_chance)
+    return pair
 
 
 def layers_to_read(base: Units, suspect: Units, limit):
@@ -260,7 +212,7 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, ex
         strengths = torch.zeros(len(ours))
         neighbours = [[] for _ in ours]
         for view in [view for view in rows if view in views]:
-            if shares.max() > SETTLED:
+            if shares.max() > HALF:
                 break
             correlations = (rows[view] @ views[view]).abs_()  # (units, m)
             for place, block in enumerate(correlations.split(sizes)):
@@ -273,14 +225,8 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, ex
         yield number, views, shares, strengths
 
 
-def correlations_of(base_views, views, basis):
-    """|Correlations| of a base's units with a suspect's in the views that both have: (n, m) by view."""
-    common = [view for view in base_views if view in views]
-    return {view: (base_views[view].T @ basis[view] @ views[view]).abs_() for view in common}
-
-
 def match_mlps(base, base_number, suspect, number, views, basis, null, units, exchanged):
-    """The Match of an MLP of the suspect, of these `views`, with one of the base.
+    """The Row of an MLP of the suspect, of these `views`, with one of the base.
 
     The units of the smaller MLP are sampled, so that all of them can be matched.
     """
@@ -292,21 +238,25 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
         chosen = list(range(base_views["up"].shape[1]))
         chosen_theirs = evenly_spaced(len(chosen_theirs), units)
         views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
-    found = correlations_of(base_views, views, basis)
+    found = correlations_in(base_views, views, basis)
     places, partners, strengths = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
-    found = correlations_of(base_views, views, null)
+    found = correlations_in(base_views, views, null)
     by_chance, _, _ = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
-    # The gate, if both have one: signs of up can be flipped.
-    view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"
-    theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
     far = None  # which gains would tell
     if base_mlp.knows_norm and mlp.knows_norm:
+        # The gate, if both have one: signs of up can be flipped.
+        view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"
+        theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
         far = distance(base.rows(base_number, view)[base_units], theirs)
-    return Match(
-        mlp=mlp,
-        base_mlp=base_mlp,
+    return Row(
+        layer=mlp.layer,
+        depth=len(suspect.stack.layers),
+        label=mlp.label,
+        closest=base_mlp.layer,
+        base_depth=len(base.stack.layers),
+        base_label=base_mlp.label,
         found=len(places),
         units=min(living_units(base_views), living_units(views)),
         r=strengths.median().item() if len(places) else 0.0,
@@ -314,3 +264,25 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
         in_place=int((base_units == suspect_units).sum()),
         distance=far,
     )
+
+
+def correlations_in(base_views, views, basis):
+    """|Correlations| of a base's units with a suspect's in the views that both have: (n, m) by view."""
+    common = [view for view in base_views if view in views]
+    return {view: (base_views[view].T @ basis[view] @ views[view]).abs_() for view in common}
+
+
+def distance(rows_a, rows_b):
+    """How far apart are matched units' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
+
+    One minus the correlation of their numbers, in whatever basis: the cosines between units of one model are
+    compared with those of the other, and these agree as much as the correlation's square. None for few units.
+    """
+    if len(rows_a) < FEWEST_UNITS:
+        return None
+    cosines = []
+    for rows in (rows_a, rows_b):
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        cosines.append((rows @ rows.T).fill_diagonal_(0).flatten().double())
+    agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
+    return round(1 - agreement**0.5, 9)  # what is smaller is rounding's

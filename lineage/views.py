@@ -22,62 +22,43 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.parts import find, residual_rows, units_of
+from lineage.layout import BATCH, TRIED, find, residual_rows, units_of
 
-ROW_BATCH = 4096  # tokens whose products are made at once
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so many random directions
-KEPT_LAYERS = 3  # whose views are kept
-NEGATIVE_GAINS = 0.01  # share of a model's gains; more are a sign that they are stored less one
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
 RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
-LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
+LAYERNORMS_WITHOUT_BIAS = ("", "cohere", "cohere2", "mpt", "dbrx", "olmo")  # "": of weights alone, it may be
 
 
 @dataclass(frozen=True)
-class LayoutHypothesis:
-    """What a checkpoint's names leave open: where there is a choice, all are tried."""
+class Reading:
+    """How a stack is read, where its names leave a choice: all choices are tried (`lineage/match.py`)."""
 
     table: tuple  # the embedding matrix: its name, or the names of two whose product it is
     head: tuple
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
-    centred: bool  # norms without biases take the mean out, as LayerNorms do
     backward: bool  # of two matrices of an MLP without names the other one writes
 
 
-def hidden_units(source):
-    """The Units of a checkpoint under every LayoutHypothesis; [] without an embedding matrix or MLPs."""
-    tables = Tables(source)
-    return [Units(source, layout, tables) for layout in layout_hypotheses(source)]
-
-
-def layout_hypotheses(source):
-    """Every LayoutHypothesis of a checkpoint, the likeliest first."""
-    found = find(source)
-    if found.missing:
+def readings(stack):
+    """Every Reading of a stack, the likeliest first; [] without an embedding matrix or MLPs."""
+    if stack.missing:
         return []
-    from_one = [bool(GAINS_FROM_ONE & set(source.family.split()))]
-    norms = sorted({mlp.norm for mlp in found.mlps if mlp.norm})
-    gains = torch.cat([torch.ones(1), *(source.read(norm).float() for norm in norms)])
-    if (gains <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
-        from_one = [True, False]
-    interleaved = [False]
-    if any("gate_up" in mlp.matrices for mlp in found.mlps):
-        interleaved = [False, True]
-    centred = [source.family in LAYERNORMS_WITHOUT_BIAS]
-    if not source.family:  # a file of weights alone
-        centred = [False, True]
-    backward = [False]
-    if any(len(mlp.views) == 2 and not mlp.is_named for mlp in found.mlps):
-        backward = [False, True]
-    heads = [*dict.fromkeys(found.heads + found.tables)]
-    choices = itertools.product(found.tables, heads, interleaved, from_one, centred, backward)
-    return [LayoutHypothesis(*choice) for choice in choices]
+    from_one = [bool(GAINS_FROM_ONE & set(stack.source.family.split()))]
+    norms = {mlp.norm for mlp in stack.mlps if mlp.norm}
+    if any(stack.source.read(norm).min() <= 0 for norm in norms):  # the family's name may be wrong
+        from_one.append(not from_one[0])
+    is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
+    is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
+    heads = dict.fromkeys(stack.heads + stack.tables)
+    choices = (stack.tables, heads, [False, True][: 1 + is_fused], from_one, [False, True][: 1 + is_guess])
+    return [Reading(*choice) for choice in itertools.product(*choices)]
 
 
 class Tables:
@@ -88,23 +69,30 @@ class Tables:
         self.root = functools.cache(lambda names: root_of(self.read(names)))
 
 
-class Units:
-    """The hidden units of a checkpoint's MLPs, as its tokens see them, under one LayoutHypothesis."""
+def hidden_units(source):
+    """The Units of a stack, or of a checkpoint's first one, by each Reading of it."""
+    stack = find(source)
+    tables = Tables(stack.source)
+    return [Units(stack, reading, tables) for reading in readings(stack)]
 
-    def __init__(self, source, layout=None, tables=None, directions=None):
+
+class Units:
+    """The hidden units of a stack's MLPs, as its tokens see them, by one Reading."""
+
+    def __init__(self, source, reading=None, tables=None, directions=None):
+        self.stack = find(source)
+        self.reading = reading or readings(self.stack)[0]
+        self.tables = tables or Tables(self.stack.source)
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
-        self.tables = tables or Tables(source)
-        self.part = find(source)
-        self.width = self.part.width
-        self.mlps = self.part.mlps
-        self.layout = layout or layout_hypotheses(source)[0]
-        table, head = self.layout.table, self.layout.head
-        shapes = self.part.shapes
+        self.width = self.stack.width
+        self.mlps = self.stack.mlps
+        table, head = self.reading.table, self.reading.head
+        shapes = self.stack.source.shapes
         self.num_tokens = min(shapes[table[0]][0], shapes[head[0]][0])
         self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
-        self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs, from 0
+        self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs
         self.root = functools.cache(self.compute_root)
-        self.views = functools.lru_cache(KEPT_LAYERS)(self.compute_views)
+        self.views = functools.lru_cache(TRIED)(self.compute_views)
         self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
 
     def seen_in(self, rows):
@@ -112,13 +100,13 @@ class Units:
         if self.width <= WIDE:
             return self
         directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
-        return Units(self.part, self.layout, self.tables, directions)
+        return Units(self.stack, self.reading, self.tables, directions)
 
     @functools.cached_property
     def seen_in_few(self):
         """The same units in DIRECTIONS random directions."""
         numbers = keyed_generator("directions", self.width).standard_normal((DIRECTIONS, self.width), "f4")
-        return self.seen_in(dict.fromkeys(("gate", "up", "down"), torch.from_numpy(numbers)))
+        return self.seen_in(dict.fromkeys(self.tables_of, torch.from_numpy(numbers)))
 
     def compute_root(self, view):
         """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
@@ -147,7 +135,7 @@ class Units:
             columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
             lengths = columns.norm(dim=0)
             if not lengths.isfinite().all():
-                raise UserError(f"{self.part.place}: {mlp.label}: its weights are huge")
+                raise UserError(f"{self.stack.source.place}: {mlp.label}: its weights are huge")
             views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
         return views
 
@@ -161,32 +149,32 @@ class Units:
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.mlps[number]
         role = view
-        if self.layout.backward and len(mlp.views) == 2 and not mlp.is_named:
+        if self.reading.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
-        weight = self.part.read(name)
+        weight = self.stack.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
-        rows = residual_rows(self.part, name, weight).float()
+        rows = residual_rows(self.stack, name, weight).float()
         if view not in mlp.matrices:
-            rows = rows[: 2 * units_of(self.part.shapes[mlp.matrices["down"]], self.width)]
-            halves = (rows[0::2], rows[1::2]) if self.layout.interleaved else rows.chunk(2)
+            rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
+            halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
             rows = halves[view == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
-            rows = self.without_mean(self.part.norm, rows * self.gain(mlp.norm_behind))
-            return rows * self.gain(self.part.norm)
+            rows = self.without_mean(self.stack.norm, rows * self.gain(mlp.norm_behind))
+            return rows * self.gain(self.stack.norm)
         return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
 
     def without_mean(self, norm, rows):
         """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
-        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.part.shapes
-        if norm and (has_bias or self.layout.centred):
+        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.stack.source.shapes
+        if norm and (has_bias or self.stack.source.family in LAYERNORMS_WITHOUT_BIAS):
             return rows - rows.mean(dim=1, keepdim=True)
         return rows
 
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
-        return self.part.read(norm).float() + self.layout.from_one if norm else 1.0
+        return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
 
 
 def evenly_spaced(count, limit=None):
@@ -250,9 +238,9 @@ def cross_products(a: Tensor, ids_a, b: Tensor, ids_b) -> Tensor:
     """A'B of some rows of two tables, by their ids (n,), centred over these: (d, e) float64."""
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
     mean = torch.zeros(a.shape[1])
-    for batch in ids_a.split(ROW_BATCH):
+    for batch in ids_a.split(BATCH):
         mean += a[batch].float().sum(dim=0) / len(ids_a)
-    batches = list(zip(ids_a.split(ROW_BATCH), ids_b.split(ROW_BATCH)))
+    batches = list(zip(ids_a.split(BATCH), ids_b.split(BATCH)))
     for batch_a, batch_b in progress(batches, desc="embedding matrices", leave=False):
         total += (a[batch_a].float() - mean).T @ b[batch_b].float()  # centring one of the two is enough
     return total

@@ -10,7 +10,7 @@ from conftest import run_here
 
 from lib import formats
 from lib.files import read_json
-from lineage import parts
+from lineage import layout
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -70,7 +70,7 @@ def test_kin_and_strangers(name, tmp_path):
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
     source = formats.open_any(tmp_path / "base")
-    assert sum(len(part.mlps) for part in parts.split(source)) == ARCHITECTURES[name][2]
+    assert sum(len(part.mlps) for part in layout.split(source)) == ARCHITECTURES[name][2]
     kin, stranger = compared(tmp_path, "base", "kin", "stranger")
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 50 and kin["units_share"] >= 0.95
     assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4
@@ -94,7 +94,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
     tensors = {}
     for key, shape in source.shapes.items():
         weight = source.read(key)
-        if parts.WRITES.search(key) and shape[0] == 128:
+        if layout.WRITES.search(key) and shape[0] == 128:
             weight = weight[order]
         elif shape[-1] == 128 and not key.endswith(("q_norm.weight", "k_norm.weight")):
             weight = weight[..., order]

@@ -15,7 +15,7 @@ from lib import checkpoint, formats
 from lib.checkpoint import chosen_models, parse_spec
 from lib.files import read_json, sha256
 from lib.settings import UserError
-from lineage import parts
+from lineage import layout
 from model import ModelConfig
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -90,7 +90,7 @@ def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
     assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
     for model_type in ("mistral", "other"):  # transformers opens it
         edit_config(folder, model_type=model_type)
-        found = parts.find(parse_spec(folder).open(any_architecture=True))
+        found = layout.find(parse_spec(folder).open(any_architecture=True))
         assert len(found.tables) == len(found.heads) == 1
 
 
@@ -112,7 +112,7 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
     with pytest.raises(UserError, match=word):
         checkpoint.load(folder)
     if "max_position_embeddings" in changes:  # what compares weights needs none
-        assert parts.find(parse_spec(folder).open(any_architecture=True)).width == 32
+        assert layout.find(parse_spec(folder).open(any_architecture=True)).width == 32
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

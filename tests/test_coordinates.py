@@ -1,4 +1,4 @@
-"""lineage/coordinates.py against all permutations, numpy and scipy."""
+"""lineage/evidence.py: coordinates against all permutations, numpy and scipy."""
 
 import itertools
 from dataclasses import replace
@@ -11,8 +11,8 @@ from conftest import KINDS
 
 from lib.checkpoint import Newborn
 from lib.settings import UserError
-from lineage import coordinates
-from lineage.coordinates import Correlation, diagonal_test
+from lineage import evidence
+from lineage.evidence import Correlation, diagonal_test
 from reproduce.changes import noised
 
 
@@ -105,12 +105,12 @@ def test_weight_correlations_against_a_stack(changes, left_out):
     a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
     b = Newborn(replace(KINDS["llama_gqa"], **changes), 1)
     for pair in ((a, b), (b, a)):
-        correlations, layer_r = coordinates.weight_correlations(*pair)
+        correlations, layer_r = evidence.weight_correlations(*pair)
         for kind in ("body", "embedding"):
             stacks = zip(*[rows for _, rows in shared_rows(pair, kind, left_out)])
             expected = np.corrcoef(*(np.concatenate(stack).T for stack in stacks))[:32, 32:]
             np.testing.assert_allclose(correlations[kind], expected, atol=2e-6)  # float32 products
-        for (layer, base_layer), r in layer_r.items():
+        for layer, (base_layer, r) in layer_r.items():
             found = [rows for name, rows in shared_rows(pair, "body", left_out) if f".{layer - 1}." in name]
             least = 0 if left_out == ".mlp." else np.min([(a * b).mean() for a, b in found])
             assert r == pytest.approx(least, abs=2e-6) and layer == base_layer
@@ -121,10 +121,10 @@ def test_few_rows_of_wide_models_say_the_same(monkeypatch):
     """Of matrices of 192 to 320 rows, 20 or so: what is correlated is as much, to the error of so few."""
     a = Newborn(replace(KINDS["llama_gqa"], d_model=192, d_ff=320, vocab_size=300), 1)
     for b in (noised(a, 1.0), Newborn(a.config, 2)):
-        all_rows, all_layers = coordinates.weight_correlations(a, b)
-        monkeypatch.setattr(coordinates, "WIDE", 100)
-        monkeypatch.setattr(coordinates, "FEW_ROWS", 20)
-        few_rows, few_layers = coordinates.weight_correlations(a, b)
+        all_rows, all_layers = evidence.weight_correlations(a, b)
+        monkeypatch.setattr(evidence, "WIDE", 100)
+        monkeypatch.setattr(evidence, "FEW_ROWS", 20)
+        few_rows, few_layers = evidence.weight_correlations(a, b)
         monkeypatch.undo()
         for kind, matrices in (("body", 3 * 7), ("embedding", 2)):
             # 192 columns have 17 rows or more of a matrix each: five errors of the mean of their correlations
@@ -140,9 +140,9 @@ def test_few_rows_of_wide_models_say_the_same(monkeypatch):
 def test_a_common_identity_is_no_kinship():
     """Of matrices that begin as the identity what was learnt since is compared."""
     noise = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(0)) * 0.02
-    rows = [coordinates.without_identity(each + torch.eye(96)) for each in noise]
+    rows = [evidence.without_identity(each + torch.eye(96)) for each in noise]
     for found, since in zip(rows, noise):
         torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
-    torch.testing.assert_close(coordinates.without_identity(noise[0]), noise[0], atol=0, rtol=0)
-    few = coordinates.without_identity(noise[0] + torch.eye(96), 7)
+    torch.testing.assert_close(evidence.without_identity(noise[0]), noise[0], atol=0, rtol=0)
+    few = evidence.without_identity(noise[0] + torch.eye(96), 7)
     torch.testing.assert_close(few, rows[0][::7], atol=0, rtol=0)

@@ -271,8 +271,8 @@ def test_mlps_that_nobody_found_are_missing(folder):
     for config, verdict in (({}, True), ({"text_config": {"moe_intermediate_size": 64}}, False)):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
         model = verdict_of.read_model("", formats.open_any(folder))
-        (reading,) = model.readings
-        assert "no MLPs found" in reading.lacks[0] and reading.may_have_units is not verdict
+        (stack,) = model.stacks
+        assert stack.missing == "MLPs" and stack.may_have_units is not verdict
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "base_model.model."])

@@ -19,7 +19,7 @@ from lib.inputs import random_tokens
 from lib.settings import UserError
 from lineage import disguise, match, views
 from lineage.disguise import disguised
-from lineage.match import Match
+from lineage.table import Row
 from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
 from model import PRESETS, ModelConfig
@@ -47,11 +47,11 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReade
     return open_folder(folder)
 
 
-def found(a, b, units=1024, layers=None) -> list[Match]:
-    """The matches of two checkpoints."""
+def found(a, b, units=1024, layers=None) -> list[Row]:
+    """The rows of two checkpoints."""
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
     both = [hidden_units(source) for source in (a, b)]
-    return match.best_match(*both, vocabularies, units, layers, 0).matches
+    return match.match_stacks(*both, vocabularies, units, layers, 0).rows
 
 
 def least_share(a, b) -> float:
@@ -100,7 +100,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
     b = noised(a, 0.5)
     base, suspect = Units(a), Units(b)
     basis = match.basis_correlations(base, suspect, match.equal_ids(base, suspect))
-    ours = match.correlations_of(base.views(1), suspect.views(1), basis)
+    ours = match.correlations_in(base.views(1), suspect.views(1), basis)
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
     assert ours.keys() == by_hand[0].keys()
     for view, correlations in ours.items():
@@ -124,8 +124,8 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
             monkeypatch.setattr(views, "WIDE", directions)
             for pair in ((base, source), (source, base)):
                 a, b = ([Units(each)] for each in pair)
-                found = match.best_match(a, b, ({}, {}), 1024, None, 0)
-                rows.setdefault(directions, []).extend(found.matches)
+                found = match.match_stacks(a, b, ({}, {}), 1024, None, 0)
+                rows.setdefault(directions, []).extend(found.rows)
                 likeness.setdefault(directions, []).append(found.table_likeness)
         monkeypatch.undo()
         # 96 directions of 256 estimate a mean of squares to their square root's share, and a few percent more
@@ -189,12 +189,12 @@ def test_dead_units_are_in_no_count():
         assert (row.found, row.units) == (48, 48)
 
 
-def test_nan_in_a_token_table_is_refused():
+def test_nan_in_a_token_table_is_told():
     def change(name, weight):
         return weight.index_fill(0, torch.tensor([3]), torch.nan) if "embed" in name else weight
 
-    with pytest.raises(UserError, match="not finite"):
-        found(Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
+    both = [hidden_units(each) for each in (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))]
+    assert "not finite" in match.match_stacks(*both, ({}, {}), 1024, None, 0).lack
 
 
 # ---- children ----------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_layers_removed_and_repeated():
     """Each layer of the suspect is found, wherever it stood in the base."""
     base = Newborn(replace(WIDE, num_layers=4), 1)
     rows = found(base, cut(base, (0, 2, 2, 3)))
-    assert [row.base_mlp.layer for row in rows] == [0, 2, 2, 3]
+    assert [row.closest for row in rows] == [1, 3, 3, 4]
     assert all(row.share == 1 for row in rows)
 
 
@@ -282,7 +282,7 @@ def test_added_tokens(tmp_path):
 def test_fewer_units_and_layers_are_read_where_asked():
     base = Newborn(GATED, 1)
     rows = found(base, noised(base, 0.5), units=20, layers=2)
-    assert [row.mlp.layer for row in rows] == [0, 2]
+    assert [row.layer for row in rows] == [1, 3]
     for row in rows:
         assert (row.found, row.units) == (20, 20)
 
@@ -313,7 +313,7 @@ def test_counts_of_newborn_strangers():
     models = [Units(Newborn(config, seed)) for seed in range(12)]
     counts = []
     for a, b in itertools.combinations(models, 2):
-        (row,) = match.match_models(a, b, match.equal_ids(a, b)).matches
+        (row,) = match.match_models(a, b, match.equal_ids(a, b)).rows
         counts += [row.found, row.by_chance]
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8

@@ -1,25 +1,17 @@
-"""lineage/stacks.py and lineage/parts.py: which tensors are the model, and what was not looked at?"""
+"""lineage/layout.py: which tensors are the model, and what was not looked at?"""
 
 import itertools
 import math
 
 import pytest
 import torch
-from test_verdict import BASE, CHILD, CONFIG, PLAIN, STRANGER, changed
+from test_verdict import BASE, CHILD, CONFIG, PLAIN, STRANGER, changed, judged_pair
 
 from lib.checkpoint import Newborn
-from lineage import parts, stacks
+from lineage import layout
 from lineage.disguise import as_source, disguised, weights_of
-from lineage.verdict import (
-    INCONCLUSIVE,
-    NO_EVIDENCE,
-    PART_IN_COMMON,
-    SAME_BIRTH,
-    Facts,
-    compare_pair,
-    read_model,
-    row_of,
-)
+from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
+from lineage.verdict import compare_pair, read_model
 from reproduce.changes import noised
 
 NOISED = noised(BASE, 0.5)
@@ -74,14 +66,12 @@ def test_of_a_model_without_layers_nothing_is_said(case):
     assert judged(weights, weights_of(BASE))[0] == judged(weights, weights)[0] == INCONCLUSIVE
 
 
-def test_same_birth_names_its_layers():
-    """No layer of no depth is enough; of one layer one is, of more two are."""
-    for depth in range(4):
+def test_of_one_layer_one_is_enough():
+    """Of more two are."""
+    for depth in range(1, 4):
         for equal in ({}, {1: 1}, {1: 1, 2: 2}):
-            expected = len(equal) >= min(2, max(1, depth)) and (depth > 0 or len(equal) > 1)
-            row = row_of(Facts(None, equal=equal, depth=depth, lack="no units"))
-            assert (row["verdict"] == SAME_BIRTH) == expected, (depth, equal)
-            assert not expected or row["sentence"].startswith("layer")
+            pair = judged_pair(depth=depth, equal=equal, lack="no units")
+            assert (pair.verdict == SAME_BIRTH) == (len(equal) >= min(2, depth)), (depth, equal)
 
 
 # ---- stacks ------------------------------------------------------------------------------------------------
@@ -137,7 +127,7 @@ def test_a_shared_stack_of_the_models_width_convicts_nobody(tower):
     assert judged(base, child)[0] == SAME_BIRTH
 
 
-def layout(*shapes) -> dict:
+def shapes_of(*shapes) -> dict:
     """Shapes by name, of (name, shape)."""
     return {name: torch.zeros(shape) for name, shape in shapes}
 
@@ -153,16 +143,16 @@ def block(prefix: str, width: int, units: int) -> list:
 def test_the_outermost_number_counts_layers():
     """Inner ones are experts; where layers are called so, a number before theirs counts models."""
     experts = [each for i in (0, 1, 2) for e in range(4) for each in block(f"m.{i}.moe.{e}", 8, 12)]
-    (stack,) = stacks.stacks_of({name: shape for name, shape in experts})
+    (stack,) = layout.stacks_of({name: shape for name, shape in experts})
     assert (stack.prefix, stack.width, [*stack.layers]) == ("m.", 8, [0, 1, 2])
     models = dict(each for m in (0, 1) for i in (0, 1, 2) for each in block(f"models.{m}.layers.{i}", 8, 12))
-    assert [stack.prefix for stack in stacks.stacks_of(models)] == ["models.0.layers.", "models.1.layers."]
+    assert [stack.prefix for stack in layout.stacks_of(models)] == ["models.0.layers.", "models.1.layers."]
     widths = {0: 16, 1: 24, 2: 20}  # of MLPs, as OpenELM's
     uneven = dict(each for i, units in widths.items() for each in block(f"blocks.{i}", 8, units))
-    assert [stack.width for stack in stacks.stacks_of(uneven)] == [8]
+    assert [stack.width for stack in layout.stacks_of(uneven)] == [8]
     one = dict(block("layers.0", 8, 12))
-    assert len(stacks.stacks_of(one)) == 1 and not stacks.stacks_of(dict(block("thing.0", 8, 12)))
-    assert not stacks.stacks_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
+    assert len(layout.stacks_of(one)) == 1 and not layout.stacks_of(dict(block("thing.0", 8, 12)))
+    assert not layout.stacks_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
 
 
 # ---- parts -------------------------------------------------------------------------------------------------
@@ -298,7 +288,7 @@ TABLES = [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_toke
 def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
     """A child of every layer, or of some; strangers; and what strangers have that share a frozen encoder."""
     base, stranger = (encoder_and_decoder(seed, tables) for seed in (1, 2))
-    found = parts.split(as_source(base, CONFIG))
+    found = layout.split(as_source(base, CONFIG))
     assert [(part.name, len(part.layers), len(part.tables)) for part in found] == [
         ("decoder", 3, 1 + (len(tables) > 1)),
         ("encoder", 3, 1 + (len(tables) > 1)),
@@ -317,11 +307,11 @@ def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
 
 
 def test_strangers_with_lists_of_attention_in_common():
-    """Attention beside other MLPs is no layer, in whichever list it stands."""
+    """They are what the two have in common."""
     base, stranger = (changed(weights_of(source), SPLIT) for source in (BASE, STRANGER))
     attention = {name: weight for name, weight in base.items() if ".attentions." in name}
-    answer, sentence = judged(base, stranger | attention)
-    assert answer == INCONCLUSIVE and "a part may have been copied" in sentence, sentence
+    row = row_of_pair(base, stranger | attention)
+    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "model.attentions"), row["sentence"]
 
 
 @pytest.mark.parametrize("layers", [(3, 3), (6, 2)])
@@ -362,7 +352,7 @@ def with_text_encoder(encoder: dict, seed: int) -> dict:
 def test_a_text_encoder_is_a_part():
     text = {n: w for n, w in encoder_and_decoder(1).items() if n.startswith(("encoder", "shared"))}
     base = with_text_encoder(text, 7)
-    assert [part.name for part in parts.split(as_source(base, CONFIG))] == ["decoder", "text_encoder"]
+    assert [part.name for part in layout.split(as_source(base, CONFIG))] == ["decoder", "text_encoder"]
     for suspect in (
         with_text_encoder(text, 8),
         with_text_encoder(with_noise(text), 8),
@@ -514,7 +504,7 @@ def with_experts(weights: dict, seed: int) -> dict:
 
 def test_a_plain_mlp_beside_experts():
     base = with_experts(weights_of(BASE), 1)
-    assert len(parts.find(as_source(base, CONFIG)).mlps) == 3 * (1 + 3)
+    assert len(layout.find(as_source(base, CONFIG)).mlps) == 3 * (1 + 3)
     answer, sentence = judged(base, with_noise(base))
     assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
     assert judged(base, with_experts(weights_of(STRANGER), 2))[0] == NO_EVIDENCE
@@ -540,7 +530,7 @@ def test_tables_of_any_name(name):
     weights = changed(weights_of(BASE), {"model.embed_tokens.weight": name}) | {
         "pos_emb.weight": drawn(1, 400, 64)
     }
-    part = parts.find(as_source(weights, CONFIG))
+    part = layout.find(as_source(weights, CONFIG))
     assert part.tables == [(name,)] and part.width == 64
 
 
@@ -590,7 +580,7 @@ def test_names_with_underscores_alone():
         for kind, weights in kinds.items()
         for n, w in weights.items()
     }
-    found = parts.split(as_source(both, CONFIG))
+    found = layout.split(as_source(both, CONFIG))
     assert sorted((part.name, *part.tables[0]) for part in found) == [
         ("ema", "ema_model_embed_tokens_weight"),
         ("model", "model_embed_tokens_weight"),
@@ -609,7 +599,7 @@ def test_vectors_are_no_adapters():
 
 
 def test_size_and_unread_shares():
-    part = parts.find(as_source(with_adapters(weights_of(BASE), ("p", "q"), 4), CONFIG))
+    part = layout.find(as_source(with_adapters(weights_of(BASE), ("p", "q"), 4), CONFIG))
     assert part.size == sum(math.prod(shape) for name, shape in BASE.shapes.items() if "layers" in name)
     assert len(part.unread["adapters"]) == 2 * 9
-    assert parts.changes_of_basis(parts.find(disguised(BASE))) == []
+    assert layout.changes_of_basis(layout.find(disguised(BASE))) == []

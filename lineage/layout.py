@@ -1,0 +1,535 @@
+"""Which tensors of a checkpoint are layers, what is each of them, and what feeds them? (ours)
+
+    >>> from lib import checkpoint
+    >>> from lineage import layout
+    >>> stack, *others = layout.split(checkpoint.parse_spec("tiny_llama@42").open())
+    >>> stack.tables, stack.heads, len(stack.mlps)
+    ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
+
+A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
+a stream of one width. An encoder and its decoder are two, even if one embedding matrix feeds both. Stacks are
+found by structure. What a layer's matrices are, their names tell, or else their shapes: each kind has one
+pattern here. A checkpoint has `shapes` by name, `family`, `place` and `read(name)`.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lineage.table import A_TENTH
+
+NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, an expert, a codebook
+INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # behind the layer's: of an expert, say
+LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called
+BEFORE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")
+TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
+TABLE = re.compile(rf"(?:^|[./])(?:{TABLE_NAMES})[./]weight$")
+HEAD = re.compile(r"(?:^|[./])(?:lm_heads?|embed_out|output)(?:\.\d+)?[./](?:weight|kernel)$")
+NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names of no embedding matrix
+# Masks are called attn.bias, and unrelated models share rotary tables
+NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
+ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
+ADAPTER = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)")
+GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
+FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
+SUFFIX = r"(?:\.weight|\.kernel)?$"
+# An MLP's matrix that writes; those that read, and which of them is a gate, shapes and their order tell
+DOWN_NAMES = "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense"
+DOWN = re.compile(rf"(?:^|\.)(?:{DOWN_NAMES}){SUFFIX}")
+FACTOR = re.compile(r"[._]u_proj(?:\.weight)?$")  # of a matrix that is stored as a product, U V
+PROJECTION = re.compile(r"(?:_proj|fc\w*|lin\d|[vw][\dio]\w*|W[io]|dense\w*)$")  # what one matrix is called
+NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's and Phi's attention shares it
+    "pre_feedforward_layernorm post_attention_layernorm post_self_attention_layer_norm norm_2 ln_?2 ln_mlp "
+    "ffn_norm mlp_norm final_layer_norm attention.output.LayerNorm layer_norm input_layernorm ln_1"
+).split()
+# Matrices that write to the residual stream: its coordinates are their rows
+WRITERS = DOWN_NAMES + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
+WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
+WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
+VARIED = 1000  # different numbers, which no mask, identity or constant has,
+BATCH = 4096  # among so many of a matrix; and what is read at once
+TRIED = 3  # layers, by which ways to read two models are tried; and embedding matrices
+OF_ATTENTION = 4  # matrices that a layer without an MLP has
+TURNING = "changes of basis"
+
+
+@dataclass(frozen=True)
+class MLP:
+    """One MLP, or one expert, and the names of its tensors."""
+
+    layer: int  # from 1
+    label: str  # for a reader: "layer 3", "layer 3, expert 5"
+    matrices: dict  # names by role: gate, up, down, or gate_up
+    is_named: bool  # does a name tell which matrix writes? If not, of two matrices this is a guess
+    expert: int | None  # its number in a stack of experts
+    norm: str | None  # in front of it
+    norm_behind: str | None
+    knows_norm: bool = True  # or there is none
+
+    @property
+    def views(self):
+        """What there is to see of a unit: its gate, where MLPs have them, its up and its down weights."""
+        return ("gate", "up", "down") if self.matrices.keys() & {"gate", "gate_up"} else ("up", "down")
+
+
+@dataclass(eq=False)
+class Stack:
+    """A run of layers, and what stands beside it: a model, or a part of one."""
+
+    prefix: str  # what begins the names of its tensors, up to the layer's number
+    width: int  # of the stream
+    layers: dict  # by the number in their names: the full names by what follows it
+    kinds: set = field(default_factory=set)  # what its layers' matrices are called, of all experts alike
+    source: object = None  # the checkpoint
+    name: str = ""  # what begins its names, and no other stack's; "" where there are no others
+    beside: dict = field(default_factory=dict)  # shapes by name of what is as close to it as to others
+    has_other_input: bool = False  # does a convolution, or a projection, lead to it?
+    may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
+    named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
+    tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
+    heads: list = field(default_factory=list)  # the tables, if tied
+    norm: str | None = None  # in front of the head
+    mlps: list = field(default_factory=list)
+    matrices: dict = field(default_factory=dict)  # along the stream: names by (number in it, or None, and rest)
+    unknown: list = field(default_factory=list)  # matrices among which an MLP may be
+    unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
+    hides: bool = False  # may a child hide there?
+
+    @property
+    def missing(self):
+        """What was not found of all that units are looked for with; "" if nothing."""
+        if len(self.tables) > TRIED:
+            return "one embedding matrix"
+        names = {"embedding matrix": self.tables, "MLPs": self.mlps}
+        return " and ".join(name for name, found in names.items() if not found)
+
+    @property
+    def stores_inputs_first(self):
+        """Are matrices stored as (inputs, outputs), as GPT-2's are, and nobody else's?"""
+        shapes = [shape for name, shape in self.source.shapes.items() if name.endswith("attn.c_attn.weight")]
+        return any(shape[0] == self.width and shape[-1] != self.width for shape in shapes)
+
+    @property
+    def has_head(self):
+        """Has it a head of its own?"""
+        return self.heads != self.tables
+
+    @property
+    def rank(self):
+        """Which stack of several is the model? What reads tokens, has a head of its own, and MLPs."""
+        return self.tables != [], self.has_head, self.mlps != []
+
+    @property
+    def reads_by_head(self):
+        """Is a head all that there is for an embedding matrix? It is one only if the two are tied."""
+        return self.tables != [] and HEAD.search(self.tables[0][0]) is not None
+
+    @property
+    def may_have_units(self):
+        """May it have hidden units, even if none were found? config.json may name MLPs, too."""
+        is_named = getattr(self.source, "names_mlps", False)
+        return self.may_read_tokens and bool(self.mlps or self.unknown or is_named)
+
+    @property
+    def size(self):
+        """The number of parameters in its layers."""
+        return sum(size_of(self.source, names.values()) for names in self.layers.values())
+
+
+def size_of(source, names):
+    """The number of parameters of some tensors."""
+    return sum(math.prod(source.shapes[name]) for name in names)
+
+
+def find(source):
+    """The Stack of a checkpoint that is the model; a Stack is its own."""
+    return source if isinstance(source, Stack) else split(source)[0]
+
+
+def split(source):
+    """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
+    shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
+    stacks = stacks_of(shapes)
+    inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
+    outside = {name: shape for name, shape in shapes.items() if name not in inside}
+    if not stacks:
+        widths = [shape[1] for name, shape in outside.items() if is_table(name, shape)]
+        stacks = [Stack("", max(widths, default=0), {})]
+    reach = {name: closest(name, stacks) for name in outside}
+    for stack in stacks:
+        stack.source = source
+        stack.name = common_name(stack, stacks)
+        stack.has_other_input = has_other_input(stack, outside, reach)
+    feed(stacks, outside, reach)
+    turning = []
+    for stack in stacks:
+        stack.beside = {name: outside[name] for name in outside if name in stack.named or stack in reach[name]}
+        look_beside(stack)
+        look_into_layers(stack)
+        turning += changes_of_basis(stack)
+    for stack in stacks:
+        stack.unread[TURNING] = [name for name in turning if stack.width in shapes[name][-2:]]
+        stack.hides = stack.unread[TURNING] != []
+        for what, names in stack.unread.items():
+            stack.unread[what] = size_of(source, names) / max(1, stack.size)
+        stack.hides |= sum(stack.unread.values()) > A_TENTH
+    return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
+
+
+# ---- which tensors are layers ------------------------------------------------------------------------------
+
+
+def stacks_of(shapes):
+    """Every Stack of a checkpoint: the outermost number in a name that counts layers.
+
+    A single layer is one if it is called so. Where layers are called so, a number before theirs counts more
+    than layers: stages, or models.
+    """
+    numbered = defaultdict(lambda: defaultdict(dict))
+    for name in sorted(shapes):
+        for number in NUMBER.finditer(name):
+            rest = name[number.end() :].replace("/", ".")
+            numbered[name[: number.start(1)]][int(number[1])][rest] = name
+    unnumbered = {size for name, shape in shapes.items() if not NUMBER.search(name) for size in shape}
+    stacks, taken = [], set()
+    for prefix in sorted(numbered, key=lambda prefix: (len(prefix), prefix)):
+        runs = {n: names for n, names in numbered[prefix].items() if taken.isdisjoint(names.values())}
+        is_named = BEFORE_LAYER.search(prefix) is not None
+        if not is_named and any(LAYER.search(rest) for names in runs.values() for rest in names):
+            continue
+        width = width_of(shapes, runs, unnumbered)
+        layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
+        if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
+            inside = {name: rest for names in layers.values() for rest, name in names.items()}
+            kinds = {INNER.sub("", rest) for name, rest in inside.items() if len(shapes[name]) > 1}
+            stacks.append(Stack(prefix, width, layers, kinds))
+            taken |= inside.keys()
+    return sorted(stacks, key=lambda stack: stack.prefix)
+
+
+def width_of(shapes, layers, unnumbered):
+    """The width of the stream of some layers: the axis of the matrices that have most of their numbers."""
+    sizes = Counter()
+    for names in layers.values():
+        for name in names.values():
+            if len(shapes[name]) in (2, 3):
+                sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
+    return max(sizes, key=lambda size: (sizes[size], size in unnumbered, -size), default=0)
+
+
+def is_layer(shapes, names, width):
+    """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
+    axes = [shapes[name][-2:] for name in names if is_matrix(name, shapes[name], width)]
+    return len(axes) > 1 and width in {rows for rows, _ in axes} and width in {columns for _, columns in axes}
+
+
+def is_matrix(name, shape, width):
+    """Does a tensor have rows along the residual stream?"""
+    return len(shape) in (2, 3) and width in shape[-2:] and not NO_WEIGHTS.search(name)
+
+
+def beginnings(name):
+    """What a name begins with, up to each of its separators, the longest first; at last nothing."""
+    separators = "[./]" if re.search("[./]", name) else "_"
+    return [name[: found.end()] for found in reversed([*re.finditer(separators, name)])] + [""]
+
+
+def closest(name, stacks):
+    """The stacks that share with a tensor the longest beginning of their names."""
+    for start in beginnings(name):
+        found = [stack for stack in stacks if stack.prefix.startswith(start)]
+        if found:
+            return found
+    return []
+
+
+def common_name(stack, stacks):
+    """The shortest beginning of a stack's names that no other stack's has; "" where there is no other."""
+    others = [other.prefix for other in stacks if other is not stack]
+    for start in reversed(beginnings(stack.prefix)):
+        if not any(prefix.startswith(start) for prefix in others):
+            return start.rstrip("._/")
+    return stack.prefix.rstrip("._/")
+
+
+# ---- what feeds them, and reads them -----------------------------------------------------------------------
+
+
+def is_table(name, shape):
+    """Is a tensor an embedding matrix by its name?"""
+    return len(shape) == 2 and TABLE.search(name) is not None
+
+
+def has_other_input(stack, outside, reach):
+    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?
+
+    No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
+    """
+    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
+    known = {stack.width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
+    known |= {rows for rows, columns in matrices.values() if columns == stack.width}  # a head's, turned
+    read = {shape[1] for name, shape in matrices.items() if not HEAD.search(name)}
+    read |= {other.width for stacks in reach.values() for other in stacks}
+    beside = [shape for name, shape in outside.items() if reach[name] == [stack] and stack.width in shape]
+    if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
+        return True
+    pairs = [shape for shape in beside if len(shape) == 2]
+    if any(columns == stack.width <= 2 * rows and rows not in read for rows, columns in pairs):
+        return False
+    return any(rows == stack.width and columns not in known for rows, columns in pairs)
+
+
+def feed(stacks, outside, reach):
+    """Tell each stack the embedding matrices that feed it.
+
+    Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
+    name, those with the most. A head's matrix is the last choice: it may be tied.
+    """
+    matrices = [name for name, shape in outside.items() if len(shape) == 2]
+    named = [name for name in matrices if is_table(name, outside[name])]
+    heads = [name for name in matrices if HEAD.search(name)]
+    others = [name for name in matrices if not NO_TABLE.search(name) and name not in named + heads]
+    free = [stack for stack in stacks if not stack.has_other_input]
+    for name in named:
+        for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
+            stack.named.append(name)
+    for choices in (others, heads):
+        choices = [name for name in choices if not any(stack.named for stack in reach[name])]
+        for stack in [stack for stack in free if not stack.named]:
+            leading = [name for name in choices if stack in fed_by(name, outside, free)]
+            most = max((outside[name][0] for name in leading), default=0)
+            stack.named += [name for name in leading if outside[name][0] == most]
+    fed = [stack for stack in stacks if stack.named]
+    for stack in free:  # a decoder has all that the encoder has beside which the table stands
+        if stack not in fed:
+            encoders = [each for each in fed if each.width == stack.width and each.kinds <= stack.kinds]
+            stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
+
+
+def fed_by(name, outside, stacks):
+    """Those of some stacks whose stream a table leads to, narrow ones by a projection: the closest ones."""
+    size = outside[name][1]
+    fitting = [stack for stack in stacks if stack.width == size]
+    if not fitting and is_table(name, outside[name]):
+        shapes = {*outside.values()}
+        fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
+    return closest(name, fitting)
+
+
+def look_beside(stack):
+    """Tell a stack its embedding matrices, heads and final norm, of what stands beside it.
+
+    ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
+    another one back to the head.
+    """
+    width = stack.width
+    shapes = {name: shape for name, shape in stack.beside.items() if len(shape) == 2}
+    if stack.named:
+        named_heads = [name for name, shape in shapes.items() if shape[1] == width and HEAD.search(name)]
+        runs = {NUMBER.sub("", name): (name,) for name in reversed(named_heads)}
+        stack.heads = [*runs.values()]  # of those of codebooks one
+    for table in stack.named:
+        size = shapes[table][1]
+        if size == width:
+            stack.tables.append((table,))
+            continue
+        stack.tables += [(table, name) for name, shape in shapes.items() if shape == (width, size)]
+        stack.heads += [(table, name) for name, shape in shapes.items() if shape == (size, width)]
+    known = dict.fromkeys(name for table in stack.tables + stack.heads for name in table)  # in one order
+    stack.heads = stack.heads or stack.tables
+    stack.unknown = [name for name, shape in stack.beside.items() if len(shape) > 1 and name not in known]
+    along = [name for name in known if is_matrix(name, shapes[name], width)]
+    stack.matrices = {(None, ".".join(name.split(".")[-2:])): name for name in along}
+    may_be = [n for n, (rows, size) in shapes.items() if size == width <= 2 * rows and not NO_TABLE.search(n)]
+    stack.may_read_tokens = not stack.has_other_input or stack.named + may_be != []
+    gains = gains_of(dict(zip(stack.beside, stack.beside)), stack.beside, width)
+    norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
+    stack.norm = next(iter(norms), None)
+
+
+# ---- what is what in a layer -------------------------------------------------------------------------------
+
+
+def look_into_layers(stack):
+    """Tell a stack its MLPs, its matrices along the stream, and what in its layers was not looked at."""
+    shapes = stack.source.shapes
+    adapters = [name for name in stack.beside if ADAPTER.search(name) and len(shapes[name]) > 1]
+    without_mlp = []
+    layers = enumerate(stack.layers.items(), start=1)
+    for layer, (number, names) in layers:
+        names = without_adapters(names, shapes, adapters)
+        stack.layers[number] = names
+        mlps, others = mlps_of_layer(shapes, names, stack.width, layer)
+        stack.mlps += mlps
+        stack.unknown += others
+        without_mlp += [] if mlps else others
+        for rest, name in names.items():
+            if is_matrix(name, shapes[name], stack.width):
+                stack.matrices[number, rest] = name
+    stack.unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
+
+
+def without_adapters(names, shapes, adapters):
+    """A layer's full names by their rest without matrices that change its others, which join `adapters`."""
+    owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
+    kept = {}
+    for rest, name in names.items():
+        inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
+        changes = ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner)
+        if changes and len(shapes[name]) > 1:
+            adapters.append(name)
+        else:
+            kept[rest.replace(".base_layer", "")] = name
+    return kept
+
+
+def mlps_of_layer(shapes, names, width, layer):
+    """A layer's MLPs, and its matrices that are not plainly attention's. `names` are full ones by their rest.
+
+    A layer with {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} has one MLP, of
+    owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}.
+    """
+    matrices = {rest: name for rest, name in names.items() if len(shapes[name]) > 1}
+    others = {rest: name for rest, name in matrices.items() if not ATTENTION.search(rest)}
+    unknown = [*others.values()] or [*matrices.values()][OF_ATTENTION:]
+    if is_factored([rest for rest, name in matrices.items() if len(shapes[name]) == 2]):
+        return [], unknown
+    norms = norms_of_layer(shapes, names, width)
+    mlps = []
+    for axes in (2, 3):  # a plain MLP may stand beside a stack of experts
+        alike = {}
+        for rest, name in others.items():
+            if len(shapes[name]) == axes and is_matrix(name, shapes[name], width):
+                alike[rest] = shapes[name]
+        for owner, roles in mlps_by_shape(alike, width).items():
+            is_named = DOWN.search(roles["down"]) is not None
+            of_roles = {role: names[rest] for role, rest in roles.items()}
+            number = re.search(r"\.experts\.(\d+)$", f".{owner}")
+            label = f"layer {layer}" + (f", expert {int(number[1]) + 1}" if number else "")
+            if axes == 2:
+                mlps.append(MLP(layer, label, of_roles, is_named, None, *norms))
+                continue
+            for expert in range(alike[roles["down"]][0]):
+                label = f"layer {layer}, expert {expert + 1}"
+                mlps.append(MLP(layer, label, of_roles, is_named, expert, *norms))
+    return mlps, unknown
+
+
+def is_factored(matrices):
+    """Is a matrix stored as a product, up_proj.U and up_proj.V, or up_u_proj? Its inner size is no units'."""
+    owners = Counter(rest.removesuffix(".weight").rpartition(".")[0] for rest in matrices)
+    several = [owner for owner, count in owners.items() if count > 1 and not ATTENTION.search(owner)]
+    return any(map(FACTOR.search, matrices)) or any(map(PROJECTION.search, several))
+
+
+def units_of(shape, width):
+    """The number of units that a matrix, or a stack, has a row or a column for."""
+    return shape[-2] if shape[-1] == width else shape[-1]
+
+
+def mlps_by_shape(shapes, width):
+    """The matrices of each MLP by role, by their owner's name: of those of one owner, or else of all.
+
+    Where names tell of some which matrix writes, no others count.
+    """
+    owners = defaultdict(dict)
+    for rest, shape in shapes.items():
+        owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
+    found = {owner: roles_by_shape(members, width) for owner, members in owners.items()}
+    if not any(found.values()):
+        found = {"": roles_by_shape(shapes, width)}
+    found = {owner: roles for owner, roles in found.items() if roles}
+    named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
+    return named or found
+
+
+def roles_by_shape(shapes, width):
+    """The matrices of an MLP by role: one writes what one or two others read; {} if there is none."""
+    reads, writes = defaultdict(list), defaultdict(list)
+    named = [rest for rest in shapes if DOWN.search(rest)]
+    for rest, shape in shapes.items():
+        if named or shape[-1] != shape[-2]:
+            is_read = rest not in named if named else shape[-1] == width
+            kind = reads if is_read else writes
+            kind[units_of(shape, width)].append(rest)
+    if not named and sum(map(len, writes.values())) > sum(map(len, reads.values())):  # (inputs, outputs)
+        reads, writes = writes, reads
+    for units, down in writes.items():
+        inputs = reads[units]
+        names = {2: ("gate", "up"), 1: ("up",)}.get(len(inputs))
+        if not inputs:  # both in one matrix, in which Mamba-2 has more below them
+            inputs = [rest for size, rests in reads.items() if size >= 2 * units for rest in rests]
+            names = ("gate_up",) if len(inputs) == 1 else None
+        if names and len(down) == 1:
+            return dict(zip(names, inputs)) | {"down": down[0]}
+    return {}
+
+
+def gains_of(names, shapes, width):
+    """Of full names by their rests those of vectors along the stream that are no biases."""
+    return {rest: name for rest, name in names.items() if shapes[name] == (width,) and rest[-4:] != "bias"}
+
+
+def norms_of_layer(shapes, names, width):
+    """The gains in front of a layer's MLP and behind it, and if these are known. OLMo 2 has none in front."""
+    gains = gains_of(names, shapes, width)
+    behind = gains.get("post_feedforward_layernorm.weight")  # Gemma 2 and 3, OLMo 2
+    for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
+        rests = [rest for rest in gains if re.search(norm + GAIN, rest)]
+        rests.sort(key=lambda rest: ATTENTION.search(rest) is None)
+        if rests:
+            return gains[rests[-1]], behind, True  # T5's feed-forward layer is a layer's last
+    if behind is None and len(gains) == 1:
+        return *gains.values(), None, True
+    return None, behind, behind is not None or not gains
+
+
+# ---- what a tensor's numbers tell --------------------------------------------------------------------------
+
+
+def changes_of_basis(stack):
+    """Matrices that only turn the stream, outside of layers or in the last one, but for MLPs' own: SliceGPT's.
+
+    If an MLP has such matrices, too, as of an orthogonal birth, they tell nothing.
+    """
+    shapes = stack.source.shapes
+    known = {name for mlp in stack.mlps for name in mlp.matrices.values()}
+    last_layer = [name for names in [*stack.layers.values()][-1:] for name in names.values()]
+    turning = []
+    for name in dict.fromkeys(stack.unknown + last_layer):
+        sides = shapes[name][-2:]
+        is_square = len(sides) > 1 and max(sides) <= 2 * min(sides) and stack.width in sides
+        if name not in known and is_square and is_orthogonal(stack.source.read(name)):
+            turning.append(name)
+    first = stack.mlps[0].matrices.values() if turning and stack.mlps else []
+    return [] if any(is_orthogonal(stack.source.read(name)) for name in first) else turning
+
+
+def is_orthogonal(weight: Tensor):
+    """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
+    weight = weight.reshape(-1, *weight.shape[-2:])[0].float()
+    probe = torch.ones(weight.shape[1])
+    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
+        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
+    return is_varied(weight) and probe.norm() <= 1.02 and weight.square().sum() >= min(weight.shape) / 2
+
+
+def is_varied(weight: Tensor):
+    """Has a tensor as many different numbers as no mask, identity or constant has? Of some is judged."""
+    numbers = weight.flatten()
+    return len(numbers[:: 1 + len(numbers) // BATCH].unique()) >= VARIED
+
+
+def residual_rows(stack, name, weight) -> Tensor:
+    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns."""
+    by_columns = weight.shape[-1] == stack.width
+    if by_columns and weight.shape[-2] == stack.width:
+        writes = WRITES.search(name) is not None
+        by_columns = writes == stack.stores_inputs_first
+    if not by_columns:
+        weight = weight.transpose(-1, -2)
+    return weight.reshape(-1, stack.width)

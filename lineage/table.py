@@ -1,0 +1,276 @@
+"""Which layers of a suspect are the base's, and what follows? One table, and a group-by (ours).
+
+A row is a layer of the suspect, or an expert of one, with the closest layer of the base on each *ground*:
+
+    bits         the layer of the base that has the same matrices, bit for bit
+    hidden units the layer of the base with most of its units: `found` of `units`, the strength `r`, what the
+                 same search finds `by_chance`, and the `distance` of what they read
+    coordinates  the layer of the base of the same number in its names, and the least correlation of a matrix
+                 with its namesake, number by number
+
+Beside the rows of two stacks stands what no layer has (`Pair`). A layer of the suspect is the base's on the
+first of these grounds that holds:
+
+    bits         there is such a layer
+    hidden units chance does not explain the count, and share and r are those of BASE_SHARE and BASE_R, or the
+                 share is HALF in the middle of both models; once two layers are, a late one needs no strength
+    coordinates  those of all layers agree as chance does not, and its own by ALIKE_R
+
+Two stacks are of the *same birth* if two distinct layers of the suspect, or its only one, are two distinct
+layers of the base (a layer that was copied, or an expert, counts once). Two models are, if each stack that
+may be the language model is, of one of the other's; if another stack is, they have a *part in common*.
+Otherwise the answer is *inconclusive* if one layer is, if a child could hide in what was not looked at, or if
+more was matched than UNRELATED_SHARE; and else *no evidence*. On what measurement each number rests:
+
+    number                 why (results/robustness.json, unless another place is named)
+    BASE_SHARE, BASE_R     language models that never met share up to 34 % of a layer, with an r below 0.26;
+                           children have more than 0.28, and above 0.6 if they were not pruned to a tenth
+    HALF, LATE             before the last quarter of their depth such models share at most 11 %, children
+                           under noise of twice their weights' std 99 %, however weakly (r = 0.18)
+    DEEP                   the first layer of such models shares up to 10 %; of fewer layers it is a middle one
+    UNRELATED_SHARE        what they share where none, one or both of two layers are in the middle
+    ALIKE_R                unrelated models on a copied embedding matrix: no matrix above 0.035; children under
+                           noise of twice their weights' std: 0.4 (docs/lineage.md)
+    CHANCE_LOG10_P         of 990 pairs of newborns none passes (results/errors.json)
+    UNDECIDED_P            of 990 such pairs 1 % have coordinates that agree so well
+    FEWEST_UNITS           of 16 units half are 8, which chance finds once in 10^7 layers
+    TOKENS_A_DIMENSION     tables of fewer tokens than that are all alike, and so are units seen through them
+    A_TENTH                noise of 0.3 std hides no child; a tenth of its layers can be a LoRA adapter's
+    SAME_TABLE             tables of children are above 0.99 in any basis, of strangers up to 0.61
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from scipy import stats
+
+SAME_BIRTH = "same birth"
+NO_EVIDENCE = "no evidence"
+INCONCLUSIVE = "inconclusive"
+PART_IN_COMMON = "part in common"
+VERDICTS = (SAME_BIRTH, PART_IN_COMMON, INCONCLUSIVE, NO_EVIDENCE)  # what says most comes first
+BASE_SHARE, BASE_R = 0.2, 0.5  # of a layer's units that are matched, and how strongly
+HALF = 0.5  # of a layer's units, in the middle of both models
+LATE = 0.75  # of a stack's depth: here its last quarter begins
+DEEP = 8  # layers, from which on the first one is not in the middle
+UNRELATED_SHARE = (HALF, BASE_SHARE, 0.1)  # by how many of two layers are in the middle
+ALIKE_R = 0.1  # of each matrix of a layer with its namesake
+CHANCE_LOG10_P = -6.0  # up to here nothing is chance's
+UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
+FEWEST_UNITS = 16  # that live in a layer of both models, or are matched: of fewer nothing is said
+TOKENS_A_DIMENSION = 2  # that two models must share
+A_TENTH = 0.1  # of the parameters of a model's layers: what may be another model, or hide a child
+SAME_TABLE = 0.99  # how alike embedding matrices are, in any basis
+
+
+@dataclass
+class Row:
+    """A layer of the suspect, or an expert of one, and its closest layers of the base, from 1; 0: none."""
+
+    layer: int
+    depth: int  # of its stack
+    label: str  # for a reader: "layer 3, expert 5"
+    bits: int = 0
+    coordinates: int = 0
+    closest: int = 0  # the base's layer that has most of its hidden units,
+    base_depth: int = 0  # of a stack of so many,
+    base_label: str = ""
+    found: int = 0  # units matched
+    units: int = 0  # that could be: those read that live, in the MLP with fewer; 0: they were not looked for
+    r: float = 0.0  # the median strength of those matched
+    by_chance: int = 0  # matched where one model's tokens are permuted: this pair's own null
+    in_place: int = 0  # of those matched: they stand where they stood
+    distance: float | None = None  # of what matched units read: 0 of a copy, 1 of strangers
+    has_units_of_base: bool = False
+
+    @property
+    def share(self):
+        return self.found / max(1, self.units)
+
+    @property
+    def base_layer(self):
+        """The base's layer that this one is, on the first ground that holds; 0: none."""
+        return self.bits or self.has_units_of_base * self.closest or self.coordinates
+
+    @property
+    def ground(self):
+        """That ground; "" if none holds."""
+        grounds = {"bits": self.bits, "hidden units": self.has_units_of_base, "coordinates": self.coordinates}
+        return next((ground for ground, holds in grounds.items() if holds), "")
+
+    @property
+    def num_middle(self):
+        """How many of the two layers stand in the middle of their stack, where strangers share little."""
+        return is_middle(self.layer, self.depth) + is_middle(self.closest, self.base_depth)
+
+
+@dataclass(eq=False)
+class Pair:
+    """A stack of the base and one of the suspect: their rows, and what no layer has."""
+
+    rows: list = field(default_factory=list)
+    layer_map: dict = field(default_factory=dict)  # `share`, by MLPs of the `base` and of the `suspect`
+    widths: tuple = ()  # of base and suspect
+    num_tokens: int = 0  # that they share; 0: units were not looked for
+    table_likeness: float | None = None  # in any basis: 1, or about 0; None: too few tokens
+    base: object = None  # the Stacks
+    suspect: object = None
+    coordinates: dict = field(default_factory=dict)  # tests of the layers' ("body") and of the "embedding"
+    lack: str = ""  # why hidden units cannot tell; "" if they can
+    may_hide: bool = True  # may there be hidden units that were not found?
+    bare: str = ""  # what a model without layers has in their place
+    unread: str = ""  # what was not looked at
+    verdict: str = ""
+    reason: str = ""  # which of the rules below gave the verdict
+
+    @property
+    def searched(self):
+        """The rows of MLPs that were looked for in the base."""
+        return [row for row in self.rows if row.closest]
+
+    @property
+    def with_units(self):
+        """The rows whose hidden units are the base's."""
+        return [row for row in self.rows if row.has_units_of_base]
+
+    def agrees(self, kind):
+        """Do the coordinates of a kind of matrices agree, as chance does not?"""
+        return kind in self.coordinates and self.coordinates[kind]["same"]
+
+
+def is_middle(layer, depth):
+    """Does a layer stand before the last quarter of its stack, and in a deep one behind the first layer?"""
+    return (layer - 1) / max(1, depth) < LATE and not (layer == 1 and depth >= DEEP)
+
+
+def beyond_chance(row, searches):
+    """Does chance not explain a count, the best of `searches` layers of both?
+
+    Unrelated models have a Poisson number of matched units, for each of three pairs of views. Its mean is
+    below 1, or is what this pair's own null has, if that is larger: ties may make it so.
+    """
+    log_p = stats.poisson.logsf(row.found - 1, max(1, row.by_chance))
+    return (log_p + math.log(3 * max(1, searches) ** 2)) / math.log(10) <= CHANCE_LOG10_P
+
+
+def mark_units(rows):
+    """Mark the rows whose hidden units are the base's."""
+    searches = sum(row.closest > 0 for row in rows)
+    for row in rows:
+        is_strong = row.share >= BASE_SHARE and row.r >= BASE_R
+        is_middle_one = row.share >= HALF and row.num_middle == 2
+        row.has_units_of_base = (is_strong or is_middle_one) and beyond_chance(row, searches)
+    found = [(row.layer, row.closest) for row in rows if row.has_units_of_base]
+    if distinct(found) > 1:
+        for row in rows:
+            row.has_units_of_base |= row.share >= HALF
+
+
+def fill(pair, equal, namesakes):
+    """Add the rows of layers without a match, and two columns: `equal` layers by the suspect's number, and
+    `namesakes`, for each layer of the suspect the base's number, and how far the two correlate."""
+    depth = len(pair.suspect.layers)
+    seen = {row.layer for row in pair.rows}
+    pair.rows += [Row(layer, depth, f"layer {layer}") for layer in range(1, depth + 1) if layer not in seen]
+    pair.rows.sort(key=lambda row: row.layer)
+    for row in pair.rows:
+        row.bits = equal.get(row.layer, 0)
+        namesake, r = namesakes.get(row.layer, (0, 0.0))
+        if pair.agrees("body") and r >= ALIKE_R:
+            row.coordinates = namesake
+
+
+def look_for_gaps(pair, *names):
+    """Tell a Pair of models of these names what was not looked at, and why hidden units cannot tell."""
+    told, lacks = [], list(filter(None, [pair.lack]))
+    for stack, name in zip((pair.base, pair.suspect), names):
+        shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
+        told += [f"{what} ({share} of {name}'s layers)" for what, share in shares.items() if share != "0%"]
+        if stack.hides:
+            lacks.append(f"not all of {name} was looked at")
+        if stack.missing:
+            lacks.append(f"no {stack.missing} found in {name}")
+        elif stack.reads_by_head:
+            lacks.append(f"no embedding matrix but a head found in {name}")
+    rows = pair.searched
+    if not rows and not lacks:
+        lacks.append("units cannot be seen through these embedding matrices")
+    elif rows and pair.num_tokens < TOKENS_A_DIMENSION * min(pair.widths):
+        lacks.append(f"they share {pair.num_tokens:,} tokens, too few for a width of {min(pair.widths):,}")
+    elif rows and max(row.units for row in rows) < FEWEST_UNITS:
+        lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
+    elif rows and all(row.by_chance >= BASE_SHARE * row.units for row in rows):
+        lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
+    pair.unread, pair.lack = join(*told), join(*lacks)
+    hides = pair.base.hides or pair.suspect.hides
+    pair.may_hide = hides or (pair.base.may_have_units and pair.suspect.may_have_units)
+
+
+def join(*phrases):
+    """Phrases for a reader, without empty ones."""
+    return " and ".join(filter(None, phrases))
+
+
+def distinct(pairs):
+    """How many layers some pairs of layers are: experts of one layer, and copies of one, count once."""
+    return min(len({layer for layer, _ in pairs}), len({base_layer for _, base_layer in pairs}))
+
+
+def is_between(pair):
+    """Is more matched in some layer than in layers of unrelated models that stand there?"""
+    shared = [row for row in pair.searched if beyond_chance(row, len(pair.searched))]
+    return any(row.share >= UNRELATED_SHARE[row.num_middle] for row in shared)
+
+
+def judge_stacks(pair):
+    """The verdict of two stacks, and the rule that gave it."""
+    depth = len({row.layer for row in pair.rows})
+    layers = distinct([(row.layer, row.base_layer) for row in pair.rows if row.base_layer])
+    undecided = pair.may_hide or pair.coordinates.get("body", {"p": 0.0})["p"] <= UNDECIDED_P
+    if pair.bare:
+        return INCONCLUSIVE, "bare"
+    if layers and layers >= min(2, depth):
+        return SAME_BIRTH, "layers"
+    if layers:
+        return INCONCLUSIVE, "one layer"
+    if pair.agrees("body"):
+        return INCONCLUSIVE, "coordinates"
+    if pair.lack:
+        return (INCONCLUSIVE, "hidden") if undecided else (NO_EVIDENCE, "unseen")
+    if is_between(pair):
+        return INCONCLUSIVE, "between"
+    return NO_EVIDENCE, "units"
+
+
+def judge_models(pairs):
+    """The verdict of two models, the pair of stacks that gave it, and all pairs.
+
+    Each stack that may be the language model counts by the one of the other model that it is closest to (that
+    reads tokens, too, or does not, if there is one). All must be kin.
+    """
+    bases = language_models(list(dict.fromkeys(pair.base for pair in pairs)))
+    suspects = language_models(list(dict.fromkeys(pair.suspect for pair in pairs)))
+    models = [pair for pair in pairs if pair.base in bases and pair.suspect in suspects]
+    closest = []
+    for stack in bases + suspects:
+        own = [pair for pair in models if stack in (pair.base, pair.suspect)]
+        alike = [pair for pair in own if bool(pair.base.tables) == bool(pair.suspect.tables)]
+        closest.append(min(alike or own, key=doubt))
+    told = max(closest, key=doubt)
+    have_part = any(pair.verdict == SAME_BIRTH for pair in pairs)
+    return PART_IN_COMMON if have_part and told.verdict != SAME_BIRTH else told.verdict, told, pairs
+
+
+def doubt(pair):
+    """How little a pair's verdict says, from 0."""
+    return VERDICTS.index(pair.verdict)
+
+
+def language_models(stacks):
+    """The stacks that may be the model: like the first they read tokens and have a head, or are as large.
+
+    A first stack without a head may be a text encoder. Then smaller ones may be the model, too.
+    """
+    first = stacks[0]
+    least = first.size if first.has_head else A_TENTH * first.size
+    return [stack for stack in stacks if stack.rank == first.rank or stack.size >= least]
