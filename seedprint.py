@@ -53,7 +53,8 @@ from lib.runtime import progress, rank
 from lib.settings import Command, OutputSettings, UserError, at_least, run_script
 from lineage.births import IdentifySettings, identify
 from lineage.outputs import Names, PaperSettings, PersistenceSettings, check_several, paper, persistence
-from lineage.verdict import PART_IN_COMMON, SAME_BIRTH, compare_pair, read_model, unread_row
+from lineage.table import PART_IN_COMMON, SAME_BIRTH
+from lineage.verdict import compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 

@@ -1,12 +1,12 @@
 """Are two models of one birth? Read both, match each layer, fill the table, group it. (ours)
 
-    >>> from lib import checkpoint
-    >>> from lineage.compare import compare, read_model
-    >>> names = ("tiny_llama@1", "tiny_llama@2")
-    >>> models = [read_model(name, checkpoint.parse_spec(name).open()) for name in names]
-    >>> verdict, pair, pairs = compare(*models)
-    >>> verdict, [row.found for row in pair.rows]  # of 704 units each
-    ('no evidence', [0, 1, 2, 1, 1, 1])
+>>> from lib import checkpoint
+>>> from lineage.compare import compare, read_model
+>>> names = ("tiny_llama@1", "tiny_llama@2")
+>>> models = [read_model(name, checkpoint.parse_spec(name).open()) for name in names]
+>>> verdict, pair, pairs = compare(*models)
+>>> verdict, [row.found for row in pair.rows]  # of 704 units each
+('no evidence', [0, 1, 2, 1, 1, 1])
 """
 
 import itertools

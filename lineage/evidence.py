@@ -1,12 +1,5 @@
 """What else tells that two models are one: equal bits, and coordinates that agree (ours).
 
-    >>> from lib import checkpoint
-    >>> from lineage import evidence
-    >>> a = checkpoint.parse_spec("nano_llama@42").open()
-    >>> b = checkpoint.parse_spec("nano_llama@43").open()
-    >>> correlations, layers = evidence.weight_correlations(a, b)  # "body" and "embedding": (d, d) each
-    >>> evidence.diagonal_test(correlations["body"], ("body", 0))["z"]  # near 0: unrelated
-
 A merge by layers keeps *bits*, but not names, nor the embedding matrix that units are seen through. Matrices
 of fewer than VARIED different numbers count for nothing: unrelated models share masks and constants.
 
@@ -36,9 +29,6 @@ from lineage.views import WIDE
 MOST_ROWS, FEW_ROWS = 2**14, 2**8  # of a matrix, evenly spaced, that are compared; the second of wide ones
 
 
-# ---- bits --------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=4)  # of two models the beginnings, and all
 def digests_of(source, count=None):
     """By a layer's number, from 1, if its MLPs count, the SHA-256 of each matrix that counts.
@@ -65,7 +55,7 @@ def digests_of(source, count=None):
 
 
 def nothing_in(stack, name):
-    """What a model of this name has in place of layers, if there are none, or none that could tell a birth."""
+    """What a model of this name has in place of layers that could tell a birth; "" if it has some."""
     if not stack.layers:
         names = [*stack.source.shapes][:3]
         called = f": its tensors are called {', '.join(names)}"
@@ -90,9 +80,6 @@ def equal_layers(base, suspect, count=BATCH):
         if same:
             equal[number] = min(same, key=lambda base_number: abs(base_number - number))
     return equal_layers(base, suspect, None) if equal and count else equal
-
-
-# ---- coordinates -------------------------------------------------------------------------------------------
 
 
 class Correlation:

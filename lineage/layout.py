@@ -1,11 +1,5 @@
 """Which tensors of a checkpoint are layers, what is each of them, and what feeds them? (ours)
 
-    >>> from lib import checkpoint
-    >>> from lineage import layout
-    >>> stack, *others = layout.split(checkpoint.parse_spec("tiny_llama@42").open())
-    >>> stack.tables, stack.heads, len(stack.mlps)
-    ([('model.embed_tokens.weight',)], [('lm_head.weight',)], 6)
-
 A *stack* is a run of tensors whose names differ in one number, the layer's, and whose layers read and write
 a stream of one width. An encoder and its decoder are two, even if one embedding matrix feeds both. Stacks are
 found by structure. What a layer's matrices are, their names tell, or else their shapes: each kind has one
@@ -94,7 +88,9 @@ class Stack:
     heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
     mlps: list = field(default_factory=list)
-    matrices: dict = field(default_factory=dict)  # along the stream: names by (number in it, or None, and rest)
+    matrices: dict = field(
+        default_factory=dict
+    )  # along the stream: names by (number in it, or None, and rest)
     unknown: list = field(default_factory=list)  # matrices among which an MLP may be
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
     hides: bool = False  # may a child hide there?
@@ -106,12 +102,6 @@ class Stack:
             return "one embedding matrix"
         names = {"embedding matrix": self.tables, "MLPs": self.mlps}
         return " and ".join(name for name, found in names.items() if not found)
-
-    @property
-    def stores_inputs_first(self):
-        """Are matrices stored as (inputs, outputs), as GPT-2's are, and nobody else's?"""
-        shapes = [shape for name, shape in self.source.shapes.items() if name.endswith("attn.c_attn.weight")]
-        return any(shape[0] == self.width and shape[-1] != self.width for shape in shapes)
 
     @property
     def has_head(self):
@@ -167,7 +157,9 @@ def split(source):
     feed(stacks, outside, reach)
     turning = []
     for stack in stacks:
-        stack.beside = {name: outside[name] for name in outside if name in stack.named or stack in reach[name]}
+        stack.beside = {
+            name: outside[name] for name in outside if name in stack.named or stack in reach[name]
+        }
         look_beside(stack)
         look_into_layers(stack)
         turning += changes_of_basis(stack)
@@ -178,9 +170,6 @@ def split(source):
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
         stack.hides |= sum(stack.unread.values()) > A_TENTH
     return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
-
-
-# ---- which tensors are layers ------------------------------------------------------------------------------
 
 
 def stacks_of(shapes):
@@ -254,9 +243,6 @@ def common_name(stack, stacks):
         if not any(prefix.startswith(start) for prefix in others):
             return start.rstrip("._/")
     return stack.prefix.rstrip("._/")
-
-
-# ---- what feeds them, and reads them -----------------------------------------------------------------------
 
 
 def is_table(name, shape):
@@ -349,9 +335,6 @@ def look_beside(stack):
     gains = gains_of(dict(zip(stack.beside, stack.beside)), stack.beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     stack.norm = next(iter(norms), None)
-
-
-# ---- what is what in a layer -------------------------------------------------------------------------------
 
 
 def look_into_layers(stack):
@@ -488,11 +471,8 @@ def norms_of_layer(shapes, names, width):
     return None, behind, behind is not None or not gains
 
 
-# ---- what a tensor's numbers tell --------------------------------------------------------------------------
-
-
 def changes_of_basis(stack):
-    """Matrices that only turn the stream, outside of layers or in the last one, but for MLPs' own: SliceGPT's.
+    """Matrices that only turn the stream, as SliceGPT's do, outside of layers or in the last one.
 
     If an MLP has such matrices, too, as of an orthogonal birth, they tell nothing.
     """
@@ -528,8 +508,9 @@ def residual_rows(stack, name, weight) -> Tensor:
     """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns."""
     by_columns = weight.shape[-1] == stack.width
     if by_columns and weight.shape[-2] == stack.width:
-        writes = WRITES.search(name) is not None
-        by_columns = writes == stack.stores_inputs_first
+        fused = [shape for n, shape in stack.source.shapes.items() if n.endswith("attn.c_attn.weight")]
+        stores_inputs_first = any(shape[0] == stack.width != shape[-1] for shape in fused)  # GPT-2 alone
+        by_columns = (WRITES.search(name) is not None) == stores_inputs_first
     if not by_columns:
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)

@@ -1,14 +1,5 @@
 """Whose hidden units are these? Matches the units of two models, by weights alone (ours).
 
-    >>> from lib import checkpoint
-    >>> from lineage.match import equal_ids, match_models
-    >>> from lineage.views import Units
-    >>> base = Units(checkpoint.parse_spec("tiny_llama@1000").open())
-    >>> suspect = Units(checkpoint.parse_spec("runs/lineage/tiny_llama-1000").open())
-    >>> row = match_models(base, suspect, equal_ids(base, suspect)).rows[0]
-    >>> row.found, row.units
-    (704, 704)
-
 How units are matched is in `measure/matching.py`, and what their views are in `lineage/views.py`. Models that
 learnt to predict the same words come to share units near the head: `lineage/table.py` weighs that.
 """
@@ -30,7 +21,9 @@ from measure.matching import matched_units, mutual_neighbours
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most
 LARGEST_MAP = 2048  # units in all, of deep models, of whose MLPs it counts fewer, but TRIAL_UNITS at least
 TRIAL_UNITS = 64  # of a layer, by which ways to read two models are tried
-LARGE = 2**15  # width times MLPs, from which on DEEP layers are read, evenly spaced, unless more are asked for
+LARGE = (
+    2**15
+)  # width times MLPs, from which on DEEP layers are read, evenly spaced, unless more are asked for
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
 
 
@@ -79,7 +72,9 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
         layers = DEEP
     pair = match_models(*way, units, layers, key)
     found = [(row.layer, row.closest) for row in pair.rows if row.has_units_of_base]
-    if distinct(found) == 1 and len({row.layer for row in pair.rows}) < len(way[1].layers):  # is it the only one?
+    if distinct(found) == 1 and len({row.layer for row in pair.rows}) < len(
+        way[1].layers
+    ):  # is it the only one?
         pair = match_models(*way, units, None, key)
     return pair
 

@@ -27,10 +27,10 @@ more was matched than UNRELATED_SHARE; and else *no evidence*. On what measureme
                            children have more than 0.28, and above 0.6 if they were not pruned to a tenth
     HALF, LATE             before the last quarter of their depth such models share at most 11 %, children
                            under noise of twice their weights' std 99 %, however weakly (r = 0.18)
-    DEEP                   the first layer of such models shares up to 10 %; of fewer layers it is a middle one
+    DEEP                   the first layer of such models shares up to 10 %; of fewer it is a middle one
     UNRELATED_SHARE        what they share where none, one or both of two layers are in the middle
-    ALIKE_R                unrelated models on a copied embedding matrix: no matrix above 0.035; children under
-                           noise of twice their weights' std: 0.4 (docs/lineage.md)
+    ALIKE_R                unrelated models on a copied embedding matrix: no matrix above 0.035; children
+                           under noise of twice their weights' std: 0.4 (docs/lineage.md)
     CHANCE_LOG10_P         of 990 pairs of newborns none passes (results/errors.json)
     UNDECIDED_P            of 990 such pairs 1 % have coordinates that agree so well
     FEWEST_UNITS           of 16 units half are 8, which chance finds once in 10^7 layers

@@ -13,7 +13,16 @@
 import numpy as np
 
 from lineage.compare import Model, compare, read_model  # noqa: F401
-from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, beyond_chance, is_between
+from lineage.table import (
+    BASE_R,
+    HALF,
+    PART_IN_COMMON,
+    SAME_BIRTH,
+    SAME_TABLE,
+    Pair,
+    beyond_chance,
+    is_between,
+)
 
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 
@@ -112,9 +121,6 @@ def mean_distance(pair):
     """The mean distance of matched units, of layers that are the base's; None where few were."""
     distances = [row.distance for row in pair.with_units if row.distance is not None]
     return float(np.mean(distances)) if distances else None
-
-
-# ---- the sentence ------------------------------------------------------------------------------------------
 
 
 def sentence_of(pair, proviso):

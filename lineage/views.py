@@ -1,11 +1,5 @@
 """What does a hidden unit read and write, as the tokens see it? (ours)
 
-    >>> from lib import checkpoint
-    >>> from lineage.views import Units
-    >>> units = Units(checkpoint.parse_spec("tiny_llama@1000").open())
-    >>> {view: tuple(columns.shape) for view, columns in units.views(0).items()}
-    {'gate': (256, 704), 'up': (256, 704), 'down': (256, 704)}
-
 A unit's gate, up and down weights each give a number for every token: what it reads of the embedding matrix,
 and what it writes to the head. These are its three *views*; MLPs without a gate have two. A centred table of
 V tokens is Q R, so that d numbers, R times a unit's weights, say all but Q, which all units share.

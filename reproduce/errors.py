@@ -20,10 +20,11 @@ from lib.figures import legend_below, lines_of, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
-from lineage import coordinates, kendall
+from lineage import kendall
+from lineage.evidence import diagonal_test, weight_correlations
 from lineage.match import equal_ids, match_models
 from lineage.outputs import PaperSettings, last_outputs
-from lineage.verdict import NO_EVIDENCE, Facts, row_of
+from lineage.table import NO_EVIDENCE, judge_stacks
 from lineage.views import Units
 from model import PRESETS
 
@@ -92,11 +93,12 @@ def p_of_weights(newborns):
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):
         a, b = models[i], models[j]
-        match = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
-        p["units"].append(float(row_of(Facts(match))["verdict"] == NO_EVIDENCE))
-        correlations, _ = coordinates.weight_correlations(newborns[i], newborns[j])
+        pair = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
+        verdict, _ = judge_stacks(pair)
+        p["units"].append(float(verdict == NO_EVIDENCE))
+        correlations, _ = weight_correlations(newborns[i], newborns[j])
         for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
-            p[test].append(coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
+            p[test].append(diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
     return p
 
 

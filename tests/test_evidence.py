@@ -20,7 +20,9 @@ def test_layers_that_only_begin_alike():
     weights["model.layers.2.mlp.down_proj.weight"][-1, -1] += 1
     nearly = as_source(weights, CONFIG)
     base, suspect = find(BASE), find(nearly)
-    assert digests_of(base, 8)[3] == digests_of(suspect, 8)[3] and digests_of(base)[3] != digests_of(suspect)[3]
+    assert (
+        digests_of(base, 8)[3] == digests_of(suspect, 8)[3] and digests_of(base)[3] != digests_of(suspect)[3]
+    )
     assert equal_layers(base, suspect) == {1: 1, 2: 2}
     assert equal_layers(suspect, find(cut(nearly, [2, 0]))) == {1: 3, 2: 1}
 

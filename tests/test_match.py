@@ -16,7 +16,6 @@ from lib import checkpoint, formats
 from lib.checkpoint import Newborn
 from lib.formats import token_ids
 from lib.inputs import random_tokens
-from lib.settings import UserError
 from lineage import disguise, match, views
 from lineage.disguise import disguised
 from lineage.table import Row

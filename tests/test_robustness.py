@@ -10,7 +10,7 @@ from init import newborn
 from lib import checkpoint
 from lib.data import load_tokenizer
 from lib.files import read_json, sha256
-from lineage.verdict import NO_EVIDENCE, SAME_BIRTH
+from lineage.table import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
 
 CONFIG = ModelConfig(400, 128, 8, 2, 32, 48)

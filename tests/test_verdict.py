@@ -16,8 +16,18 @@ from lib.formats import token_ids
 from lib.settings import UserError
 from lineage import disguise
 from lineage.layout import Stack
-from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
-from lineage.table import Pair, Row, beyond_chance, fill, judge_stacks, mark_units
+from lineage.table import (
+    INCONCLUSIVE,
+    NO_EVIDENCE,
+    PART_IN_COMMON,
+    SAME_BIRTH,
+    Pair,
+    Row,
+    beyond_chance,
+    fill,
+    judge_stacks,
+    mark_units,
+)
 from lineage.verdict import compare_pair, read_model, row_of, sentence_of
 from model import ModelConfig
 from reproduce.changes import noised
@@ -39,7 +49,9 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
         closest = (base_layers or {}).get(layer, layer)
         found = counts.get(layer, 1)
-        rows.append(Row(layer, depth, f"layer {layer}", 0, 0, closest, depth, "", found, units, r, 1, found, 0.2))
+        rows.append(
+            Row(layer, depth, f"layer {layer}", 0, 0, closest, depth, "", found, units, r, 1, found, 0.2)
+        )
     pair = Pair(rows, {}, (256, 256), 4096, 0.06)
     pair.base = pair.suspect = Stack("", 256, dict.fromkeys(range(depth), {}), tables=[("table",)])
     pair.lack, pair.may_hide = more.get("lack", ""), more.get("may_hide", False)
@@ -71,7 +83,11 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
         "late layers agree (37% of layer 24, r = 0.20), as those of",
     ),
     "all late, weakly": (dict(counts={23: 900, 24: 900}), INCONCLUSIVE, "late layers agree (90% of layer"),
-    "a noised tail": (dict(counts=dict.fromkeys(TAIL, 300), depth=7, base_layers=TAIL), INCONCLUSIVE, "30% of"),
+    "a noised tail": (
+        dict(counts=dict.fromkeys(TAIL, 300), depth=7, base_layers=TAIL),
+        INCONCLUSIVE,
+        "30% of",
+    ),
     "the first, weakly": (dict(counts={1: 80}), NO_EVIDENCE, "the first layers agree (8% of layer 1"),
     "nothing": (
         dict(counts={}),
