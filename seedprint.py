@@ -8,32 +8,34 @@
 
 `compare` and `matrix` read weights alone, of any architecture, width, depth and vocabulary, one matrix at a
 time: two models of 7B parameters fit into a laptop's memory. `measure/matching.py` shows how a hidden unit of
-the base is matched with one of the suspect, and `lineage/verdict.py` judges. `identify` is in
-lineage/births.py, `paper` and `persistence` in lineage/outputs.py. The columns of a row:
+the base is matched with one of the suspect, `lineage/compare.py` how all layers are, and
+`lineage/table.py` judges. `identify` is in lineage/births.py, `paper` and `persistence` in
+lineage/outputs.py. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
-    units_found     matched of `units`, in the worst layer that is the base's; if none is, in the best
+    units_found     matched of `units`. Of a child the row tells the layer with the smallest share of those
+                    that are the base's; of others the layer with the largest share
     distance        how far matched units' input weights moved, in any basis: 0 is a copy, 1 a stranger
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
     body_z          how many standard deviations body_r lies above what relabelled coordinates give
     embedding_z     the same of the embedding matrix
 
-Each layer of the suspect is looked for in the base. It is the base's on one of three grounds:
+Each layer of the suspect is looked for in the base. A layer in the *middle* stands before the last quarter
+of its model, and, if there are eight or more, behind the first one. What is shared by units matched:
 
-    bits            all of its matrices equal those of one layer of the base, whatever their names
-    hidden units    20 % or more are matched with r at least 0.5 (unrelated models: r at most 0.26); or 50 %
-                    or more with any r, in the middle of both models: after the first layer, and before the
-                    last quarter
-    coordinates     each of its matrices correlates by at least 0.1 with the base's of that name
+    layers in the middle                     both           one            none
+    the base's, if at least                  50 %, or 20 %  20 % with r of at least 0.5 (strangers: 0.26)
+                                             with that r
+    more than strangers share, from          10 %           20 %           50 %
 
-And the verdict is
+A layer is also the base's if all of its matrices are those of one layer of the base, bit for bit; or if all
+coordinates agree, and each of its matrices correlates by at least 0.1 with its namesake. The verdict is
 
     same birth      if two layers are the base's, or the only layer is
     part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads
                     images, a text encoder, a draft head) is a part or all of the other
     inconclusive    if only one of several layers is the base's; if more units are matched than strangers
-                    share (10 % of two layers in the middle of their models, 20 % if one is there, 50 % if
-                    none); or if a model has no layers, MLPs or embeddings, so that no child would be seen
+                    share; or if a child could hide in what was not looked at
     no evidence     otherwise
 """
 
