@@ -332,10 +332,3 @@ def test_a_file_without_a_language_model(kind, architecture, said, tmp_path):
     save_gguf(writer)
     with pytest.raises(UserError, match=f"x.gguf is no language model, but {said}"):
         formats.open_any(tmp_path / "x.gguf")
-
-
-def test_a_vocabulary_alone(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    save_gguf(writer)
-    with pytest.raises(UserError, match="is no language model, but a vocabulary alone"):
-        formats.open_any(tmp_path / "x.gguf")
