@@ -142,21 +142,21 @@ def test_a_gguf_file_is_fetched_if_it_is_named_or_alone(here):
 
 
 MISTAKES = {
-    "org/nobody": "no model 'org/nobody', neither here nor on the Hub: check the name, or type `hf auth lo",
-    "org/gated": "is gated: accept its terms at http://127.0.0.1:.*/org/gated, then type `hf auth login`",
+    "org/nobody": "no model 'org/nobody' here, and the Hub answers RepositoryNotFoundError: check name",
+    "org/gated": "GatedRepoError: .* terms at http://127.0.0.1:.*/org/gated, or type `hf auth login`",
     "org/ggufs": "has a.gguf, b.gguf: expected .*; org/ggufs/FILE.gguf names one of several",
     "org/ggufs/c.gguf": "has a.gguf, b.gguf: expected",
-    "org/adapter": "has adapter_config.json, adapter_model.safetensors: expected model.safetensors, pytorch",
-    "org/whole@nowhere": "org/whole has no commit, branch or tag 'nowhere'",
+    "org/adapter": "has adapter_config.json, adapter_model.safetensors: expected safetensors, pytorch",
+    "org/whole@nowhere": "no model 'org/whole' here, and the Hub answers RevisionNotFoundError",
     "a--b/c": "cannot read a--b/c",
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name, here, capsys):
+def test_mistakes(name, here):
     with pytest.raises(UserError, match=MISTAKES[name]):
         checkpoint.parse_spec(name)
-    assert fetched(here) == [] and capsys.readouterr().err == "" and checkpoint.COMMITS == {}
+    assert fetched(here) == [] and checkpoint.COMMITS == {}
 
 
 def test_without_a_network(here, monkeypatch):
@@ -171,9 +171,7 @@ def test_without_a_network(here, monkeypatch):
             point_to(f"http://127.0.0.1:{listener.getsockname()[1]}", monkeypatch)
             begun = time.perf_counter()
             assert fetch("org/whole") == place
-            with pytest.raises(
-                UserError, match="org/other is not here, and the Hub is out of reach, .*Error"
-            ):
+            with pytest.raises(UserError, match="org/other is not here, and the Hub is out of reach"):
                 fetch("org/other")
             assert time.perf_counter() - begun < 5  # twice the patience, on a busy machine
 
