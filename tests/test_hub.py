@@ -86,18 +86,18 @@ def fetched(server) -> list[str]:
 
 NAMES = "Qwen/Qwen2.5-0.5B HuggingFaceTB/SmolLM2-135M a/b.c-d_e a/b@abc1234 a/b@main a/B-GGUF/b-q4_k_m.gguf"
 PATHS = "runs/laptop data/x models/x results/x models/a/b.gguf /a/b ./a/b ../a/b ~/a/b a/b/c a//b a b /a a/"
-PATHS += " a/b.gguf a/b.safetensors a/b.bin a/b.pt a/b.pth a/b.json a/step_0000100 a/b/c/d.gguf tiny_llama@3"
-PATHS += " gpt2 C:\\a\\b a/b@ a/b@c/d"
+PATHS += " a/b/c/d.gguf gpt2 C:\\a\\b a/b@ a/b@c/d here/a"
 
 
 def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    monkeypatch.setattr(hub, "fetch", lambda *_: Path("fetched"))
     for name in NAMES.split():
-        assert checkpoint.may_be_on_hub(name), name
+        assert checkpoint.parse_spec(name).folder == Path("fetched"), name
     for name in PATHS.split():
-        assert not checkpoint.may_be_on_hub(name), name
-    Path("Qwen").mkdir()
-    assert not checkpoint.may_be_on_hub("Qwen/Qwen2.5-0.5B")
+        with pytest.raises(UserError, match="no model"):
+            checkpoint.parse_spec(name)
 
 
 @pytest.mark.parametrize(
