@@ -277,9 +277,7 @@ EXPERIMENTS = {
     "predict": Command(predict, LengthSettings(num_sequences=400)),
     "cure": Command(cure, LengthSettings(init="centered", num_sequences=120)),
 }
-MOVED = ("ablation", "engage", "intra", "variance", "width")
-RENAMED = {name: f"python -m reproduce.mechanisms {name}" for name in MOVED}
-COMMANDS = {**EXPERIMENTS, "": Command(run_all, RunSettings(), renamed=RENAMED)}
+COMMANDS = {**EXPERIMENTS, "": Command(run_all, RunSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -147,9 +147,9 @@ def open_model(name, settings: CompareSettings):
 
 
 COMMANDS = {
-    "compare": Command(compare, CompareSettings(), renamed={"--units": "--units-per-layer"}),
+    "compare": Command(compare, CompareSettings()),
     "paper": Command(paper, PaperSettings()),
-    "matrix": Command(matrix, CompareSettings(), renamed={"--units": "--units-per-layer"}),
+    "matrix": Command(matrix, CompareSettings()),
     "identify": Command(identify, IdentifySettings()),
     "persistence": Command(persistence, PersistenceSettings()),
 }

@@ -29,7 +29,6 @@ from model import PRESETS, Transformer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
-FILE = re.compile(r"\.(?:safetensors|bin|pth?|gguf|jsonl?|model|txt|py|png)$|/step_\d{7}$")
 FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
 COMMITS = {}  # of each name of the Hub that this process has read
 
@@ -110,24 +109,17 @@ def parse_spec(text, scheme="gpt2"):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
-    if may_be_on_hub(text):
+    found = ON_HUB.fullmatch(text)
+    first = text.split("/")[0]
+    if found and first not in FOLDERS and not isdir(first):  # a path that is not there stays here
         from lib import hub  # not before it is needed: its library takes a while
 
-        folder = hub.fetch(*ON_HUB.fullmatch(text).groups())
+        folder = hub.fetch(*found.groups())
         COMMITS[text] = formats.folder_of(folder).name
         return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
     raise UserError(f"no model {text!r}: expected {expected}: {presets}")
-
-
-def may_be_on_hub(text):
-    """May a text that is no path here name a model of the Hub? Never one that was meant for a path."""
-    found = ON_HUB.fullmatch(text)
-    first = text.split("/")[0]
-    if found is None or first in FOLDERS or isdir(first):
-        return False
-    return found[3] is not None or not FILE.search(text)
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
@@ -208,7 +200,7 @@ def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
 
 
 def read_state(folder):
-    """The TrainingState of a step's folder, and its moments by name; UserError unless all files fit."""
+    """The TrainingState of a step's folder, and its moments by name; UserError unless all are its own."""
     path = folder / "state.json"
     state = from_values(TrainingState, read_json(path), path)
     if folder.name != f"step_{state.step:07}":
@@ -217,13 +209,7 @@ def read_state(folder):
         check_regular(folder / name)
         if state.sha256.get(name) != sha256(folder / name):
             raise UserError(f"corrupt checkpoint: {folder / name} is not what {path} was written for")
-    expected = {}
-    if state.step > 0:
-        for name, shape in open_checkpoint(folder).shapes.items():
-            expected |= {f"{name}.{moment}": shape for moment in MOMENTS}
-    tensors = formats.open_tensors([folder / "optimizer.safetensors"])
-    formats.check_shapes(tensors, expected, folder)
-    return state, tensors
+    return state, formats.open_tensors([folder / "optimizer.safetensors"])
 
 
 def restore(optimizer, model, state, tensors) -> None:

@@ -52,11 +52,6 @@ WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are 
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text, before .gz
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
 END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
-SPLIT = (  # a line of shell
-    "python -c 'import json; "
-    '[print(json.dumps({"text": t.strip()})) for t in open(0).read().split("<|endoftext|>")]'
-    "' <IN.txt >OUT.jsonl"
-)
 NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 OF_A_BUILD = ("version.py", "__config__.py")  # files of theirs that say how a package was built
@@ -150,25 +145,12 @@ def read(file):
     check_regular(file)
     unpack = gzip.open if file.suffix == ".gz" else open
     try:
-        if file.suffix == ".gz":
-            check_unpacked(file)
         with unpack(file, "rt", encoding="utf-8-sig") as lines:
             yield from json_lines(file, lines) if ending(file) == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
         raise UserError(f"{file} is no text in UTF-8: convert it") from None
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error}") from None
-
-
-def check_unpacked(file) -> None:
-    """UserError for a .gz file that is much larger inside than text of its size."""
-    largest = max(2**26, 100 * file.stat().st_size)
-    size = 0
-    with gzip.open(file) as content:
-        while block := content.read(2**20):
-            size += len(block)
-            if size > largest:
-                raise UserError(f"{file} has more than {largest:,} bytes inside: unpack it, if you trust it")
 
 
 def pages(lines):
@@ -187,7 +169,7 @@ def json_lines(file, lines):
             text = text.encode("utf-8", "replace").decode()  # without lone surrogates
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
-        yield from pages(io.StringIO(text.removeprefix("\ufeff")))  # a byte order mark
+        yield from pages(io.StringIO(text))
 
 
 def docstrings(code):
@@ -282,7 +264,7 @@ def write_tokens(folder, source, tokenizer, share):
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
     if num_ends >= len(starts):
-        print(f"{END}, {num_ends:,} times in the text, ends no document. To split a file there:\n{SPLIT}")
+        print(f"{END}, {num_ends:,} times in the text, ends no document: make a .jsonl of what is between")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
     sizes = split_tokens(folder, dtype, spans)
@@ -347,8 +329,7 @@ class Meta:
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     fingerprint: str  # a hash of all tokens, of the tokenizer, and of what is held out
-    text_sha256: str = ""  # a hash of the text, in older data sets
-    held_out: str = "the last tokens"  # in words
+    held_out: str  # in words
 
 
 class TokenData:

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 from matplotlib import cycler, rcParams
 from matplotlib.figure import Figure
-from matplotlib.ticker import AutoLocator, LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from lib.files import atomic_file
 from lib.runtime import rank
@@ -16,13 +16,11 @@ BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLE = {
-    "text.parse_math": False,  # names are shown as they are
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.prop_cycle": cycler(color=COLOURS),
 }
 DASHES = ("--", ":")  # of the first theory, and the second
-LONGEST_NAME = 36  # characters of a model's path in a figure
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
@@ -34,10 +32,9 @@ def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
 
 
 def legend_below(figure, axes) -> None:
-    """Name below the figure what is drawn on some axes, in as many columns as fit."""
+    """Name below the figure what is drawn on some axes, long names one to a line."""
     handles, labels = axes.get_legend_handles_labels()
-    width = 0.6 + 0.085 * max(map(len, labels), default=0)  # inches of a column
-    columns = min(3, max(1, int(figure.get_figwidth() / width)))
+    columns = 1 if max(map(len, labels), default=0) > 36 else 3
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
@@ -45,33 +42,17 @@ def save_figure(figure, path) -> None:
     """Rank 0 writes a matplotlib figure as a PNG, atomically."""
     if rank() > 0:
         return
-    for axes in figure.axes:
-        plain_ticks(axes.xaxis)
-        plain_ticks(axes.yaxis)
+    for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
+        if axis.get_scale() == "log":  # numbers, where matplotlib has powers of ten
+            axis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
     with atomic_file(path) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # no font here has it: a box is drawn
         figure.savefig(temporary, format="png", dpi=120)
 
 
-def plain_ticks(axis) -> None:
-    """Ticks of a logarithmic axis as numbers, where matplotlib has formulas; of layers at whole numbers."""
-    if axis.get_scale() == "log":
-        low, high = sorted(axis.get_view_interval())
-        locator = LogLocator(subs=(1, 2, 5) if high < 2000 * low else (1,), numticks=6)
-        if high < 5 * low:
-            locator = MaxNLocator(5)
-        axis.set(major_locator=locator, major_formatter="{x:g}", minor_formatter="")
-    elif "layer" in axis.get_label_text() and isinstance(axis.get_major_locator(), AutoLocator):
-        axis.set_major_locator(MaxNLocator(7, integer=True, min_n_ticks=1))
-
-
 def short_names(names):
-    """What to call the models of one figure: of long paths the last part, unless two have the same."""
-    shown = []
-    for name in map(str, names):
-        if len(name) > LONGEST_NAME:
-            name = name.split("/")[-1].removesuffix(".gguf")
-        shown.append(name)
+    """What to call the models of one figure: of paths the last part, unless two have the same."""
+    shown = [str(name).split("/")[-1].removesuffix(".gguf") for name in names]
     return shown if len(set(shown)) == len(set(names)) else names
 
 
@@ -98,6 +79,8 @@ def curves(
         for name, key in (("x", x), ("y", y)):
             if name in log and max(point[key] for point in points) > 0:
                 axes.set(**{f"{name}scale": "log"})
+        if x == "layer":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=plain(x), ylabel=plain(y))
         axes.set(**options)
         axes.label_outer()
@@ -152,35 +135,25 @@ def draw_preferences(path, rows, tokens, dimensions) -> None:
     for name, row, of_tokens, of_dimensions, column in zip(names, rows, tokens, dimensions, grid.T):
         by_rank, by_token, by_dimension = column
         by_rank.set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
-        draw_ranks(by_rank, *of_tokens)
-        p = f"1e{row['log10_p']:.0f}" if row["log10_p"] < 0 else "1"
-        text = f"token {row['top1_token']}: {row['ratio']:.1f} x uniform\np = {p}"
-        by_rank.text(0.96, 0.94, text, transform=by_rank.transAxes, ha="right", va="top", fontsize=9)
-        draw_counts(by_token, *of_tokens, "token number")
-        draw_counts(by_dimension, *of_dimensions, "hidden dimension")
+        percent = 100 / row["num_sequences"]
+        counts, uniform = of_tokens
+        largest = counts.sort(descending=True).values[: len(uniform)].numpy()
+        by_rank.bar(range(1, len(largest) + 1), percent * largest, color=BLUE)
+        by_rank.plot(range(1, len(largest) + 1), percent * uniform[: len(largest)], "--", color=VERMILION)
+        by_rank.set_xlabel("rank of the predicted token")
+        draw_counts(by_token, percent, *of_tokens, "token number")
+        draw_counts(by_dimension, percent, *of_dimensions, "hidden dimension")
     for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
-        axes.set_ylim(0, max(2.5, 1.1 * axes.get_ylim()[1]))  # no preference is to look like none
         axes.set_ylabel(f"{what},\n% of sequences")
     save_figure(figure, path)
 
 
-def draw_ranks(axes, counts, uniform) -> None:
-    """Draw the largest of some counts by rank, in %, and what uniform draws would give."""
-    largest = counts.sort(descending=True).values[: len(uniform)].numpy()
-    ranks = range(1, len(largest) + 1)
-    percent = 100 / int(counts.sum())
-    axes.bar(ranks, percent * largest, color=BLUE)
-    axes.plot(ranks, percent * uniform[: len(largest)], "--", color=VERMILION)
-    axes.set(xlabel="rank of the predicted token", xticks=[1, 5, 10, 15, 20])
-
-
-def draw_counts(axes, counts, uniform, label) -> None:
+def draw_counts(axes, percent, counts, uniform, label) -> None:
     """Draw all counts, in %, and the largest that uniform draws would give."""
-    percent = 100 / int(counts.sum())
     numbers = counts.nonzero()[:, 0].numpy()
     axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
     axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
-    axes.set(xlabel=label, xlim=(0, len(counts)))
+    axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))
 
 
 LINKS = {  # of SO's chain
@@ -247,67 +220,45 @@ def draw_interventions(path, points, k, factor) -> None:
 
 
 def draw_silence(path, rows) -> None:
-    """Draw sink rate against the disparity that is left, one colour per model."""
-    question = "How far must one dimension fall before the sink goes? (crosses: controls)"
-    figure, ((axes,),) = new_figure(question, width=7, height=4)
-    axes.set_xscale("log")
-    axes.invert_xaxis()
-    label = "largest / mean |dimension| at position 1   (more units at zero \N{RIGHTWARDS ARROW})"
-    axes.set(xlabel=label, ylabel="share of heads that sink")
-    for label, of_model in lines_of(rows, "checkpoint"):
-        steps = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in ("none", "first")]
-        controls = [(row["disparity"], row["sink_rate"]) for row in of_model if row["kind"] in CONTROLS]
-        (line,) = axes.plot(*zip(*steps), "o-", label=label)
-        axes.plot(*zip(*controls), "x", ms=9, color=line.get_color())
-    legend_below(figure, axes)
-    save_figure(figure, path)
+    """Draw sink rate against the disparity that is left, of each model, and of its controls."""
+    points = []
+    for row in rows:
+        if row["kind"] in ("none", "first"):
+            points.append(row | {"model": row["checkpoint"]})
+        elif row["kind"] in CONTROLS:
+            points.append(row | {"model": f"{row['checkpoint']}, controls"})
+    question = "How far must one dimension fall before the sink goes?"
+    labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
+    curves(points, path, question, x="disparity", y="sink_rate", series="model", style="o", log="x", **labels)
 
 
 def draw_transplants(path, rows, layers) -> None:
     """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
     names = {"unchanged": "as it is", "transplanted": "with constants"}
     names["transplanted, builders at zero"] = "and builders at zero"
-    models = list(dict.fromkeys(row["checkpoint"] for row in rows))
-    figure, (panels,) = new_figure("Does a constant to attend to end the sink?", 1, len(models), height=4.2)
-    for axes, model in zip(panels, models):
-        of_model = [row for row in rows if row["checkpoint"] == model]
-        T = of_model[0]["sequence_length"]
-        by_kind = {row["kind"]: row for row in of_model if row["sequence_length"] == T}
-        for kind, name in names.items():
-            row = by_kind[kind]
-            points = [layer for layer in layers if layer["checkpoint"] == model and layer["kind"] == kind]
-            sizes = [point["largest"] for point in points if point["sequence_length"] == T]
-            label = f"{name}: {row['sink_rate']:.1%} of heads sink, loss {row['loss']:.2f}"
-            axes.semilogy(range(1, len(sizes) + 1), sizes, ".-", label=label)
-        axes.set(xlabel="layer", title=short_names([model])[0])
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False, fontsize=9)
-    panels[0].set_ylabel("largest |number| of the stream")
-    save_figure(figure, path)
+    points = []
+    for layer in layers:
+        if layer["kind"] in names and layer["sequence_length"] == rows[0]["sequence_length"]:
+            points.append(layer | {"case": names[layer["kind"]]})
+    question = "Does a constant to attend to end the sink?"
+    keys = {"x": "layer", "y": "largest", "series": "case", "panel": "checkpoint", "style": ".-"}
+    curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")
 
 
 def lineage_figure(path, base, rows, details) -> None:
-    """Draw how much of each suspect's layers is the base's, and the maps of layers that tell more."""
+    """Draw how much of each suspect's layers is the base's, and which of the base's each is."""
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
-    tell = [tells_more(detail["layer_map"]) for detail in details]
-    figure, grid = new_figure(title, len(rows), 1 + any(tell), width=5.6, height=2.4)
+    figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.4)
     names = short_names([row["suspect"] for row in rows])
-    for (units, *maps), name, row, detail, has_map in zip(grid, names, rows, details, tell):
+    for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
         if detail["layers"]:
             draw_shares(units, detail["layers"])
-        for axes in maps:
-            if has_map:
-                draw_layer_map(axes, detail["layer_map"])
-            else:
-                axes.set_axis_off()
+        if detail["layer_map"]:
+            draw_layer_map(layer_map, 100 * np.array(detail["layer_map"]["share"]))
+        else:
+            layer_map.set_axis_off()
     save_figure(figure, path)
-
-
-def tells_more(layer_map):
-    """Has a map more to say than that each layer, or none, is found where it stood?"""
-    shares = np.array(layer_map.get("share", [[0.0]]))
-    is_in_place = np.array_equal(shares > 0.5, np.eye(*shares.shape, dtype=bool))
-    return shares.max() > 0.1 and not is_in_place
 
 
 def draw_shares(axes, layers) -> None:
@@ -319,28 +270,17 @@ def draw_shares(axes, layers) -> None:
     strengths = [layer["r"] for layer in layers]
     points = axes.scatter(places, shares, c=strengths, cmap="cividis_r", vmin=0, vmax=1, edgecolors="black")
     axes.plot(places, chance, "x--", color=VERMILION, label="by chance: tokens permuted")
-    axes.set(ylim=(-5, 105), ylabel="% of units matched")
-    label_layers(axes.xaxis, [layer["layer"] for layer in layers], 1)
-    axes.set_xlabel("layer of the suspect")
+    axes.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units matched")
     axes.figure.colorbar(points, ax=axes, label="strength r")
     axes.legend(frameon=False, fontsize=9)
 
 
-def draw_layer_map(axes, layer_map) -> None:
-    """What share of units is matched, for each MLP of the base and of the suspect."""
-    shares = 100 * np.array(layer_map["share"])
-    image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=100, aspect="auto", origin="lower")
-    label_layers(axes.xaxis, layer_map["suspect"], 0)
-    label_layers(axes.yaxis, layer_map["base"], 0)
-    axes.set(xlabel="layer of the suspect", ylabel="layer of the base")
+def draw_layer_map(axes, shares) -> None:
+    """What share of units is matched, in %, for each MLP of the base and of the suspect."""
+    extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
+    image = axes.imshow(shares, "cividis", vmin=0, vmax=100, aspect="auto", origin="lower", extent=extent)
+    axes.set(xlabel="MLP of the suspect", ylabel="MLP of the base")
     axes.figure.colorbar(image, ax=axes, label="% matched")
-
-
-def label_layers(axis, labels, first) -> None:
-    """Name the layers along an axis, the first of which stands at `first`; of many, every so many."""
-    names = [label.replace("layer ", "").replace(", expert ", ".") for label in labels]
-    every = math.ceil(len(names) / 12)  # more do not fit
-    axis.set_ticks(range(first, first + len(names), every), names[::every])
 
 
 def family_tree(path, names, closeness, label, left_out, marked) -> None:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import stat
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,18 +23,13 @@ LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
 
 def check_regular(path, largest=math.inf) -> None:
     """UserError unless a path, or what it links to, is a regular file that we may read, not too large."""
-    try:
-        status = path.stat()
-        if stat.S_ISREG(status.st_mode):
-            path.open("rb").close()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in its name
-        raise UserError(f"cannot read {path}: {error}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"cannot read {path}: it is no regular file")
-    if status.st_size > largest:
-        raise UserError(f"cannot read {path}: it has {status.st_size:,} bytes, expected {largest:,} at most")
+    if not os.path.exists(path):
+        raise UserError(f"{path} is missing")
+    if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+        raise UserError(f"cannot read {path}: it is no regular file, or closed to us")
+    size = os.path.getsize(path)
+    if size > largest:
+        raise UserError(f"cannot read {path}: it has {size:,} bytes, expected {largest:,} at most")
 
 
 def read_bytes(path, largest=LARGEST):

@@ -17,8 +17,6 @@ import functools
 import json
 import re
 import sys
-import zipfile
-from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from os.path import exists, isdir, isfile
@@ -28,21 +26,16 @@ import safetensors
 import sentencepiece
 import torch
 
-from lib.files import LARGEST, LARGEST_TOKENIZER, check_regular, read_bytes, read_json
+from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json
 from lib.gguf import GGUF, LazyTensor
 from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
-NESTED = ("model", "state_dict", "model_state_dict")  # where training scripts put the weights
-STACK = re.compile(
-    r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]"
-)  # of tensors that hold all layers
+NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
+STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
-NUMBERS = re.compile(r"\d+")
-IN_LAYER = re.compile(r"\d[./]")  # in a tensor's name
-SCALE = re.compile(r"scale|zero|absmax|codebook|quant|bias")  # in names of what unpacks a matrix
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
@@ -72,13 +65,7 @@ PLAIN = {  # what our model does; other values of these keys are refused
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PART = re.compile(  # of a file's name and its folder's: the model was cut into several
-    r"consolidated\.(?!00)\d\d\.|mp_rank_(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|zero_pp_rank"
-    r"|\.distcp$|_rank_?\d+\.(?:pt|bin)$"
-)
-NO_MODEL = (
-    "optim|sched|rng|random|trainer|training_args|scaler|adapter|lora|mmproj|imatrix|vocab"  # in a file's
-)
+PART = re.compile(r"(consolidated\.|mp_rank_)(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|_rank_?\d+\.")  # by name
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -99,28 +86,13 @@ SCALING_KEYS = {  # our name of a part of Llama 3's RoPE: Hugging Face's
     "high_frequency_factor": "high_freq_factor",
 }
 NEUTRAL = ("0", "0.0", "1.0", "none", "False")  # values of a .gguf file's keys of RoPE
-CUT = "zip (?:file|archive)|header (?:too small|length)|not fully cover|requires a buffer|not in the file"
-HINTS = (  # what a file begins with, a folder has, or a library says of a file: what it means, and what to do
+HINTS = (  # what a file begins with, or a library says of it: what it means, and what to do
     ("^version https://git-lfs", "it is a git-LFS pointer, not the file itself: run `git lfs pull`"),
-    (r"^adapter_config\.json$|lora_[AB]\b", "{} is a LoRA adapter's: merge it into its base, and save that"),
-    ("^models--.*|^snapshots$", "{} is of a Hub cache: name the folder models--*/snapshots/*"),
-    (r"^.*-of-\d+\.(?:safetensors|bin)$", "{} is a shard, but the .index.json that names all is missing"),
-    (
-        r"^(?:.*/)?.*\.distcp$",
-        "{} is of torch.distributed.checkpoint: its format_utils.dcp_to_torch_save joins it",
-    ),
-    (
-        r"^(?:.*/)?.*_rank_?\d+\.(?:pt|bin)$",
-        "{} is one rank's share: join them, as by `accelerate merge-weights`",
-    ),
-    (r"DTensor|ShardedTensor", "it has a {}, a share of a tensor: save what get_model_state_dict gathers"),
-    ("^(?:lmgg|fmgg|tjgg)", "it is of ggml: llama.cpp's convert_llama_ggml_to_gguf.py makes a .gguf of it"),
-    (
-        rf"(?i)^(?!.*(?:{NO_MODEL}|{PART.pattern})).*\.(?:pt|pth|bin|safetensors|gguf)$",
-        "`seedprint.py compare` reads one file if named, as {}",
-    ),
     (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
-    (CUT, "it is shorter than it says of itself: download it again"),
+    (
+        "zip (?:file|archive)|header (?:too small|length)|not fully cover|requires a buffer|not in the file",
+        "it is shorter than it says of itself: download it again",
+    ),
 )
 
 
@@ -129,15 +101,6 @@ class ForeignArchitecture(UserError):
 
     def __init__(self, reason):
         super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
-
-
-def hint(evidence):
-    """What HINTS say of a text of several lines; "" if nothing."""
-    for pattern, advice in HINTS:
-        found = re.search(pattern, evidence, re.MULTILINE)
-        if found:
-            return advice.format(found[0])
-    return ""
 
 
 def beginning(path):
@@ -158,19 +121,21 @@ def as_user_error(path):
         raise
     except BaseException as error:  # panics of Rust are no Exception
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        advice = hint(f"{beginning(path)}\n{error}")
-        raise UserError(f"cannot read {path}: {advice or reason}") from None
+        for pattern, advice in HINTS:
+            found = re.search(pattern, f"{beginning(path)}\n{error}", re.MULTILINE)
+            if found:
+                reason = advice.format(found[0])
+                break
+        raise UserError(f"cannot read {path}: {reason}") from None
 
 
-def found_in(folder, names):
-    """The paths of those files that a folder has; UserError, with what it has instead, for none of them."""
-    found = [folder / name for name in names if exists(folder / name)]
-    if not found:
-        with as_user_error(folder):
-            there = sorted(path.name for path in folder.iterdir())
-        instead = hint("\n".join(there)) or f"the folder has {', '.join(there[:5]) or 'nothing'}"
-        raise UserError(f"{folder / names[0]} is missing: {instead}")
-    return found
+def find_file(folder, names):
+    """The first of these files that a folder has; UserError, with what it has instead, for none of them."""
+    for name in names:
+        if exists(folder / name):
+            return folder / name
+    there = ", ".join(sorted(path.name for path in folder.glob("*"))[:5]) or "nothing"
+    raise UserError(f"{folder / names[0]} is missing: the folder has {there}. A file may be named, too")
 
 
 # ---- files of tensors --------------------------------------------------------------------------------------
@@ -187,7 +152,10 @@ def open_gguf(path):
         return parsed_gguf(path, path.stat().st_mtime_ns)
 
 
-parsed_gguf = functools.lru_cache(8)(lambda path, changed: GGUF(path))
+@functools.lru_cache(8)
+def parsed_gguf(path, changed):
+    """A .gguf file as it is since it was changed at a time."""
+    return GGUF(path)
 
 
 def safetensors_of(path):
@@ -203,23 +171,12 @@ def safetensors_of(path):
 
 def pickled_tensors(path):
     """The LazyTensors of a file of torch.save, by name."""
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            is_pickle = entry.filename.endswith(".pkl")
-            is_bomb = entry.compress_type != zipfile.ZIP_STORED or (is_pickle and entry.file_size > LARGEST)
-            if is_bomb or (is_pickle and b"bytearray" in archive.read(entry)):  # which takes any memory
-                raise UserError(f"cannot read {path}: torch.save does not write {entry.filename} like this")
     values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected tensors by name, not a {type(values).__name__}")
+    inside = [values[key] for key in NESTED if isinstance(values.get(key), dict)]
     tensors = {}
-    for name, value in nested_weights(path, values).items():
-        if isinstance(value, torch.Tensor):
-            is_plain = value.layout == torch.strided and not value.is_meta
-            if not is_plain or value.numel() * value.element_size() > path.stat().st_size:
-                raise UserError(f"{path}: {name} has numbers that are not in the file")
-            shape = tuple(value.shape)
-            tensors[str(name)] = LazyTensor(shape, str(value.dtype), partial(part_of, torch.detach, value))
+    for name, value in flat_tensors(inside[0] if inside else values).items():
+        read = partial(part_of, torch.detach, value)
+        tensors[name] = LazyTensor(tuple(value.shape), str(value.dtype), read)
     return tensors
 
 
@@ -228,40 +185,15 @@ def part_of(read, tensor, part=...):
     return read(tensor)[part].clone()
 
 
-def nested_weights(path, values):
-    """The tensors by name in what a training script saved, of all dictionaries in it.
-
-    Of several models, whose layers have the same names, one is read, which is said.
-    """
-    tensors = flat_tensors(values)
-    inside = {key: flat_tensors(value) for key, value in values.items() if isinstance(value, dict)}
-    inside = {key: found for key, found in inside.items() if found}
-    models = [key for key in inside if key in NESTED]
-    others = [key for key in inside if key not in models[:1]]
-    if models and others and is_first_process():
-        print(f"{path}: {models[0]!r} is read, not {others[0]!r}", file=sys.stderr)
-    is_wrapped = len(inside) == 1 and all(tensors[name].ndim < 2 for name in tensors if name in values)
-    if models or is_wrapped:
-        return nested_weights(path, values[(models + others)[0]])
-    owners = {}
-    for key, found in inside.items():
-        for name in found:
-            owner = owners.setdefault(name, key)
-            if IN_LAYER.search(name) and NUMBERS.sub("", str(owner)) != NUMBERS.sub("", str(key)):
-                said = f"{path} has several models, {owner!r} and {key!r}"
-                raise UserError(f"{said}: save one of them alone")
-    return tensors
-
-
 def flat_tensors(values):
-    """The tensors in dictionaries, by their keys with dots between them; an optimizer's state has none."""
+    """The tensors in dictionaries of dictionaries, by their keys with dots between them."""
     tensors = {}
     for key, value in values.items():
         if isinstance(value, dict):
             tensors |= {f"{key}.{name}": tensor for name, tensor in flat_tensors(value).items()}
         elif isinstance(value, torch.Tensor):
             tensors[str(key)] = value
-    return {} if "param_groups" in values else tensors
+    return tensors
 
 
 def open_tensors(paths):
@@ -271,35 +203,32 @@ def open_tensors(paths):
         check_regular(path)
         with as_user_error(path):
             start = beginning(path)
-            is_pickle = start.startswith("PK") and start[8:9] != "{"  # a header of that length
-            if not is_pickle and start[8:9] not in ("", "{"):
-                advice = hint(start) or "expected a .safetensors or .gguf file, or torch.save's since 1.6"
-                raise UserError(f"cannot read {path}: {advice}")
-            tensors |= pickled_tensors(path) if is_pickle else safetensors_of(path)
+            if start.startswith("PK") and start[8:9] != "{":  # which stands behind a header's length
+                tensors |= pickled_tensors(path)
+            elif start[8:9] in ("", "{"):
+                tensors |= safetensors_of(path)
+            else:
+                raise ValueError("expected a .safetensors or .gguf file, or torch.save's since 1.6")
     return tensors
 
 
 def unstacked(tensors):
-    """Tensors of which those that hold a stack of layers, (L, ...), as MaxText's, are a tensor for each."""
-    stacks = defaultdict(dict)
-    for name, tensor in tensors.items():
-        found = STACK.match(name)
-        if found and len(tensor.shape) > 1:
-            stacks[found[0]][name] = tensor
-    others = dict(tensors)
-    for prefix, members in stacks.items():
-        first, second = ({tensor.shape[axis] for tensor in members.values()} for axis in (0, 1))
-        axis = 0 if len(first) == 1 else 1  # MaxText's layers are along the second one
-        if len(first) > 1 and len(second) > 1:
-            continue
-        for name, tensor in members.items():
-            del others[name]
-            shape = tensor.shape[:axis] + tensor.shape[axis + 1 :]
-            for layer in range(tensor.shape[axis]):
-                read = partial(tensor.read, (slice(None),) * axis + (layer,))
-                place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
-                others[place] = LazyTensor(shape, tensor.kind, read)
-    return others
+    """Tensors, of which those that hold all layers, as MaxText's along the second axis, are one for each."""
+    stacked = [name for name, tensor in tensors.items() if STACK.match(name) and len(tensor.shape) > 1]
+    for axis in (0, 1):
+        if len({tensors[name].shape[axis] for name in stacked}) == 1:
+            break
+    else:
+        return tensors
+    layers = {name: tensor for name, tensor in tensors.items() if name not in stacked}
+    for name in stacked:
+        shape = list(tensors[name].shape)
+        prefix = STACK.match(name)[0]
+        for layer in range(shape.pop(axis)):
+            read = partial(tensors[name].read, (slice(None),) * axis + (layer,))
+            place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
+            layers[place] = LazyTensor(tuple(shape), tensors[name].kind, read)
+    return layers
 
 
 def check_shapes(tensors, expected, place, remedy="") -> None:
@@ -315,17 +244,10 @@ def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
         second = Path(re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place)))
-        is_first = second != place and exists(second)
-        if is_first or PART.search(f"{place.parent.name}/{place.name}"):
-            advice = "name their folder, or join them first"
-            if re.search(r"\.distcp|_rank", place.name):
-                advice = hint(place.name)
-            raise UserError(f"{place} is one of a model's parts: {advice}")
+        if PART.search(f"{place.parent.name}/{place.name}") or (second != place and exists(second)):
+            raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
         return [place]
-    path, *others = found_in(place, WEIGHT_FILES)
-    others += place.glob("adapter_model.*")
-    if others and is_first_process():
-        print(f"{path} is read, not {others[0].name}", file=sys.stderr)
+    path = find_file(place, WEIGHT_FILES)
     if path.suffix != ".json":
         return [path]
     suffix = path.name.split(".")[1]
@@ -351,7 +273,7 @@ def raw_config(place):
         return gguf_config(open_gguf(place))
     if not isdir(place) and not exists(place.parent / "config.json"):
         return None
-    return read_json(*found_in(folder_of(place), ["config.json"]))
+    return read_json(find_file(folder_of(place), ["config.json"]))
 
 
 def gguf_config(file):
@@ -502,37 +424,22 @@ def contents(place):
     """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
-    if is_gguf(place) and not tensors:
-        raise UserError(f"{place} is no language model, but a vocabulary alone")
     for name, tensor in tensors.items():
         if tensor.shape == (0,):
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
-        if is_packed(name, tensors):
+        if is_packed(name, tensor):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
     weights = {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
     return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}
 
 
-def is_packed(name, tensors):
-    """Does a tensor have other numbers in the place of a layer's matrix, or of another one's?
-
-    A lookup table or a mask, if it is not called a weight, has no axis as long as its layer's norms.
-    """
-    tensor = tensors[name]
+def is_packed(name, tensor):
+    """Are a tensor's numbers those of a quantised matrix? Masks and lookup tables are not called weights."""
     if tensor.kind in FLOATS or len(tensor.shape) < 2 or BUFFER.search(name):
         return False
-    start = re.match(r"(?:.*[./])?", name)[0]
-    if "weight" in name.removeprefix(start) or name.endswith("kernel"):
-        return True
-    layer = re.match(r".*?\d[./]", start)
-    floats = {other: found.shape for other, found in tensors.items() if found.kind in FLOATS}
-    matrices = [other for other in floats if other.startswith(start) and len(floats[other]) > 1]
-    if layer is None or not all(SCALE.search(other.removeprefix(start)) for other in matrices):
-        return False
-    norms = [shape for other, shape in floats.items() if other.startswith(layer[0]) and len(shape) == 1]
-    return tensor.kind not in NO_WEIGHT or any(size in tensor.shape for (size,) in norms)
+    return tensor.kind not in NO_WEIGHT or name.endswith(("weight", "kernel"))
 
 
 def own_checkpoint(place, raw, tensors):
@@ -558,7 +465,7 @@ def own_checkpoint(place, raw, tensors):
 def foreign_checkpoint(place, raw, tensors):
     """The CheckpointReader of another architecture, which its tensors alone tell."""
     if tensors and all("lora" in name for name in tensors):
-        raise UserError(f"{place}: {hint(' '.join(tensors))}")
+        raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
@@ -567,14 +474,8 @@ def foreign_checkpoint(place, raw, tensors):
 
 def token_ids(place):
     """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none."""
-    files = [folder_of(place) / name for name in VOCABULARIES]
-    path = next((file for file in files if exists(file)), place)
-    vocabulary = {}
-    with as_user_error(path):
-        if is_gguf(place):
-            vocabulary = open_gguf(place).values.get("tokenizer.ggml.tokens", [])
-        elif path != place:
-            vocabulary = VOCABULARIES[path.name](path, LARGEST_TOKENIZER)
+    with as_user_error(place):
+        vocabulary = vocabulary_of(place)
         if isinstance(vocabulary, list):  # of strings, or of strings and their scores
             strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
             vocabulary = dict(zip(strings, range(len(strings))))
@@ -582,18 +483,22 @@ def token_ids(place):
         return {token.replace("\u0120", "\u2581"): number for token, number in vocabulary.items()}
 
 
-def pieces(path, largest):
-    """The strings of a SentencePiece file; none of a file of another kind, as Llama 3's."""
-    try:
-        coder = sentencepiece.SentencePieceProcessor(model_proto=read_bytes(path, largest))
-        return coder.id_to_piece(list(range(coder.vocab_size())))
-    except (RuntimeError, UnicodeDecodeError):
-        return []
-
-
-VOCABULARIES = {  # files with a tokenizer's strings, the surest first, and what reads these
-    "tokenizer.json": lambda path, largest: read_json(path, largest)["model"]["vocab"],
-    "tokenizer.model": pieces,
-    "vocab.json": read_json,
-    "vocab.txt": lambda path, largest: read_bytes(path, largest).decode().splitlines(),
-}
+def vocabulary_of(place):
+    """A checkpoint's tokens: their ids by string, or a list in the order of ids; by the surest file."""
+    if is_gguf(place):
+        return open_gguf(place).values.get("tokenizer.ggml.tokens", [])
+    folder = folder_of(place)
+    if exists(folder / "tokenizer.json"):
+        return read_json(folder / "tokenizer.json", LARGEST_TOKENIZER)["model"]["vocab"]
+    if exists(folder / "tokenizer.model"):
+        content = read_bytes(folder / "tokenizer.model", LARGEST_TOKENIZER)
+        try:
+            coder = sentencepiece.SentencePieceProcessor(model_proto=content)
+            return coder.id_to_piece(list(range(coder.vocab_size())))
+        except (RuntimeError, UnicodeDecodeError):  # a file of another kind, as Llama 3's
+            return []
+    if exists(folder / "vocab.json"):
+        return read_json(folder / "vocab.json")
+    if exists(folder / "vocab.txt"):
+        return read_bytes(folder / "vocab.txt").decode().splitlines()
+    return []

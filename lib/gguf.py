@@ -22,11 +22,6 @@ from lib.settings import INSTALL, UserError
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-OTHERS = {  # what a file may be that has no language model, by its type
-    "adapter": "a LoRA adapter: `llama-export-lora` merges it into its base",
-    "mmproj": "the part of one that reads images or sound",
-    "imatrix": "an importance matrix, with which one was quantised",
-}
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 MOST_LAYERS = 256  # whose tensors' names are listed
 PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
@@ -88,12 +83,8 @@ class GGUF:
             key = header.value()
             values[key] = header.value(header.number("I"))
         kind = values.get("general.type", "model")
-        if values.get("general.architecture") == "clip":
-            kind = "mmproj"
-        if kind != "model" and num_tensors:  # a vocabulary alone has none, and is a tokenizer
-            raise UserError(
-                f"{path} is no language model, but {OTHERS.get(kind, f'a file of type {kind!r}')}"
-            )
+        if kind != "model" or values.get("general.architecture") == "clip":
+            raise UserError(f"{path} is no language model, but an adapter, a projector or another part")
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
             raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")

@@ -7,17 +7,13 @@ The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_
 import fnmatch
 import os
 import sys
-import tempfile
-from multiprocessing.pool import ThreadPool
-from os.path import isfile
 from pathlib import Path
 
-import filelock
-from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils import disable_progress_bars
 
 from lib.formats import WEIGHT_FILES, as_user_error
-from lib.settings import UserError
+from lib.settings import UserError, is_first_process
 
 BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
@@ -27,39 +23,34 @@ PATIENCE = 6  # seconds that the Hub has for its first answer
 def fetch(repo, revision=None, file=None):
     """The folder of a repository's files in the user's cache, or its .gguf file; UserError if it has none.
 
-    The files are config.json, the tokenizer and the weights in one format, or one .gguf; never code.
+    The files are config.json, the tokenizer and the weights in one format, or one .gguf; never code. Of
+    several processes one fetches a file, and the others wait.
     """
-    # under torchrun one process fetches, and the others wait
-    lock = Path(tempfile.gettempdir(), f"bornbiased-{os.getuid()}-{repo.replace('/', '--')}.lock")
-    with as_user_error(Path(repo)), filelock.FileLock(lock):
+    with as_user_error(Path(repo)):
         try:
-            commit, there = listing(repo, revision)
-            names = chosen(repo, there, file)
-            plans = [hf_hub_download(repo, name, revision=commit, dry_run=True) for name in names]
-            folder = Path(plans[0].local_path).parent
-            if not all(isfile(plan.local_path) for plan in plans):
-                size = sum(plan.file_size for plan in plans if plan.will_download)
-                print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
+            commit, sizes = listing(repo, revision)
+            names = chosen(repo, list(sizes), file)
+            cached = [try_to_load_from_cache(repo, name, revision=commit) for name in names]
+            if None in cached:
+                if is_first_process():
+                    size = sum(sizes[name] for name, path in zip(names, cached) if path is None)
+                    print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
                 if not sys.stderr.isatty():
                     disable_progress_bars()
-                folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names))
-        except errors.GatedRepoError:
+                cached = [Path(snapshot_download(repo, revision=revision, allow_patterns=names), names[0])]
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+            reason = f"no model {repo!r} here, and the Hub answers {type(error).__name__}"
             terms = f"accept its terms at {constants.ENDPOINT}/{repo}"
-            raise UserError(f"{repo} is gated: {terms}, then type `hf auth login`") from None
-        except errors.RepositoryNotFoundError:
-            remedy = "check the name, or type `hf auth login` if it is private"
-            raise UserError(f"no model {repo!r}, neither here nor on the Hub: {remedy}") from None
-        except errors.RevisionNotFoundError:
-            raise UserError(f"{repo} has no commit, branch or tag {revision!r}") from None
-    return folder if names[0] in WEIGHT_FILES else folder / names[0]
+            raise UserError(f"{reason}: check name and version, {terms}, or type `hf auth login`") from None
+    path = Path(cached[0])
+    return path.parent if path.name in WEIGHT_FILES else path
 
 
 def listing(repo, revision):
-    """A repository's commit and its files' names: the Hub's, or the cache's where there is no network."""
+    """A repository's commit, and its files' sizes by name: the Hub's, or the cache's without a network."""
     try:
-        # in a thread, since a name server or a firewall that is silent heeds no timeout
-        info = ThreadPool(1).apply_async(HfApi().model_info, (repo,), {"revision": revision}).get(PATIENCE)
-        return info.sha, [file.rfilename for file in info.siblings]
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE)
+        return info.sha, {file.rfilename: file.size for file in info.siblings}
     except errors.HfHubHTTPError:  # the Hub's answer
         raise
     except Exception as error:
@@ -68,7 +59,7 @@ def listing(repo, revision):
         except errors.LocalEntryNotFoundError:
             remedy = "fetch it by `hf download` where there is a network, or name a folder"
             raise UserError(f"{repo} is not here, and the Hub is out of reach, {error!r}: {remedy}") from None
-        return Path(folder).name, os.listdir(folder)
+        return Path(folder).name, dict.fromkeys(os.listdir(folder))
 
 
 def chosen(repo, there, file):
@@ -81,7 +72,5 @@ def chosen(repo, there, file):
     files = fnmatch.filter(there, "*.gguf")
     if file in files or (file is None and len(files) == 1):
         return [file or files[0]]
-    expected = (
-        f"model.safetensors, pytorch_model.bin or one .gguf file; {repo}/FILE.gguf names one of several"
-    )
+    expected = f"safetensors, pytorch_model.bin or one .gguf file; {repo}/FILE.gguf names one of several"
     raise UserError(f"{repo} has {', '.join(sorted(files or there)[:9])}: expected {expected}")

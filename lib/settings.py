@@ -42,7 +42,6 @@ class Command(NamedTuple):
     defaults: object  # the settings of a command line without words
     complete: Callable | None = None  # settings, names that flags gave, that files gave -> the settings meant
     has_config: bool = True  # a word that ends in .py, before the flags, is a config file, and run
-    renamed: dict[str, str] = {}  # flags (of "": subcommands, too) of earlier versions: their names now
 
 
 @dataclasses.dataclass
@@ -73,12 +72,6 @@ def check_choice(name, choices, what) -> None:
         raise UserError(f"unknown {what} {name!r}: {hint}")
 
 
-def check_name(name, renamed) -> None:
-    """UserError, which has today's name, if a name is one of an earlier version."""
-    if name in renamed:
-        raise UserError(f"{name} is called {renamed[name]} now")
-
-
 def read_command(commands, words, document):
     """The function that a command line asks for, and its settings; the document is the script's."""
     subcommands = [name for name in commands if name]
@@ -95,15 +88,11 @@ def read_command(commands, words, document):
             print(document)
             sys.exit(0)
     elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
-        if "" in commands:
-            check_name(words[0], commands[""].renamed)
         check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
-    for flag in flags:
-        check_name(flag, command.renamed)
     settings, in_files = read_settings(command.defaults, words, document, name, command.has_config)
     if command.complete is not None:
         given = [flag[2:].replace("-", "_") for flag in flags]

@@ -59,7 +59,7 @@ class Answer(BaseHTTPRequestHandler):
                 tree.append({"type": "file", "path": name, "size": len(content), "oid": digest(content)})
             self.send(200, json.dumps(tree).encode())
         else:
-            siblings = [{"rfilename": name} for name in files]
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             self.send(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
 
     def send_file(self, repo, files, name):

@@ -13,7 +13,7 @@ from conftest import KINDS, ROOT, random_model
 import init
 from lib import checkpoint, formats
 from lib.checkpoint import chosen_models, parse_spec
-from lib.files import read_json, sha256
+from lib.files import read_json
 from lib.settings import UserError
 from lineage import layout
 from model import ModelConfig
@@ -278,24 +278,20 @@ def test_nan_is_named(value, tmp_path):
 # ---- the optimizer -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage, word", [("step", "of step 3"), ("shape", "expected")])
-def test_an_optimizer_that_does_not_fit(tmp_path, damage, word):
-    """Neither tensors of other shapes nor another step's are ever given to an optimizer."""
+def test_an_optimizer_that_does_not_fit(tmp_path):
+    """Neither other tensors nor another step's are ever given to an optimizer."""
     model = random_model(KINDS["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(TOKENS).square().mean().backward()
     optimizer.step()
     folder = tmp_path / "step_0000002"
-    path = folder / "optimizer.safetensors"
     checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
-    state = read_json(folder / "state.json")
-    if damage == "step":
-        state["step"] = 3
-    else:
-        tensors = safetensors.torch.load_file(path)
-        tensors["model.norm.weight.exp_avg"] = tensors["model.norm.weight.exp_avg"][:-1].clone()
-        safetensors.torch.save_file(tensors, path)
-        state["sha256"][path.name] = sha256(path)
-    (folder / "state.json").write_text(json.dumps(state))
-    with pytest.raises(UserError, match=word):
+    folder.rename(tmp_path / "step_0000003")
+    with pytest.raises(UserError, match="of step 2"):
+        checkpoint.read_state(tmp_path / "step_0000003")
+    checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
+    path = folder / "optimizer.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({name: tensor + 1 for name, tensor in tensors.items()}, path)
+    with pytest.raises(UserError, match="corrupt checkpoint: .*optimizer"):
         checkpoint.read_state(folder)

@@ -255,7 +255,6 @@ def test_a_direction_is_not_predicted_of_what_theory_does_not_know(changes, word
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
         (["layers", "--model", "tests"], ["unknown preset 'tests': choose from nano_gpt2"]),
         (["mlp", "--sequence-length", 8], ["--sequence-length"]),
-        (["ablation", "--seed", 1], ["ablation is called python -m reproduce.mechanisms ablation now"]),
         (["--out", "width", "--sed", 1], ["Unrecognized options: --sed"]),
     ],
 )

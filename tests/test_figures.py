@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from lib import figures
 
-NAMES = ("costs $1 and $2", "_100%_模型")
+NAMES = ("costs $1", "_100%_模型")
 POINTS = [
     {"model": model, "layer": layer, "n": 10**layer, "c": c, "std": 0.1, "theory": None if layer == 1 else -c}
     for model, c in zip(NAMES, (0.5, 0.25))
@@ -65,38 +65,14 @@ def test_logarithmic_ticks_are_plain_numbers(low, high, drawn):
     points = [{"model": "a", "layer": 1, "c": c} for c in (low, high)]
     (axes,) = drawn(points, log="y").axes
     seen = [text.replace("\N{MINUS SIGN}", "-") for text in labels(axes.yaxis) if text]
-    assert len(seen) >= 3 and all(float(text) > 0 for text in seen)
+    assert seen and all(float(text) > 0 for text in seen)
 
 
-@pytest.mark.parametrize("layers", [(1,), (1, 2), range(1, 31)])
-def test_layers_are_ticked_at_whole_numbers(layers, drawn):
-    points = [{"model": "a", "layer": layer, "c": 0.5} for layer in layers]
-    (axes,) = drawn(points).axes
-    (other,) = drawn(
-        [{**point, "c": point["layer"], "at": 0.5} for point in points], x="at", ylabel="layer"
-    ).axes
-    for axis in (axes.xaxis, other.yaxis):
-        places = axis.get_majorticklocs()
-        assert len(places) and all(place == round(place) for place in places)
-
-
-@pytest.mark.parametrize(
-    "names, shown",
-    [
-        (["nano_gpt2", "nano_llama"], ["nano_gpt2", "nano_llama"]),
-        ([f"/models/{name}/a-long-run/face-format/final-checkpoint" for name in "ab"], None),
-        (
-            ["/models/of/many/a/long/run", "/models/of/many/a/long/run/step_0000005"],
-            ["/models/of/many/a/long/run", "step_0000005"],
-        ),
-        (
-            ["smollm2", *[f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]],
-            ["smollm2", "qwen2.5-coder-0.5b-instruct-q4_k_m", "qwen2.5-coder-1.5b-instruct-q4_k_m"],
-        ),
-    ],
-)
-def test_long_names_are_shown_by_what_differs(names, shown):
-    assert figures.short_names(names) == (shown or names)
+def test_paths_are_shown_by_their_last_part_unless_two_have_the_same():
+    names = ["smollm2", "models/qwen2.5-q4_k_m.gguf", "/models/of/many/a/run"]
+    assert figures.short_names(names) == ["smollm2", "qwen2.5-q4_k_m", "run"]
+    names = [f"/models/{name}/final-checkpoint" for name in "ab"]
+    assert figures.short_names(names) == names
 
 
 def test_marked_pairs_have_a_circle_in_the_map(tmp_path, monkeypatch):

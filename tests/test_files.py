@@ -18,7 +18,7 @@ def test_what_is_no_regular_file_of_a_sane_size(tmp_path):
     os.truncate(tmp_path / "large", 30 * 2**30)  # which the disk does not hold
     reasons = dict.fromkeys(("pipe", "device", "folder"), "it is no regular file")
     reasons |= {"nowhere": "missing", "gone": "missing", "large": "32,212,254,720 bytes"}
-    for name, reason in (reasons | {"zero\0byte": "cannot read"}).items():
+    for name, reason in reasons.items():
         with pytest.raises(UserError, match=reason):
             files.read_json(tmp_path / name)
     (tmp_path / "small").write_text('{"a": 1}')

@@ -1,10 +1,8 @@
 """lib/formats.py: every way to store weights, and what is no checkpoint, with what to do."""
 
-import io
 import json
 import os
 import pickle
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -121,27 +119,10 @@ def bare_pickle(path: Path) -> None:
     path.write_bytes(pickle.dumps(Command(path.with_name("proof"))))
 
 
-class Memory:
-    """A pickle of a few bytes that takes four gigabytes."""
-
-    def __reduce__(self):
-        return bytearray, (2**32,)
-
-
 def cut_within(path: Path) -> None:
     torch.save({"a": torch.ones(3000)}, path)
     data = path.read_bytes()
     path.write_bytes(data[:3000] + data[9000:])
-
-
-def bomb(path: Path) -> None:
-    """A pickle of 60 MB, packed into 60 KB."""
-    buffer = io.BytesIO()
-    torch.save({"a": torch.ones(3)}, buffer)
-    with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for entry in whole.namelist():
-            data = whole.read(entry)
-            packed.writestr(entry, data + b"." * 60_000_000 if entry.endswith(".pkl") else data)
 
 
 def holds(make):
@@ -151,15 +132,10 @@ def holds(make):
 
 HOSTILE = {
     "a command": holds(lambda path: Command(path.with_name("proof"))),
-    "memory": holds(lambda path: Memory()),
-    "stretched": holds(lambda path: torch.ones(1).expand(2**40)),
-    "elsewhere": holds(lambda path: torch.empty(2**40, device="meta")),
-    "sparse": holds(lambda path: torch.eye(3).to_sparse()),
     "a list": lambda path: torch.save([torch.ones(3)], path),
     "a pipe": os.mkfifo,
     "a bare pickle": bare_pickle,
     "cut within": cut_within,
-    "a bomb": bomb,
 }
 
 
@@ -190,7 +166,7 @@ def test_shards_may_not_lead_elsewhere(folder):
         ("model.layers.0.mlp.down_proj.weight_packed", torch.int32),  # compressed-tensors
         ("model.layers.0.mlp.down_proj.qweight", torch.int32),  # GPTQ, AWQ
         ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8),  # MXFP4
-        ("model.layers.0.mlp.experts.gate_up_proj_scales", torch.uint8),
+        ("model.layers.1.mlp.w1.weight", torch.int64),
     ],
 )
 def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
@@ -200,35 +176,18 @@ def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     assert "model.norm.weight" in formats.open_any(folder).shapes  # masks and positions are no weights
     safetensors.torch.save_file(tensors | {name: torch.ones(32, 32).to(kind)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E4M3|I32|U8): .*dequantize"):
+    with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E4M3|I32|U8|I64): .*dequantize"):
         formats.open_any(folder)
 
 
 def test_integers_that_are_no_weights(folder):
-    """A lookup table and a mask, in a layer or beside it, and indices beside a matrix, are left out."""
+    """A lookup table and a mask, in a layer or beside it, are left out."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     others = {"hash.lookup": torch.ones(97, 2).long(), "model.layers.0.mlp.gate.ids": torch.ones(9, 2).long()}
     others |= {"model.layers.0.self_attn.causal": torch.ones(9, 9).bool()}
-    others |= {"model.layers.1.mlp.down_proj.places": torch.ones(9, 9).int()}
     safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
     assert formats.open_any(folder).shapes.keys() == tensors.keys()
     assert formats.open_checkpoint(folder).config is not None
-    del tensors["model.layers.1.mlp.down_proj.weight"]  # now they stand in its place
-    tensors["model.layers.1.mlp.down_proj.scales"] = torch.ones(9, 9)
-    safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
-    with pytest.raises(UserError, match="down_proj.places has packed numbers, of I32"):
-        formats.open_any(folder)
-
-
-@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.up_proj.weight", "layers.1.mlp.w1"])
-def test_integers_of_64_bits_in_the_place_of_weights(name, folder):
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    taken = "mlp" if "mlp" in name else "embed_tokens"
-    tensors = {key: tensor for key, tensor in tensors.items() if f".{taken}." not in key}
-    tensors[f"model.{name}"] = torch.ones(48, 32).long()
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} has packed numbers, of I64"):
-        formats.open_any(folder)
 
 
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
@@ -289,20 +248,9 @@ def test_a_prefix_before_all_names(prefix, folder):
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
-WHOLE = "config.json model.safetensors"
 FOUND_INSTEAD = {  # files of a folder: what is said of it
-    "adapter_config.json adapter_model.safetensors": "LoRA adapter's: merge it",
-    "models--a--b": "name the folder models--",
-    "refs snapshots": "name the folder models--",
-    "A.GGUF b.gguf": "reads one file if named, as A.GGUF",
-    "ckpt.pt notes.md": "reads one file if named, as ckpt.pt",
-    "config.json model-00001-of-00002.safetensors": "the .index.json that names all is missing",
-    "checkpoint-500 checkpoint-900": "the folder has checkpoint-500, checkpoint-900",
-    "optimizer.pt rng_state.pth scheduler.pt weights.pt": "reads one file if named, as weights.pt",
-    "adapter.safetensors imatrix.gguf mmproj-F16.gguf z.gguf": "reads one file if named, as z.gguf",
-    "consolidated.01.pth optimizer.pt rng_state.pth": "the folder has consolidated.01.pth, optimizer.pt",
-    "__0_0.distcp __1_0.distcp": "dcp_to_torch_save joins it",
-    "model_world_size_2_rank_0.pt": "one rank's share",
+    "ckpt.pt notes.md": "the folder has ckpt.pt, notes.md. A file may be named",
+    "config.json model-00001-of-00002.safetensors": "the folder has config.json, model-00001-of-00002",
     "": "the folder has nothing",
 }
 
@@ -355,67 +303,38 @@ def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
         with pytest.raises(UserError, match="expected a .safetensors or .gguf file, or torch.save's"):
             formats.open_any(tmp_path / "x")
     torch.save({"lora_A.weight": torch.ones(3, 3)}, tmp_path / "x")
-    with pytest.raises(UserError, match="lora_A is a LoRA adapter's"):
+    with pytest.raises(UserError, match="x is a LoRA adapter"):
         formats.open_any(tmp_path / "x")
 
 
-@pytest.mark.parametrize("other", ["model.safetensors.index.json", "adapter_model.safetensors"])
-def test_of_two_sets_of_weights_one_is_read(other, folder, capsys):
-    (folder / other).write_text("{}")
-    checkpoint.load(folder)
-    assert f"model.safetensors is read, not {other}" in capsys.readouterr().err
-
-
-def test_of_several_models_in_a_file_one_is_read(tmp_path, capsys):
-    models = {name: {"wte.weight": torch.full((3, 2), float(i))} for i, name in enumerate(("ema", "model"))}
-    torch.save(models | {"optimizer": {"state": {0: {"exp_avg": torch.ones(9)}}}}, tmp_path / "x")
-    assert formats.open_any(tmp_path / "x").read("wte.weight")[0, 0] == 1
-    assert "'model' is read, not 'ema'" in capsys.readouterr().err
-    models = {key: {"h.0.w": torch.ones(2, 2), **weights} for key, weights in models.items()}
-    torch.save({"teacher": models["ema"], "student": models["model"]}, tmp_path / "x")
-    with pytest.raises(UserError, match="has several models, 'teacher' and 'student'"):
-        formats.open_any(tmp_path / "x")
-    torch.save({"module": {"wte.weight": torch.ones(3, 2)}, "step": 3}, tmp_path / "x")  # DeepSpeed's
-    assert formats.open_any(tmp_path / "x").shapes == {"wte.weight": (3, 2)}
-
-
-def test_dictionaries_of_one_model(tmp_path):
-    """As Megatron's, and a file of modules and layers that are a dictionary each."""
-    layers = {f"layers.{layer}.mlp.weight": torch.ones(4, 4) for layer in range(2)}
-    language = {"embedding": {"word_embeddings": {"weight": torch.ones(9, 4)}}, "encoder": layers}
-    expected = {"embedding.word_embeddings.weight", *(f"encoder.{name}" for name in layers)}
-    torch.save({"model": {"language_model": language}, "iteration": 7}, tmp_path / "x")
-    assert formats.open_any(tmp_path / "x").shapes.keys() == expected
+def test_dictionaries_of_dictionaries(tmp_path):
+    """As nanoGPT, Lightning and DeepSpeed have them, beside other models; and Megatron, a level deeper."""
+    weights = {"wte.weight": torch.ones(3, 2)}
+    for key in ("model", "state_dict", "module"):
+        others = {"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3}
+        torch.save(others | {key: weights}, tmp_path / "x")
+        source = formats.open_any(tmp_path / "x")
+        assert source.shapes == {"wte.weight": (3, 2)} and source.read("wte.weight")[0, 0] == 1
     deep = {"encoder": {"layers": {layer: {"mlp": {"weight": torch.ones(4, 4)}} for layer in range(2)}}}
     torch.save(deep | {"embedding.word_embeddings.weight": torch.ones(9, 4)}, tmp_path / "x")
+    expected = {"embedding.word_embeddings.weight", *(f"encoder.layers.{n}.mlp.weight" for n in range(2))}
     assert formats.open_any(tmp_path / "x").shapes.keys() == expected
-
-
-PARTS_OF_MODELS = {  # what is said of them
-    "consolidated.01.pth": "name their folder",
-    "m-00002-of-00003.safetensors": "name their folder",
-    "mp_rank_01/x.pt": "name their folder",
-    "__0_0.distcp": "dcp_to_torch_save joins it",
-    "model_world_size_4_rank_3.pt": "accelerate merge-weights",
-    "pytorch_model_fsdp_0_rank0.bin": "accelerate merge-weights",
-}
-
-
-@pytest.mark.parametrize("name", PARTS_OF_MODELS)
-def test_a_part_is_no_model(name, tmp_path):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
-    with pytest.raises(UserError, match=f"one of a model's parts: .*{PARTS_OF_MODELS[name]}"):
-        formats.open_any(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    "first, second", [("consolidated.00.pth", "consolidated.01.pth"), ("mp_rank_00", "mp_rank_01")]
+    "name",
+    ["consolidated.01.pth", "m-00002-of-00003.safetensors", "mp_rank_01/x.pt", "model_fsdp_0_rank0.bin"],
 )
-def test_the_first_part_is_one_beside_the_second(first, second, tmp_path):
-    paths = [tmp_path / (name if name.endswith("pth") else f"{name}/x.pt") for name in (first, second)]
+def test_a_part_is_no_model(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
+    with pytest.raises(UserError, match="one of a model's parts: name their folder"):
+        formats.open_any(tmp_path / name)
+
+
+def test_the_first_part_is_one_beside_the_second(tmp_path):
+    paths = [tmp_path / f"consolidated.{number}.pth" for number in ("00", "01")]
     for path in paths:
-        path.parent.mkdir(exist_ok=True)
         torch.save({"wte.weight": torch.ones(3, 2)}, path)
     with pytest.raises(UserError, match="one of a model's parts"):
         formats.open_any(paths[0])
@@ -450,9 +369,3 @@ def test_layers_along_either_axis_of_one_tensor(tmp_path):
             for layer in range(3):
                 read = source.read(name.replace("layers/", f"layers/{layer}."))
                 torch.testing.assert_close(read, weight[:, layer], rtol=0, atol=0)
-
-
-def test_old_ggml_is_told(tmp_path):
-    (tmp_path / "x.bin").write_bytes(b"tjgg" + bytes(60))
-    with pytest.raises(UserError, match="is of ggml: .*makes a .gguf of it"):
-        formats.open_any(tmp_path / "x.bin")

@@ -89,10 +89,7 @@ def write(path, architecture, model, coder=None, pre="smollm", more=(), said=Non
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), array, raw_dtype=kind)
     for name in more:
         writer.add_tensor(name, np.ones(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    save_gguf(writer)
     return path
 
 
@@ -314,28 +311,11 @@ def test_smollm2_speaks_english():
     assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"
 
 
-@pytest.mark.parametrize(
-    "kind, architecture, said",
-    [
-        ("adapter", "llama", "a LoRA adapter"),
-        ("mmproj", "clip", "the part of one that reads images"),
-        ("model", "clip", "the part of one that reads images"),
-        ("imatrix", None, "an importance matrix"),
-    ],
-)
-def test_a_file_without_a_language_model(kind, architecture, said, tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture or "none")
-    if architecture is None:
-        del writer.kv_data[0]["general.architecture"]
+@pytest.mark.parametrize("kind, architecture", [("adapter", "llama"), ("model", "clip")])
+def test_a_file_without_a_language_model(kind, architecture, tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
     writer.add_type(kind)
     writer.add_tensor("blk.0.x.weight", np.ones((4, 4), np.float32))
     save_gguf(writer)
-    with pytest.raises(UserError, match=f"x.gguf is no language model, but {said}"):
-        formats.open_any(tmp_path / "x.gguf")
-
-
-def test_a_vocabulary_alone(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    save_gguf(writer)
-    with pytest.raises(UserError, match="is no language model, but a vocabulary alone"):
+    with pytest.raises(UserError, match="x.gguf is no language model"):
         formats.open_any(tmp_path / "x.gguf")

@@ -231,7 +231,6 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
     "words, expected",
     [
         ("compare tiny_llama@1", "at least 2 models"),
-        ("compare tiny_llama@1 tiny_llama@2 --units 3", "--units is called --units-per-layer now"),
         ("paper tiny_llama@1 tiny_llama@2 --paper-length 257", "--paper-length 257"),
         ("identify tiny_llama@1 tiny_llama@2", "one model"),
         ("identify tiny_llama@1 --seeds 5 3", "--seeds 5 3"),
