@@ -106,9 +106,6 @@ def below(low, high, bound=0.0):
     return above(-high, -low, -bound)
 
 
-# ---- judges: intervals -------------------------------------------------------------------------------------
-
-
 def by_interval(rows, value, is_so, bound=0.0):
     """Is every row's interval `above` or `below` a bound?"""
     texts = [bounded(row[value], row["low"], row["high"]) for row in rows]
@@ -179,9 +176,6 @@ def within(rows):
     return f"{', '.join(texts)} where theory says {span(column(rows, 'theory'))}", cases
 
 
-# ---- judges: orders and trends -----------------------------------------------------------------------------
-
-
 def rises(rows, name="mean_cosine", along="layer"):
     """Does a column rise from row to row?"""
     values, places = column(rows, name), column(rows, along)
@@ -241,9 +235,6 @@ def exceeds(rows, larger, smaller):
 def times_theory(rows, name, theory):
     """What multiple of a theory's is what was measured? No case."""
     return f"{span(column(rows, name) / column(rows, theory))} times the theory", []
-
-
-# ---- judges: one by one ------------------------------------------------------------------------------------
 
 
 def preference(rows):

@@ -21,21 +21,12 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage import coordinates, kendall
-from lineage.match import equal_ids, match_models
 from lineage.outputs import PaperSettings, last_outputs
-from lineage.verdict import NO_EVIDENCE, Facts, row_of
-from lineage.views import Units
+from lineage.verdict import compare_pair, read_model
 from model import PRESETS
 
-READS = {  # what the figure says of each of these, and of each test
-    "own embedding": "tokens, an embedding matrix each",
-    "shared embedding": "tokens, one embedding matrix",
-    "gaussian": "Gaussian vectors",
-}
-TESTS = {"units": "hidden units", "weights": "coordinates of the blocks"}
-TESTS |= {"embedding matrices": "coordinates of embedding matrices"}
+INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens, by an embedding matrix each or one
 LEVEL = 0.01  # from here on down, a test calls two models related
-INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
 FEW = 12  # births where unrelated models share what they read, and few show what happens
 LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
@@ -73,7 +64,9 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     """The p of all pairs of newborns, by each form of the paper's test."""
     count = settings.num_births if inputs == "own embedding" else min(FEW, settings.num_births)
     embedding_seed = 0 if inputs == "shared embedding" else None
-    reading = PaperSettings(inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences)
+    reading = PaperSettings(
+        inputs="gaussian" if inputs == "gaussian" else "tokens", paper_sequences=settings.paper_sequences
+    )
     outputs = []
     for seed in range(1, count + 1):
         born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)
@@ -87,13 +80,12 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
 
 
 def p_of_weights(newborns):
-    """The p of all pairs by the exact tests; of hidden units 0 where they say more than "no evidence"."""
-    models = [Units(born) for born in newborns]
+    """The p of all pairs by the exact tests; of hidden units 0 where `compare` finds evidence in a few."""
+    models = [read_model(f"newborn {number}", born) for number, born in enumerate(newborns)]
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):
-        a, b = models[i], models[j]
-        match = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
-        p["units"].append(float(row_of(Facts(match))["verdict"] == NO_EVIDENCE))
+        row, _ = compare_pair(models[i], models[j], permutations=PERMUTATIONS, units=UNITS, layers=LAYERS)
+        p["units"].append(float(row["verdict"] == "no evidence"))
         correlations, _ = coordinates.weight_correlations(newborns[i], newborns[j])
         for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
             p[test].append(coordinates.diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
@@ -114,10 +106,10 @@ def error_rates(p_values, key):
 def draw_rates(rows, path) -> None:
     """How often newborns are called related: a line per test and what it reads, a colour per birth."""
     title = "How often does a test call unrelated newborns related?"
-    figure, ((axes,),) = new_figure(title, width=7, height=5.6)
+    figure, ((axes,),) = new_figure(title, width=7, height=5)
     points = []
     for row in rows:
-        line = TESTS.get(row["test"]) or f"the paper's {row['test']}: {READS[row['inputs']]}"
+        line = f"{row['test']}: {row['inputs']}".removesuffix(": weights")
         points.append(row | {"line": line, "birth": f"{row['model']}, scheme {row['scheme']}"})
     lines = unique(points, "line")
     for number, (birth, of_birth) in enumerate(lines_of(points, "birth")):
