@@ -8,25 +8,21 @@ builders, hidden units that make nearly all of it (`sinks.py silence`). Each ear
 same heads, dimension and units. All is of 64 held-out tokens, the first of them BOS if the run trained so.
 """
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from tyro.conf import Positional
 
 from init import keyed_generator
 from lib import checkpoint, runtime
 from lib.figures import curves
-from lib.files import read_bytes
 from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import begun_settings, write_log
-from lib.settings import Command, OutputSettings, UserError, run_script
+from lib.runs import begun_settings, read_rows, write_log
+from lib.settings import Command, UserError, run_script
 from measure import attention
 from measure.units import observe
-from reproduce.text import reading_of
+from reproduce.trainings import NotedSettings, reading_of
 from train import Settings as RunSettings
 
 DRAWS = 9999  # random sets of units, beside the builders
@@ -40,14 +36,6 @@ LINKS = {  # of a row, as the figure calls them
     "key_alignment": "alignment of other keys, sink layers",
     "alpha1": "attention of the sink heads",
 }
-
-
-@dataclass
-class Settings(OutputSettings):
-    """Whose sinks are followed from birth."""
-
-    runs: Positional[tuple[str, ...]] = ()  # run folders to measure anew; none: those that were measured
-    numbers: str = "results/text"  # folder of what was measured, .jsonl
 
 
 @torch.inference_mode()
@@ -125,7 +113,7 @@ def percentiles(scores):
     return 100 * (ranks / (scores.shape[1] - 1)).numpy()
 
 
-def birth(settings: Settings):
+def birth(settings: NotedSettings):
     """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
     experiment = Experiment("birth", "ours", settings)
     Path(settings.numbers).mkdir(parents=True, exist_ok=True)
@@ -133,7 +121,7 @@ def birth(settings: Settings):
         write_log(Path(settings.numbers, f"birth_{Path(folder).name}.jsonl"), measure(folder))
     rows, points, builders, order = [], [], [], []
     for path in sorted(Path(settings.numbers).glob("birth_*.jsonl")):
-        sink, *steps = map(json.loads, read_bytes(path).splitlines())
+        sink, *steps = read_rows(path)
         key = {"run": sink["run"]}
         builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
         order.append(key | {link: half_way(steps, link) for link in LINKS})
@@ -164,7 +152,7 @@ def half_way(steps, link):
     return found
 
 
-COMMANDS = {"": Command(birth, Settings())}
+COMMANDS = {"": Command(birth, NotedSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from init import keyed_generator
-from lineage.disguise import as_source, select, weights_of
+from lineage.disguise import as_source, weights_of
 
 
 def of_matrices(source, change):
@@ -60,13 +60,22 @@ def rounded(source, bits):
 def narrowed(source, share):
     """A share of a checkpoint's residual coordinates and of its hidden units, chosen at random; all heads."""
     old = source.config
-    width, units = round(share * old.d_model), round(share * old.d_ff)
+    width, num_units = round(share * old.d_model), round(share * old.d_ff)
     generator = keyed_generator("narrowed", 0)
-    orders = {"stream": torch.from_numpy(generator.permutation(old.d_model)[:width])}
-    orders["units"] = torch.from_numpy(generator.permutation(old.d_ff)[:units])
+    stream = torch.from_numpy(generator.permutation(old.d_model)[:width])
+    units = torch.from_numpy(generator.permutation(old.d_ff)[:num_units])
     weights = weights_of(source)
-    select(weights, orders)
-    return as_source(weights, replace(old, d_model=width, d_ff=units, head_dim=old.head_size))
+    for name, weight in weights.items():
+        kind = name.split(".")[-2]
+        if kind == "down_proj":
+            weights[name] = weight[stream][:, units]
+        elif kind in ("up_proj", "gate_proj"):
+            weights[name] = weight[units][:, stream]
+        elif kind == "o_proj" or kind.endswith("layernorm") or kind == "norm":
+            weights[name] = weight[stream]
+        elif weight.ndim == 2:
+            weights[name] = weight[:, stream]
+    return as_source(weights, replace(old, d_model=width, d_ff=num_units, head_dim=old.head_size))
 
 
 def cut(source, layers):

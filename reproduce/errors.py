@@ -28,15 +28,8 @@ from lineage.table import NO_EVIDENCE, judge_stacks
 from lineage.views import Units
 from model import PRESETS
 
-READS = {  # what the figure says of each of these, and of each test
-    "own embedding": "tokens, an embedding matrix each",
-    "shared embedding": "tokens, one embedding matrix",
-    "gaussian": "Gaussian vectors",
-}
-TESTS = {"units": "hidden units", "weights": "coordinates of the blocks"}
-TESTS |= {"embedding matrices": "coordinates of embedding matrices"}
+INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens, by an embedding matrix each or one
 LEVEL = 0.01  # from here on down, a test calls two models related
-INPUTS = {"own embedding": "tokens", "shared embedding": "tokens", "gaussian": "gaussian"}  # what is read
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
 FEW = 12  # births where unrelated models share what they read, and few show what happens
 LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
@@ -74,7 +67,9 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     """The p of all pairs of newborns, by each form of the paper's test."""
     count = settings.num_births if inputs == "own embedding" else min(FEW, settings.num_births)
     embedding_seed = 0 if inputs == "shared embedding" else None
-    reading = PaperSettings(inputs=INPUTS[inputs], paper_sequences=settings.paper_sequences)
+    reading = PaperSettings(
+        inputs="gaussian" if inputs == "gaussian" else "tokens", paper_sequences=settings.paper_sequences
+    )
     outputs = []
     for seed in range(1, count + 1):
         born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)
@@ -88,7 +83,7 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
 
 
 def p_of_weights(newborns):
-    """The p of all pairs by the exact tests; of hidden units 0 where they say more than "no evidence"."""
+    """The p of all pairs by the exact tests; of hidden units 0 where `compare` finds evidence in a few."""
     models = [Units(born) for born in newborns]
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):
@@ -116,10 +111,10 @@ def error_rates(p_values, key):
 def draw_rates(rows, path) -> None:
     """How often newborns are called related: a line per test and what it reads, a colour per birth."""
     title = "How often does a test call unrelated newborns related?"
-    figure, ((axes,),) = new_figure(title, width=7, height=5.6)
+    figure, ((axes,),) = new_figure(title, width=7, height=5)
     points = []
     for row in rows:
-        line = TESTS.get(row["test"]) or f"the paper's {row['test']}: {READS[row['inputs']]}"
+        line = f"{row['test']}: {row['inputs']}".removesuffix(": weights")
         points.append(row | {"line": line, "birth": f"{row['model']}, scheme {row['scheme']}"})
     lines = unique(points, "line")
     for number, (birth, of_birth) in enumerate(lines_of(points, "birth")):

@@ -7,7 +7,6 @@
 """
 
 import itertools
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,15 +29,13 @@ from lineage.outputs import STRANGER_SEED
 from lineage.verdict import compare_pair, read_model
 from reproduce.changes import cut, narrowed, noised, pruned, rounded
 
-DRAWN = {  # kind: what is drawn of all of a kind, at each depth
-    "child": "children: the least",
-    "child, trained hard": "children: the least",
-    "never met": "never met: each pair",
-    "newborn": "newborns, a student: the largest",
-    "distilled": "newborns, a student: the largest",
+DRAWN = {  # kind: its colour in the figure
+    "child": "children",
+    "child, trained hard": "children",
+    "never met": "never met",
+    "newborn": "newborns, a student",
+    "distilled": "newborns, a student",
 }
-EXTREMES = {"children: the least": np.min, "newborns, a student: the largest": np.max}
-DEPTHS = np.linspace(0, 1, 31)
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
 
 
@@ -141,22 +138,18 @@ def trained(model, tokens, rates, teacher=None):
 
 
 def draw_robustness(rows, details, path) -> None:
-    """The share of each layer's units that are matched, by relative depth, of each kind of suspect."""
-    shares = {name: [] for name in DRAWN.values()}
-    for row, detail in zip(rows, details):
-        layers = [100 * layer["share"] for layer in detail["layers"]]
-        places = (np.arange(len(layers)) + 0.5) / len(layers)
-        shares[DRAWN[row["kind"]]].append(np.interp(DEPTHS, places, layers))
+    """The share of each layer's units that are matched, by relative depth, of each pair."""
     points = []
-    for name, lines in shares.items():
-        if name in EXTREMES:
-            lines = [EXTREMES[name](lines, axis=0)]
-        for line in lines:
-            for depth, share in zip([*DEPTHS, math.nan], [*line, math.nan]):  # here a line ends
-                points.append({"depth": depth, "matched": share, "kind": name})
+    for row, detail in zip(rows, details):
+        for number, layer in enumerate(detail["layers"]):
+            depth = (number + 0.5) / len(detail["layers"])
+            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": DRAWN[row["kind"]]})
     title = "Do two models share hidden units? Related ones at all depths, others near the output"
-    labels = {"xlabel": "relative depth (0: input, 1: output)", "ylabel": "% of hidden units matched"}
-    curves(points, path, title, x="depth", y="matched", series="kind", style=".-", **labels)
+    labels = {
+        "xlabel": "relative depth (0: input, 1: output)",
+        "ylabel": "% of a layer's hidden units matched",
+    }
+    curves(points, path, title, x="depth", y="matched", series="kind", style=".", **labels)
 
 
 COMMANDS = {"": Command(robustness, Settings())}

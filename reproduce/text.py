@@ -1,55 +1,37 @@
 """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)
 
-    python -m reproduce.text                         # rows and figure, in seconds, from results/text/*.jsonl
+    python -m reproduce.text                                              # from results/text/*.jsonl: seconds
+    python -m reproduce.text runs/text/none-42 --numbers mine --out mine  # trains a run: a quarter of an hour
+    python -m reproduce.text runs/text --numbers mine --out mine          # all 18: seven hours
 
 A file holds what one run of configs/text_sink.py came to: what it was made with; each evaluation, with the
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
 """
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
-import sinks
-from lib.data import default_folder
-from lib.figures import COLOURS, legend_below, new_figure, save_figure
-from lib.files import read_bytes
-from lib.results import Experiment, interval
-from lib.settings import Command, OutputSettings, UserError, run_script
-
-CONFIG = "text_sink"  # the runs that the figure compares; others are variants of it
-CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
-KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
-
-
-@dataclass
-class Settings(OutputSettings):
-    """Where the numbers of the runs are."""
-
-    numbers: str = "results/text"  # folder of what each run came to, .jsonl
+import train
+from lib import checkpoint
+from lib.data import TokenData, default_folder
+from lib.results import Experiment
+from lib.runs import read_log, write_log
+from lib.settings import Command, UserError, run_script
+from reproduce import trainings
+from reproduce.trainings import CONFIG, NotedSettings, differences
 
 
-def read_runs(folder):
-    """What each run of a folder came to: a row of its making and its end, and a row for each evaluation."""
-    for path in sorted(Path(folder).glob("text_*.jsonl")):
-        begun, *evaluations, end = map(json.loads, read_bytes(path).splitlines())
-        yield begun | end, evaluations
-
-
-def reading_of(run):
-    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
-    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
-    text = str(default_folder(run.source, run.tokenizer))
-    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
-
-
-def text(settings: Settings):
+def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
     experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
+    Path(settings.numbers).mkdir(parents=True, exist_ok=True)
+    for key, run in trainings.named(settings.runs, trainings.text_runs()).items():
+        trainings.train_all([run])
+        write_log(Path(settings.numbers, "-".join(map(str, key)) + ".jsonl"), record(run, *key))
     rows, ends = [], []
-    for run, evaluations in read_runs(settings.numbers):
+    for run, evaluations in trainings.noted_text_runs(settings.numbers):
         key = {name: run[name] for name in ("config", "calibration", "seed")}
         ends.append(run)
         for evaluation in evaluations:
@@ -60,87 +42,55 @@ def text(settings: Settings):
                 row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
                 rows.append(row | {"val_loss": evaluation["val_loss"]})
     if not ends:
-        raise UserError(f"no runs in {settings.numbers}: make some by python -m reproduce.trainings text")
-    draw(experiment.folder / "text.png", [row for row in rows if row["config"] == CONFIG], ends)
+        raise UserError(f"nothing noted in {settings.numbers}: name runs, as runs/text/none-42")
+    title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
+    trainings.draw_kinds(experiment.folder / "text.png", title, panels_of(rows, ends))
     hours = sum(run["core_hours"] for run in ends)
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
     columns += ("max_alpha1", "disparity", "effective_rank")
     return experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
 
 
-def draw(path, rows, ends) -> None:
-    """Draw sinks by tokens, by length and by layer, what is lost, and SO's two links, by calibration."""
-    title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
-    figure, grid = new_figure(title, 2, 3, height=3.2)
-    ends = [run for run in ends if run["config"] == CONFIG]
-    with_bos = [row for row in rows if row["bos_first"]]
-    longest = max(row["sequence_length"] for row in rows)
-    last = max(row["step"] for row in rows)
-    at_64 = [row for row in with_bos if row["sequence_length"] == 64]
-    at_end = [row for row in with_bos if row["step"] == last]
-    by_layer = [run | layer for run in ends for layer in run["layers"]]
+def record(run: train.Settings, *key):
+    """A run in a few kB: how it was made, its evaluations with their sinks, and what it came to."""
+    log = list(read_log(Path(run.out)))
+    T = run.sequence_length
+    step_tokens = run.global_batch_size * T
+    seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
+    begun = {name: log[0][name] for name in ("commit", "dtype", "data")}
+    yield begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}
+    for row in log:
+        if "sinks" in row:
+            lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
+            shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
+            yield {"step": row["step"], "val_loss": row["val_loss"], "sinks": shown}
+    model = checkpoint.load(run.out)
+    tokens = TokenData(default_folder(run.source, run.tokenizer), run.bos_first)
+    windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
+    loss = train.evaluate(model, *windows, run.micro_batch_size, torch.device("cpu"), torch.float32)
+    row, layers = trainings.end_of(run, *key)
+    yield row | {"text_loss": loss, "layers": layers}
+
+
+def panels_of(rows, ends):
+    """Six panels of the runs of CONFIG: sinks by tokens, by length and by layer, the loss, SO's two links."""
+    rows = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
+    last = max([row["step"] for row in rows], default=0)
+    at_64 = [row for row in rows if row["sequence_length"] == 64]
+    at_end = sorted([row for row in rows if row["step"] == last], key=lambda row: row["sequence_length"])
     losses = differences([row for row in at_64 if row["step"] > 0], "val_loss")
-    panels = [
-        (at_64, "tokens", "sink_rate", "share of heads that sink (T = 64)", "linear"),
-        (at_end, "sequence_length", "sink_rate", f"the same by length, up to {longest}, at the end", "log"),
-        (by_layer, "layer", "sink_rate", "the same by layer, at the end (T = 64)", "linear"),
-        (losses, "tokens", "val_loss", "held-out loss, minus that of none (nats/token)", "linear"),
-        (by_layer, "layer", "disparity", "disparity of the stream at position 1", "linear"),
-        (by_layer, "layer", "effective_rank", "effective rank of the stream", "linear"),
+    by_layer = [run | layer for run in ends if run["config"] == CONFIG for layer in run["layers"]]
+    return [
+        (at_64, "tokens", "sink_rate", "share of heads that sink (T = 64)"),
+        (at_end, "sequence_length", "sink_rate", "the same by length, at the end"),
+        (by_layer, "layer", "sink_rate", "the same by layer, at the end (T = 64)"),
+        (losses, "tokens", "val_loss", "held-out loss, minus that of none (nats/token)"),
+        (by_layer, "layer", "disparity", "disparity of the stream at position 1"),
+        (by_layer, "layer", "effective_rank", "effective rank of the stream"),
     ]
-    for axes, (points, x, y, title, scale) in zip(grid.flat, panels):
-        for kind, colour in zip(KINDS, COLOURS):
-            chosen = [point for point in points if point["calibration"] == kind]
-            places = sorted({point[x] for point in chosen})
-            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
-            axes.plot(places, means, color=colour, lw=1.5, label=kind)
-            seeds = [point[y] for point in chosen]
-            axes.plot([point[x] for point in chosen], seeds, ".", color=colour, ms=3)
-        axes.set_title(title, fontsize=10)
-        axes.set(xlabel=x.replace("_", " "), xscale=scale)
-    grid[1, 0].axhline(0, color="black", lw=0.6)
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
 
 
-def differences(rows, key):
-    """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
-    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
-    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
-    return [row | {key: row[key] - other} for row, other in pairs if other is not None]
-
-
-def draw_calibrations(path, rows) -> None:
-    """Draw each configuration's sink rates, and losses minus those of the same seed uncalibrated."""
-    configs = list(dict.fromkeys(row["config"] for row in rows))
-    title = "Which calibration ends sinks, and what does it cost? (a dot: a seed; bars: 95 % of the mean)"
-    figure, grid = new_figure(title, 2, len(configs), height=2.8)
-    for (rates, costs), config in zip(grid.T, configs):
-        chosen = [row for row in rows if row["config"] == config]
-        seeds = len({row["seed"] for row in chosen})
-        kinds = [kind for kind in KINDS if any(row["calibration"] == kind for row in chosen)]
-        rates.set_title(f"{config}: {seeds} seeds of each", fontsize=10)
-        draw_strips(rates, chosen, "sink_rate", kinds)
-        draw_strips(costs, differences(chosen, "val_loss"), "val_loss", kinds)
-        costs.axhline(0, color="black", lw=0.6)
-    grid[0, 0].set_ylabel("share of heads that sink")
-    grid[1, 0].set_ylabel("held-out loss, minus none's (nats/token)")
-    save_figure(figure, path)
-
-
-def draw_strips(axes, rows, key, kinds) -> None:
-    """Draw `key` of each seed, side by side for each calibration, and the interval of the mean."""
-    for place, (kind, colour) in enumerate(zip(kinds, COLOURS)):
-        values = [row[key] for row in rows if row["calibration"] == kind]
-        spread = place + np.linspace(-0.3, 0.3, max(2, len(values)))[: len(values)]
-        axes.plot(spread, values, "o", ms=3.5, color=colour, alpha=0.7)
-        if len(values) > 1:
-            mean, low, high = interval(values).values()
-            axes.errorbar(place, mean, [[mean - low], [high - mean]], color="black", capsize=4, fmt="_")
-    axes.set_xticks(range(len(kinds)), kinds, fontsize=8)
-
-
-COMMANDS = {"": Command(text, Settings())}
+COMMANDS = {"": Command(text, NotedSettings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

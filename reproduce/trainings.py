@@ -2,15 +2,14 @@
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # calibrations, explicit sinks: six hours
-    python -m reproduce.trainings text                               # the same on text, seven hours
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
+    python -m reproduce.trainings train runs/lineage                 # runs alone: a folder of them, or some
 
-Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
+Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again. What runs
+of `calibrations` and `perplexity` came to is noted beside the result, in a .jsonl file, and not made again.
 """
 
-import contextlib
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,11 @@ import sinks
 import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
+from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
-from lib.runs import begun_settings, merged_settings, read_log, read_rows, write_log
+from lib.runs import begun_settings, merged_settings, open_data, read_log, read_rows, write_log
 from lib.settings import (
     Command,
     OutputSettings,
@@ -38,9 +38,7 @@ from lineage.kendall import paper_test
 from lineage.outputs import PaperSettings, last_outputs
 from lineage.verdict import compare_pair, read_model
 from measure import attention
-from measure.units import hidden_units, replace_units
 from reproduce.baselines import BASELINES, similarities
-from reproduce.text import CALIBRATIONS, CONFIG, KINDS, differences, draw_calibrations, read_runs, reading_of
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -50,39 +48,54 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
+CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
+KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
 CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
-TEXT = "results/text"  # what the runs on text came to
+TEXT = "results/text"  # folder of what the runs on text came to
+CONFIG = "text_sink"  # of the runs on text that are compared; others are variants of it
 TEXT_SEEDS = range(42, 45)
+WITHOUT_BUILDERS = "runs/text/newborn_without_builders"  # the birth of none-42, its later builders at zero
 RUNGS = {  # variants of configs/text_sink.py: a seed of each
     "text_eight_layers": {"num_layers": 8, "max_iters": 3072},
     "text_as_it_falls": {"bos_first": False, "max_iters": 6144},
-    "text_without_builders": {},  # those that none-42 has at its end are zero from birth on
+    "text_without_builders": {"init_from": WITHOUT_BUILDERS},
 }
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
 
 
 @dataclass
-class PerplexitySettings(RunSettings):
-    """What `perplexity` is asked."""
-
-    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs to make, like runs/laptop
-    text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
-
-
-@dataclass
 class TrainSettings:
     """What `train` is asked."""
 
-    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of runs, like runs/lineage/tiny_llama-1000
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, or folders of runs, like runs/lineage
 
 
 @dataclass
-class NotedRunsSettings(OutputSettings):
-    """What `text` and `calibrations` are asked."""
+class CalibrationSettings(OutputSettings):
+    """What `calibrations` is asked."""
 
-    folders: tyro.conf.Positional[tuple[str, ...]] = ()  # of some runs to make, like runs/text/none-42
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to make anew; none: what is not noted
+
+
+@dataclass
+class NotedSettings(OutputSettings):
+    """Whose numbers `text` and `birth` show."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to measure and note; none: what is noted
+    numbers: str = TEXT  # folder of what each run came to, .jsonl
+
+
+@dataclass
+class PerplexitySettings(RunSettings):
+    """What `perplexity` is asked."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to make anew; none: what is not noted
+    text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
+
+
+# ---- runs --------------------------------------------------------------------------------------------------
 
 
 def training(name, config="", **changes) -> train.Settings:
@@ -141,13 +154,23 @@ def text_runs():
     return runs
 
 
+def named(folders, runs):
+    """The runs that are in some folders, or next below them; UserError for a folder that has none."""
+    chosen = {}
+    for folder in folders:
+        found = {
+            key: run for key, run in runs.items() if Path(folder) in (Path(run.out), Path(run.out).parent)
+        }
+        if not found:
+            check_choice(folder, [run.out for run in runs.values()], "run")
+        chosen |= found
+    return chosen
+
+
 def train_named(settings: TrainSettings) -> None:
     """Train the runs of some folders, unless they are there."""
-    runs = [*lineage_runs().values(), *calibration_runs().values(), *text_runs().values()]
-    by_folder = {run.out: run for run in runs}
-    for folder in settings.folders:
-        check_choice(folder, by_folder, "run")
-    train_all([by_folder[folder] for folder in settings.folders])
+    runs = lineage_runs() | calibration_runs() | text_runs()
+    train_all(named(settings.runs, runs).values())
 
 
 def train_all(runs) -> None:
@@ -158,40 +181,33 @@ def train_all(runs) -> None:
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
         if Path(run.out, "settings.json").exists():
             run = merged_settings(run, begun_settings(run), (), vars(run).keys() - MAY_DIFFER)
+        elif run.init_from == WITHOUT_BUILDERS:
+            save_without_builders(run)
         last = Path(run.out, f"step_{run.max_iters:07}")
         if not last.exists():
-            train.train(run, context_of(run))
+            train.train(run)
         if not last.exists():
             raise KeyboardInterrupt  # what stopped the training stops whoever asked for it
     torch.set_num_threads(threads)
 
 
-def context_of(run):
-    """What lasts as long as a run's training: silence, in one of them."""
-    if Path(run.out).name != "text_without_builders-42":
-        return contextlib.nullcontext
-    return partial(silenced, later_builders(TEXT, "none-42"))
+def save_without_builders(run) -> None:
+    """Save the newborn of a run, with the units that later build its sink at zero, in and out.
 
-
-def later_builders(folder, run):
-    """The (layer, unit) that were measured to build a run's sink at its last step; UserError if none were."""
-    path = Path(folder, f"birth_{run}.jsonl")
-    if not path.exists():
-        raise UserError(f"{path} is missing: python -m reproduce.birth runs/text/{run} --numbers {folder}")
-    sink = next(read_rows(path))
-    return [(row["layer"], row["unit"]) for row in sink["builders"]]
-
-
-@contextlib.contextmanager
-def silenced(units, model):
-    """While this lasts, some hidden units, (layer, unit) each, of a newborn are zero, and learn nothing.
-
-    Their down columns are zero from birth on, so that a checkpoint computes what was trained.
+    No gradient reaches such a unit, so it stays at zero.
     """
-    for layer, unit in units:
-        model.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
-    with hidden_units(model, replace_units(units)):
-        yield
+    sink = next(read_rows(Path(TEXT, "birth_none-42.jsonl")))
+    tokens = open_data(run, torch.device("cpu"))
+    model, _, _ = train.load_model(replace(run, init_from=None), tokens)
+    for builder in sink["builders"]:
+        mlp = model.model.layers[builder["layer"] - 1].mlp
+        mlp.gate_proj.weight.data[builder["unit"]] = 0
+        mlp.up_proj.weight.data[builder["unit"]] = 0
+        mlp.down_proj.weight.data[:, builder["unit"]] = 0
+    checkpoint.save(Path(run.init_from), model, tokenizer=tokens.load_tokenizer())
+
+
+# ---- who is related? ---------------------------------------------------------------------------------------
 
 
 def lineage(settings: RunSettings):
@@ -234,18 +250,26 @@ def table_pairs(style, runs):
     return pairs
 
 
-def calibrations(settings: NotedRunsSettings):
-    """Which scaling of heads ends with fewer sinks, and a lower loss? Trains what is not noted (BB Figure 12)
+# ---- calibrations ------------------------------------------------------------------------------------------
 
-    <out>/calibrations.jsonl notes what each run came to.
-    """
+
+def calibrations(settings: CalibrationSettings):
+    """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    path = Path(settings.out, "calibrations.jsonl")
-    rows = noted_rows(path, calibration_runs(), settings.folders, lambda run, *key: end_of(run, *key)[0])
-    for run, _ in read_runs(TEXT):
+    path = experiment.folder / "calibrations.jsonl"
+    rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: end_of(run, *key)[0])
+    for run, _ in noted_text_runs(TEXT):
         if run["config"] == CONFIG:
             rows.append({name: run.get(name) for name in rows[0]})
-    draw_calibrations(experiment.folder / "calibrations.png", rows)
+    panels = []
+    for config in unique(rows, "config"):
+        chosen = [row for row in rows if row["config"] == config]
+        panels.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
+    for config in unique(rows, "config"):
+        costs = differences([row for row in rows if row["config"] == config], "val_loss")
+        panels.append((costs, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
+    title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
+    draw_kinds(experiment.folder / "calibrations.png", title, panels)
     return experiment.save(rows, differences=paired_differences(rows))
 
 
@@ -254,31 +278,62 @@ def noted_rows(path, runs, folders, measure, **same):
 
     A row is noted if it has the items `same`. `measure` takes a run and its key.
     """
-    by_folder = {run.out: run for run in runs.values()}
-    for folder in folders:
-        check_choice(folder, by_folder, "run")
     rows = [row for row in read_rows(path) if row.items() >= same.items()]
     noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
-    for key, run in runs.items():
-        if run.out in folders or (not folders and key not in noted):
-            train_all([run])
-            noted[key] = measure(run, *key) | same
-            write_log(path, [noted[each] for each in runs if each in noted])
+    missing = {key: run for key, run in runs.items() if key not in noted}
+    for key, run in (named(folders, runs) or missing).items():
+        train_all([run])
+        noted[key] = measure(run, *key) | same
+        write_log(path, noted.values())
     return [noted[key] for key in runs if key in noted]
+
+
+def noted_text_runs(folder):
+    """What reproduce/text.py noted of each run: its making and end, a row, and a row of each evaluation."""
+    for path in sorted(Path(folder).glob("text_*.jsonl")):
+        begun, *evaluations, end = read_rows(path)
+        yield begun | end, evaluations
+
+
+def differences(rows, key):
+    """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
+    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
+    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
+    return [row | {key: row[key] - other} for row, other in pairs if other is not None]
 
 
 def paired_differences(rows):
     """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
-        for config in dict.fromkeys(row["config"] for row in rows):
+        for config in unique(rows, "config"):
             paired = differences([row for row in rows if row["config"] == config], key)
-            for kind in dict.fromkeys(row["calibration"] for row in paired):
+            for kind in unique(paired, "calibration"):
                 values = [row[key] for row in paired if row["calibration"] == kind]
                 if len(values) > 1:
                     row = {"config": config, "calibration": kind, "of": key, "seeds": len(values)}
                     found.append(row | interval(values))
     return found
+
+
+def draw_kinds(path, title, panels) -> None:
+    """Draw six panels (points, x, y, title): for each calibration a dot a seed, and the mean of the seeds."""
+    figure, grid = new_figure(title, 2, 3, height=3.2)
+    for axes, (points, x, y, title) in zip(grid.flat, panels):
+        for kind, colour in zip(KINDS, COLOURS):
+            chosen = [point for point in points if point["calibration"] == kind]
+            places = unique(chosen, x)
+            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
+            axes.plot(places, means, "_-", color=colour, lw=1.5, ms=9, label=kind)
+            axes.plot([point[x] for point in chosen], [point[y] for point in chosen], ".", color=colour, ms=4)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(x.replace("_", " "))
+        if y == "val_loss":  # minus that of none
+            axes.axhline(0, color="black", lw=0.6)
+        if x == "sequence_length":
+            axes.set_xscale("log")
+    legend_below(figure, grid[0, 0])
+    save_figure(figure, path)
 
 
 @torch.inference_mode()
@@ -305,10 +360,7 @@ def end_of(run: train.Settings, config, kind, seed):
 
 
 def perplexity(settings: PerplexitySettings):
-    """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)
-
-    <out>/perplexity.jsonl notes what each run lost.
-    """
+    """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
     if not Path(settings.text).is_file():
         raise UserError(f"no text file '{settings.text}': the paper's is the test split of WikiText-2")
     experiment = Experiment("perplexity", "BB Table 7", settings)
@@ -320,8 +372,15 @@ def perplexity(settings: PerplexitySettings):
 
     runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
     path = Path(settings.out, "perplexity.jsonl")
-    rows = noted_rows(path, runs, settings.folders, measure, text_sha256=sha256(Path(settings.text)))
+    rows = noted_rows(path, runs, settings.runs, measure, text_sha256=sha256(Path(settings.text)))
     return experiment.save(rows)
+
+
+def reading_of(run):
+    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
+    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
+    text = str(default_folder(run.source, run.tokenizer))
+    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
 
 
 def begun_row(run, config, kind, seed):
@@ -339,44 +398,9 @@ def text_loss(text, spec, model):
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 
 
-def text(settings: NotedRunsSettings) -> None:
-    """What do the calibrations do to sinks on text? Trains runs, notes what each came to (seven hours)"""
-    runtime.start(settings)
-    runs = {run.out: (key, run) for key, run in text_runs().items()}
-    for folder in settings.folders or runs:
-        check_choice(folder, runs, "run")
-        key, run = runs[folder]
-        train_all([run])
-        path = Path(settings.out, "-".join(map(str, key)) + ".jsonl")
-        write_log(path, record(run, *key))
-        print(f"see {path}")
-
-
-def record(run: train.Settings, *key):
-    """A run in a few kB: how it was made, its evaluations with their sinks, and what it came to."""
-    log = list(read_log(Path(run.out)))
-    T = run.sequence_length
-    step_tokens = run.global_batch_size * T
-    seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
-    begun = {name: log[0][name] for name in ("commit", "dtype", "data")}
-    yield begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}
-    for row in log:
-        if "sinks" in row:
-            lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
-            shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
-            yield {"step": row["step"], "val_loss": row["val_loss"], "sinks": shown}
-    model = checkpoint.load(run.out)
-    tokens = TokenData(default_folder(run.source, run.tokenizer), run.bos_first)
-    windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
-    loss = train.evaluate(model, *windows, run.micro_batch_size, torch.device("cpu"), torch.float32)
-    row, layers = end_of(run, *key)
-    yield row | {"text_loss": loss, "layers": layers}
-
-
 COMMANDS = {
     "lineage": Command(lineage, RunSettings(dtype="float32")),
-    "calibrations": Command(calibrations, NotedRunsSettings()),
-    "text": Command(text, NotedRunsSettings(out="results/text")),
+    "calibrations": Command(calibrations, CalibrationSettings()),
     "perplexity": Command(perplexity, PerplexitySettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }

@@ -17,7 +17,7 @@ from lib import checkpoint, data
 from lib.inputs import TextSettings, read_tokens
 from lib.runs import read_log
 from lib.settings import RunSettings, UserError
-from measure.units import hidden_units, observe, replace_units
+from measure.units import observe
 from model import PRESETS
 from reproduce import birth, text, trainings
 
@@ -66,7 +66,7 @@ def test_a_run_is_taken_up_where_it_was_stopped(quick, monkeypatch):
 def test_a_run_that_was_stopped_stops_what_asked_for_it(tmp_path, monkeypatch):
     """A signal ends `train` early and without an error: nothing must be measured then."""
 
-    def stopped(run, while_training):
+    def stopped(run):
         checkpoint.save(tmp_path / "run/step_0000003", newborn("backcopy", 1))
 
     monkeypatch.setattr(train, "train", stopped)
@@ -139,13 +139,13 @@ def test_calibrations(quick, monkeypatch):
     """All of them, two steps long: rows from the logs."""
     monkeypatch.setattr(trainings, "CALIBRATION_SEEDS", {"backcopy": (42, 123)})
     runs = trainings.calibration_runs()
-    one = trainings.NotedRunsSettings(folders=("runs/calibrations/backcopy-amplify-123",), out="out")
+    one = trainings.CalibrationSettings(runs=("runs/calibrations/backcopy-amplify-123",), out="out")
     (alone,) = trainings.calibrations(one)["rows"]  # the run that was named
-    found = trainings.calibrations(trainings.NotedRunsSettings(out="out"))
+    found = trainings.calibrations(trainings.CalibrationSettings(out="out"))
     rows = found["rows"]
     assert alone in rows
     monkeypatch.setattr(trainings, "train_all", None)  # what is noted is not trained again
-    assert trainings.calibrations(trainings.NotedRunsSettings(out="out"))["rows"] == rows
+    assert trainings.calibrations(trainings.CalibrationSettings(out="out"))["rows"] == rows
     for row, run in zip(rows, runs.values(), strict=True):
         log = list(read_log(Path(run.out)))
         kind = "explicit" if run.explicit_sink else run.attn_calibration
@@ -168,10 +168,11 @@ def test_text_and_birth(quick, monkeypatch):
     monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
     monkeypatch.setattr(trainings, "RUNGS", {})
     monkeypatch.setattr(trainings, "KINDS", ("none", "attenuate", "explicit"))
-    trainings.text(trainings.NotedRunsSettings(folders=("runs/text/attenuate-42",), out="numbers"))
+    numbers = trainings.NotedSettings(numbers="numbers", out="out")
+    text.text(replace(numbers, runs=("runs/text/attenuate-42",)))
     assert len(list(Path("numbers").iterdir())) == 1  # the run that was named
-    trainings.text(trainings.NotedRunsSettings(out="numbers"))
-    found = text.text(text.Settings(numbers="numbers", out="out"))
+    found = text.text(replace(numbers, runs=("runs/text",)))
+    assert text.text(numbers)["rows"] == found["rows"]  # from what was noted
     run = trainings.text_runs()["text_sink", "attenuate", 42]
     log = list(read_log(Path(run.out)))
     rows = [row for row in found["rows"] if row["calibration"] == "attenuate" and row["step"] == 2]
@@ -189,7 +190,7 @@ def test_text_and_birth(quick, monkeypatch):
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     assert ours["text_loss"] == pytest.approx(expected, rel=1e-5)  # float32 sums
     # birth: the later builders, asked of the newborn
-    found = birth.birth(birth.Settings(runs=("runs/text/none-42",), numbers="numbers", out="out"))
+    found = birth.birth(replace(numbers, runs=("runs/text/none-42",)))
     assert {row["step"] for row in found["rows"]} == {0, 1, 2}
     windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
     windows[:, 0] = 256
@@ -203,26 +204,27 @@ def test_text_and_birth(quick, monkeypatch):
         below = (layer < layer[row["unit"]]).sum().item()
         assert row["percentile_activation"] == pytest.approx(100 * below / (len(layer) - 1))
         assert 1e-4 <= row["p"] <= 1
-    again = birth.birth(birth.Settings(numbers="numbers", out="out"))  # from what was measured
+    again = birth.birth(numbers)  # from what was measured
     assert again["rows"] == found["rows"] and Path("out/birth.png").exists()
 
 
-def test_silenced_units_are_never_born(quick, monkeypatch):
-    """The builders of a run at zero from the first step on: what a checkpoint computes is without them."""
+def test_units_of_no_birth_stay_at_zero(quick):
+    """Builders of a run at zero from birth on: other weights are those of its seed, and learn."""
     units = [(1, 3), (2, 7), (4, 100)]
-    monkeypatch.setattr(trainings, "later_builders", lambda *names: units)
+    Path(trainings.TEXT).mkdir(parents=True)
+    sink = {"builders": [{"layer": layer, "unit": unit} for layer, unit in units]}
+    Path(trainings.TEXT, "birth_none-42.jsonl").write_text(json.dumps(sink))
     run = trainings.text_runs()["text_without_builders", "none", 42]
     trainings.train_all([run])
     first, *_, last = [checkpoint.load(step) for step in checkpoint.steps(run.out)]
-    tokens = torch.arange(32)[None]
-    with torch.inference_mode(), hidden_units(last, replace_units(units)):
-        silent = last(tokens)
-    with torch.inference_mode():
-        assert torch.equal(last(tokens), silent)
-    whole = newborn(last.config, 42).model.layers[0].mlp.up_proj.weight
-    assert torch.equal(first.model.layers[0].mlp.up_proj.weight, whole)
-    trained = last.model.layers[0].mlp.up_proj.weight
-    assert not torch.equal(trained[4], whole[4])  # others learn
+    whole = newborn(last.config, 42)
+    for name, weight in first.named_parameters():
+        changed = (weight != whole.get_parameter(name)).nonzero()[:, 1 if "down" in name else 0].unique()
+        assert changed.tolist() == [unit for layer, unit in units if f".{layer - 1}.mlp" in name]
+    for layer, unit in units:
+        mlp = last.model.layers[layer - 1].mlp
+        assert not mlp.up_proj.weight[unit].any() and not mlp.down_proj.weight[:, unit].any()
+        assert not torch.equal(mlp.up_proj.weight[4], whole.model.layers[layer - 1].mlp.up_proj.weight[4])
 
 
 def test_half_of_the_way():
@@ -251,7 +253,7 @@ def test_text_loss_is_the_cross_entropy(tmp_path, monkeypatch):
     monkeypatch.setattr(trainings, "calibration_runs", lambda: runs)
     monkeypatch.setattr(trainings, "train_all", made.extend)
     settings = trainings.PerplexitySettings(text=str(file), out=str(tmp_path), **CPU)
-    named = replace(settings, folders=(runs["laptop", "a", 1].out,))
+    named = replace(settings, runs=(runs["laptop", "a", 1].out,))
     (row,) = trainings.perplexity(named)["rows"]
     assert row["text_loss"] == pytest.approx(expected, rel=1e-5) and row["commit"] == "c"
     # what was noted is not measured again, unless it is named, or of another text
