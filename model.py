@@ -21,6 +21,7 @@ from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
+FIRST_POSITIONS = 2048  # positions whose angles a model has from the start: the presets' longest context
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -131,10 +132,10 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
-def rope_table(config: ModelConfig, x: Tensor):
-    """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
-    angle = torch.outer(torch.arange(x.shape[1]), rope_frequencies(config)).to(x.device)  # radians
-    return angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
+def rope_table(config: ModelConfig, T):
+    """Cosine and sine of the angles of T positions, (T, 1, Dh/2) float32 each, on the CPU."""
+    angle = torch.outer(torch.arange(T), rope_frequencies(config))  # radians
+    return angle.cos()[:, None], angle.sin()[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -275,6 +276,30 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
+        # Not in blocks, which `cast_blocks` casts; and in no checkpoint.
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+
+    def make_angles(self, T=FIRST_POSITIONS) -> None:
+        """Make RoPE's cosines and sines of T positions, as far as the context goes, where the model is.
+
+        Whoever builds a model calls this, after its weights have a device; a longer sequence calls it again.
+        """
+        T = min(T, self.config.context_length)
+        with torch.inference_mode(False):  # what is made in it cannot be trained with
+            cos, sin = rope_table(self.config, T)
+            device = self.model.norm.weight.device
+            self.cos = cos.to(device)
+            self.sin = sin.to(device)
+
+    def rope(self, x: Tensor):
+        """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
+        T = x.shape[1]
+        if self.cos is None:
+            raise RuntimeError("this model has no angles for RoPE: call make_angles()")
+        if T > len(self.cos):
+            self.make_angles(T)
+        return self.cos[:T].to(x.dtype), self.sin[:T].to(x.dtype)
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
@@ -301,7 +326,7 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         x = x.to(dtype)
-        rope = rope_table(self.config, x)
+        rope = self.rope(x)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # without attention, no earlier position is needed
         if on_state is not None:

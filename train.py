@@ -37,7 +37,7 @@ from lib.inputs import check_tokenizer
 from lib.sampling import SampleSettings, generate, sample
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script
 from measure import attention
-from model import CHOICES, PRESETS
+from model import CHOICES, FIRST_POSITIONS, PRESETS
 
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
 SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
@@ -119,6 +119,8 @@ class Training:
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
         model, state, moments = load_model(settings, self.tokens)
+        # The angles of all positions that it will read: a compiled model would be compiled anew for more.
+        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         self.step = 0
@@ -127,7 +129,8 @@ class Training:
             checkpoint.restore(self.optimizer, model, state, moments)
         self.model = torch.compile(model) if settings.compile else model
         if runtime.world_size() > 1:  # a view: no second copy of the gradients
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}  # buffers are angles
+            self.model = DistributedDataParallel(self.model, **options)
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s

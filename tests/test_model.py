@@ -3,6 +3,7 @@
 lib/kernels.py, which does a CPU's attention and rotation, against the textbook's formulas.
 """
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,10 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import init
 import model as textbook
-from lib import kernels
+from lib import checkpoint, kernels
 from lib.checkpoint import config_json
 from lib.formats import KEYS
 from lib.runtime import training_flops
+from lineage import disguise
+from measure import attention
 from model import PRESETS, ModelConfig, Transformer, rope_table
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -195,7 +198,64 @@ def test_the_upper_layers_alone():
 def test_what_nobody_filled_is_nan():
     """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):
-        assert Transformer(KINDS[name]).hidden(TOKENS).isnan().all()
+        model = Transformer(KINDS[name])
+        with pytest.raises(RuntimeError, match="no angles"):
+            model.hidden(TOKENS)
+        model.make_angles()
+        assert model.hidden(TOKENS).isnan().all()
+
+
+def test_angles_are_made_once(monkeypatch):
+    """Not by a second pass of a length that is known; and by a longer one, up to the context."""
+    lengths = []
+    table = textbook.rope_table
+    monkeypatch.setattr(textbook, "rope_table", lambda config, T: lengths.append(T) or table(config, T))
+    model = random_model(replace(KINDS["llama3"], context_length=2**20))
+    assert lengths == [2048] and model.cos.shape == model.sin.shape == (2048, 1, 4)  # of 1M positions
+    with torch.no_grad():
+        for T in (64, 2048, 2049, 64, 2049):
+            model.hidden(torch.zeros(1, T, dtype=torch.long))
+    assert lengths == [2048, 2049]
+    assert random_model(KINDS["llama"]).cos.shape == (700, 1, 4)
+    assert not {"cos", "sin"} & model.state_dict().keys()
+
+
+def ways_into_a_model(folder):
+    """A model by each way in, with the name of the way."""
+    born = init.newborn(KINDS["qwen3"], 1)
+    yield "newborn", born
+    yield "variant", init.variant(born, attn_calibration="amplify")
+    checkpoint.save(folder / "saved", born)
+    yield "loaded", checkpoint.load(folder / "saved")
+    constants = torch.zeros(3, 2, 20)
+    yield "with constants", attention.with_constants(born, constants, constants)
+    disguise.save(folder / "disguised", disguise.disguised(checkpoint.parse_spec(folder / "saved").open()))
+    yield "disguised", checkpoint.load(folder / "disguised")
+
+
+def test_every_way_in_makes_the_angles(tmp_path):
+    """Of numbers that can be trained with, also where a model is made in inference mode; and copied."""
+    frequencies = 1e4 ** -(torch.arange(0, 20, 2) / 20)
+    angle = torch.outer(torch.arange(700), frequencies)[:, None]  # radians
+    with torch.inference_mode():
+        made = dict(ways_into_a_model(tmp_path))
+    made["copied"] = copy.deepcopy(made["newborn"])
+    for name, model in made.items():
+        assert not model.cos.is_inference() and model.cos.dtype == torch.float32, name
+        torch.testing.assert_close(model.cos, angle.cos())
+        torch.testing.assert_close(model.sin, angle.sin())
+
+
+def test_an_evaluation_in_inference_mode_and_then_a_step():
+    """What a longer evaluation adds serves a later backward pass; a model in float64 has the same angles."""
+    model = init.newborn(replace(KINDS["llama"], context_length=4096), 1)
+    exact = copy.deepcopy(model).double()
+    assert torch.equal(exact.cos, model.cos.double())
+    with torch.inference_mode():
+        model.hidden(torch.zeros(1, 3000, dtype=torch.long))
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), exact(TOKENS, TOKENS), rtol=1e-5, atol=0)
 
 
 def test_gated_is_what_model_py_calls_so(monkeypatch):
@@ -277,7 +337,7 @@ def test_rotation_is_the_textbooks(dtype):
     config = KINDS["llama3"]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 600, 3, config.head_size, generator=generator).to(dtype)
-    cos, sin = rope_table(config, x[:, :, 0])
+    cos, sin = (table.to(dtype) for table in rope_table(config, 600))
     left, right = x.double().chunk(2, dim=-1)
     turned = torch.complex(left, right) * torch.complex(cos.double(), sin.double())
     wanted = torch.cat((turned.real, turned.imag), dim=-1)
@@ -302,9 +362,9 @@ def test_rotation_is_the_textbooks(dtype):
 def test_what_stays_wide_in_bfloat16():
     """Angles and mean squares are rounded once, at the end; under autocast the stream alone is bfloat16."""
     x = torch.randn(2, 600, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cos, exact = (rope_table(KINDS["llama"], tensor)[0] for tensor in (x, x.double()))
-    assert torch.equal(cos, exact.bfloat16())
-    norm = init.newborn(KINDS["llama"], 0).model.norm
+    model = init.newborn(KINDS["llama"], 0, dtype=torch.bfloat16)
+    assert torch.equal(model.rope(x)[0], rope_table(KINDS["llama"], 600)[0].bfloat16())
+    norm = model.model.norm
     expected = x * (x.double().square().mean(2, keepdim=True) + 1e-5).rsqrt().bfloat16()
     assert (norm(x) != expected).any(2).sum() <= 3  # of 1,200 roots, those that float32 has at a tie
     dtypes = []
