@@ -450,6 +450,79 @@ def test_loss_in_chunks_is_the_plain_one(monkeypatch):
         torch.testing.assert_close(model(TOKENS, targets), results[0][0], atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("V", [97, 128])
+@pytest.mark.parametrize("size", [1000, 50])  # one chunk; three, the last of them smaller
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_fused_loss_is_the_plain_one(monkeypatch, V, size, is_tied):
+    """What a GPU compiles, uncompiled on a CPU: value and gradients in float64; and in bfloat16 near them."""
+    monkeypatch.setattr(kernels, "FUSED_CHUNK", size)
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    config = replace(KINDS["gpt2"], vocab_size=V, tie_embeddings=is_tied)
+    model = random_model(config).double()
+    targets = TOKENS.flip(1)
+
+    def gradients(loss):
+        model.zero_grad()
+        (loss / 3).backward()
+        return [loss.detach()] + [parameter.grad.clone() for parameter in model.parameters()]
+
+    def fused(with_gradients=True):
+        states = model.hidden(TOKENS).flatten(0, 1)
+        return kernels.CrossEntropy.apply(states, model.head_weight, targets.flatten(), with_gradients, True)
+
+    wanted = gradients(F.cross_entropy(model(TOKENS).mT, targets, reduction="sum"))
+    for ours, exact in zip(gradients(fused()), wanted, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(with_gradients=False), wanted[0], atol=1e-12, rtol=1e-12)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = gradients(fused())
+    assert rough[0].dtype == torch.float32
+    for ours, exact in zip(rough, wanted, strict=True):
+        assert (ours - exact).norm() <= 0.05 * exact.norm()  # 8 bits, through three blocks and back
+
+
+def test_where_the_loss_is_fused(monkeypatch):
+    """In a compiled model under autocast, on a device that is named: with gradients, and without."""
+    calls = []
+    apply = kernels.CrossEntropy.apply
+    monkeypatch.setattr(
+        kernels.CrossEntropy, "apply", lambda *words: calls.append(words[3:]) or apply(*words)
+    )
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    model = random_model(replace(KINDS["llama"], num_layers=1)).train()
+    compiled = torch.compile(model, backend="eager")
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(kernels, "FUSED_ON", devices)
+        torch.compiler.reset()
+        for run, dtype in ((compiled, torch.bfloat16), (compiled, torch.float32), (model, torch.bfloat16)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                run(TOKENS, TOKENS).backward()
+                with torch.no_grad():
+                    run(TOKENS, TOKENS)
+    assert calls[:6] == [(True, False), (False, False)] * 3
+    assert calls[6:] == [(True, True), (False, True)] + [(True, False), (False, False)] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("V", [97, 50_257])
+def test_compiled_loss_on_a_gpu(V):
+    """Loss and gradients of a compiled model under autocast, beside those of the same model in float32."""
+    model = random_model(replace(KINDS["gpt2"], vocab_size=V)).cuda()
+    tokens = TOKENS.cuda()
+    compiled = torch.compile(model)
+    results = []
+    for run, is_rough in ((model, False), (compiled, True)):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_rough):
+            loss = run(tokens, tokens)
+        loss.backward()
+        results.append([loss.detach()] + [parameter.grad.clone() for parameter in model.parameters()])
+    for exact, rough in zip(*results, strict=True):
+        assert (rough - exact).norm() <= 0.05 * exact.norm()  # 8 bits, through three blocks and back
+
+
 def test_compiled_model_gives_the_same_numbers():
     """Logits without a break in the graph, the loss with one; code would need a compiler."""
     model = random_model(KINDS["llama_gqa"]).train()
