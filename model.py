@@ -132,12 +132,6 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
-def rope_table(config: ModelConfig, T):
-    """Cosine and sine of the angles of T positions, (T, 1, Dh/2) float32 each, on the CPU."""
-    angle = torch.outer(torch.arange(T), rope_frequencies(config))  # radians
-    return angle.cos()[:, None], angle.sin()[:, None]
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     if x.device.type == "cpu":
@@ -276,30 +270,23 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
-        # Not in blocks, which `cast_blocks` casts; and in no checkpoint.
-        self.register_buffer("cos", None, persistent=False)
-        self.register_buffer("sin", None, persistent=False)
+        self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32, in no checkpoint
 
     def make_angles(self, T=FIRST_POSITIONS) -> None:
-        """Make RoPE's cosines and sines of T positions, as far as the context goes, where the model is.
-
-        Whoever builds a model calls this, after its weights have a device; a longer sequence calls it again.
-        """
-        T = min(T, self.config.context_length)
-        with torch.inference_mode(False):  # what is made in it cannot be trained with
-            cos, sin = rope_table(self.config, T)
-            device = self.model.norm.weight.device
-            self.cos = cos.to(device)
-            self.sin = sin.to(device)
+        """Make RoPE's cosines and sines for T positions at most. Whoever builds a model calls this."""
+        with torch.inference_mode(False):  # else no later backward pass could use them
+            position = torch.arange(min(T, self.config.context_length))
+            angle = torch.outer(position, rope_frequencies(self.config))[:, None]  # (T, 1, Dh/2), radians
+            self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
 
     def rope(self, x: Tensor):
         """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
         T = x.shape[1]
-        if self.cos is None:
-            raise RuntimeError("this model has no angles for RoPE: call make_angles()")
-        if T > len(self.cos):
+        if self.cos_sin is None:
+            raise RuntimeError("this model has no angles: call make_angles() when its weights are in place")
+        if T > self.cos_sin.shape[1]:
             self.make_angles(T)
-        return self.cos[:T].to(x.dtype), self.sin[:T].to(x.dtype)
+        return self.cos_sin[:, :T].to(x.dtype).unbind()
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""

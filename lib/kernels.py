@@ -87,9 +87,9 @@ def summed_cross_entropy(states, head, targets):
 class CrossEntropy(torch.autograd.Function):
     """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in nats, in less memory.
 
-    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over; here a chunk
-    of positions' logits serve the loss and both gradients, and are forgotten. The backward pass only scales
-    the gradients. Products are in autocast's dtype, sums in float32 at least.
+    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over; here those
+    of a chunk of positions serve the loss and both gradients, and are forgotten. The backward pass only
+    scales the gradients. Products are in autocast's dtype, sums in float32 at least.
 
     If the loss `is_fused`, one compiled function makes the softmax and the gradient of a chunk, and the head
     gets rows of zeros up to a multiple of 64: a product with 50,257 rows takes a GPU half as long again.
@@ -141,7 +141,7 @@ def plain_chunk(logits, targets, V, with_gradient):
 
 
 def fused_chunk(logits, targets, V, with_gradient):
-    """The same of logits (n, W), of which V are tokens': nothing is in place, so that a compiler joins all."""
+    """The same of logits (n, W), of which V are tokens', without in-place work: a compiler joins it all."""
     token = torch.arange(logits.shape[1], device=logits.device)  # (W,)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     exact = torch.where(token < V, exact, -torch.inf)

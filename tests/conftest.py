@@ -76,7 +76,7 @@ def quick_training():
     """Training without the second of matrix products that only MFU needs, and without samples of text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "matmul_peak", lambda device, dtype: 1e11)
-        patch.setattr(importlib.import_module("train"), "generate", lambda *_: "a sample")
+        patch.setattr(importlib.import_module("train"), "generate", lambda *_, **__: "a sample")
         yield
 
 

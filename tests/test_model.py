@@ -24,7 +24,7 @@ from lib.formats import KEYS
 from lib.runtime import training_flops
 from lineage import disguise
 from measure import attention
-from model import PRESETS, ModelConfig, Transformer, rope_table
+from model import PRESETS, ModelConfig, Transformer
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 
@@ -207,17 +207,22 @@ def test_what_nobody_filled_is_nan():
 
 def test_angles_are_made_once(monkeypatch):
     """Not by a second pass of a length that is known; and by a longer one, up to the context."""
-    lengths = []
-    table = textbook.rope_table
-    monkeypatch.setattr(textbook, "rope_table", lambda config, T: lengths.append(T) or table(config, T))
+    calls = []
+    frequencies = textbook.rope_frequencies
+
+    def watched(config):
+        calls.append(config)
+        return frequencies(config)
+
+    monkeypatch.setattr(textbook, "rope_frequencies", watched)
     model = random_model(replace(KINDS["llama3"], context_length=2**20))
-    assert lengths == [2048] and model.cos.shape == model.sin.shape == (2048, 1, 4)  # of 1M positions
+    assert len(calls) == 1 and model.cos_sin.shape == (2, 2048, 1, 4)  # of a million positions
     with torch.no_grad():
         for T in (64, 2048, 2049, 64, 2049):
             model.hidden(torch.zeros(1, T, dtype=torch.long))
-    assert lengths == [2048, 2049]
-    assert random_model(KINDS["llama"]).cos.shape == (700, 1, 4)
-    assert not {"cos", "sin"} & model.state_dict().keys()
+    assert len(calls) == 2 and model.cos_sin.shape == (2, 2049, 1, 4)
+    assert random_model(KINDS["llama"]).cos_sin.shape == (2, 700, 1, 4)
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
 def ways_into_a_model(folder):
@@ -241,16 +246,15 @@ def test_every_way_in_makes_the_angles(tmp_path):
         made = dict(ways_into_a_model(tmp_path))
     made["copied"] = copy.deepcopy(made["newborn"])
     for name, model in made.items():
-        assert not model.cos.is_inference() and model.cos.dtype == torch.float32, name
-        torch.testing.assert_close(model.cos, angle.cos())
-        torch.testing.assert_close(model.sin, angle.sin())
+        assert not model.cos_sin.is_inference(), name
+        torch.testing.assert_close(model.cos_sin, torch.stack((angle.cos(), angle.sin())))
 
 
 def test_an_evaluation_in_inference_mode_and_then_a_step():
     """What a longer evaluation adds serves a later backward pass; a model in float64 has the same angles."""
     model = init.newborn(replace(KINDS["llama"], context_length=4096), 1)
     exact = copy.deepcopy(model).double()
-    assert torch.equal(exact.cos, model.cos.double())
+    assert torch.equal(exact.cos_sin, model.cos_sin.double())
     with torch.inference_mode():
         model.hidden(torch.zeros(1, 3000, dtype=torch.long))
     loss = model(TOKENS, TOKENS)
@@ -337,7 +341,7 @@ def test_rotation_is_the_textbooks(dtype):
     config = KINDS["llama3"]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 600, 3, config.head_size, generator=generator).to(dtype)
-    cos, sin = (table.to(dtype) for table in rope_table(config, 600))
+    cos, sin = init.newborn(config, 0).rope(x[:, :, 0])
     left, right = x.double().chunk(2, dim=-1)
     turned = torch.complex(left, right) * torch.complex(cos.double(), sin.double())
     wanted = torch.cat((turned.real, turned.imag), dim=-1)
@@ -363,7 +367,7 @@ def test_what_stays_wide_in_bfloat16():
     """Angles and mean squares are rounded once, at the end; under autocast the stream alone is bfloat16."""
     x = torch.randn(2, 600, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     model = init.newborn(KINDS["llama"], 0, dtype=torch.bfloat16)
-    assert torch.equal(model.rope(x)[0], rope_table(KINDS["llama"], 600)[0].bfloat16())
+    assert torch.equal(model.rope(x)[0], model.rope(x.double())[0].bfloat16())
     norm = model.model.norm
     expected = x * (x.double().square().mean(2, keepdim=True) + 1e-5).rsqrt().bfloat16()
     assert (norm(x) != expected).any(2).sum() <= 3  # of 1,200 roots, those that float32 has at a tie
@@ -487,9 +491,12 @@ def test_where_the_loss_is_fused(monkeypatch):
     """In a compiled model under autocast, on a device that is named: with gradients, and without."""
     calls = []
     apply = kernels.CrossEntropy.apply
-    monkeypatch.setattr(
-        kernels.CrossEntropy, "apply", lambda *words: calls.append(words[3:]) or apply(*words)
-    )
+
+    def watched(*words):
+        calls.append(words[3:])
+        return apply(*words)
+
+    monkeypatch.setattr(kernels.CrossEntropy, "apply", watched)
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     model = random_model(replace(KINDS["llama"], num_layers=1)).train()
     compiled = torch.compile(model, backend="eager")
