@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
@@ -128,7 +128,8 @@ class Training:
             checkpoint.restore(self.optimizer, model, state, moments)
         self.model = torch.compile(model) if settings.compile else model
         if runtime.world_size() > 1:  # a view: no second copy of the gradients
-            self.model = DDP(self.model, gradient_as_bucket_view=True, broadcast_buffers=False)
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.model.broadcast_buffers = False  # all have the same angles; torch 2.13 warns of a keyword
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
@@ -147,13 +148,12 @@ class Training:
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
                 step = self.step
-                is_last = stopped or step == settings.max_iters
                 is_kept = settings.keep != "last" and runs.is_power_of_two(step)
                 if self.is_master:
                     runs.append_row(self.run, row)
                     if step % settings.log_every == 0:
                         self.print_progress(row)
-                    if is_last or is_kept or step % settings.save_every == 0:
+                    if stopped or step == settings.max_iters or is_kept or step % settings.save_every == 0:
                         self.save()
                 stopped = stopped or self.evaluate_if_due(signals)
             if self.is_master:
@@ -179,7 +179,7 @@ class Training:
             # Beyond the end of the data, `batch` begins a new epoch.
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
-            # Only the last backward pass averages gradients over ranks (DDP reads this).
+            # Only the last backward pass averages gradients over ranks (DistributedDataParallel reads this).
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
             (part_loss * runtime.world_size()).backward()  # DDP averages over ranks: this makes a sum of it
