@@ -86,6 +86,7 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
     with torch.device("meta"):
         built = Transformer(config)
     built = built.cast_blocks(dtype).to_empty(device=device).eval()
+    built.make_angles()
 
     def fill(named_parameter) -> None:
         name, parameter = named_parameter
@@ -109,4 +110,5 @@ def variant(model: Transformer, **changes) -> Transformer:
         if name not in weights or weights[name].shape != parameter.shape:
             raise ValueError(f"{changes} needs a weight {name} {tuple(parameter.shape)}: the model has none")
     other.load_state_dict(weights, strict=False, assign=True)
+    other.make_angles()
     return other.eval()

@@ -21,6 +21,7 @@ from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
+FIRST_POSITIONS = 2048  # positions whose angles a model has from the start: the presets' longest context
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -129,12 +130,6 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     high = scaling.high_frequency_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequency + (1 - kept) * frequency / scaling.factor
-
-
-def rope_table(config: ModelConfig, x: Tensor):
-    """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
-    angle = torch.outer(torch.arange(x.shape[1]), rope_frequencies(config)).to(x.device)  # radians
-    return angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -275,6 +270,23 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
+        self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32, in no checkpoint
+
+    def make_angles(self, T=FIRST_POSITIONS) -> None:
+        """Make RoPE's cosines and sines for T positions at most. Whoever builds a model calls this."""
+        with torch.inference_mode(False):  # else no later backward pass could use them
+            position = torch.arange(min(T, self.config.context_length))
+            angle = torch.outer(position, rope_frequencies(self.config))[:, None]  # (T, 1, Dh/2), radians
+            self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
+
+    def rope(self, x: Tensor):
+        """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
+        T = x.shape[1]
+        if self.cos_sin is None:
+            raise RuntimeError("this model has no angles: call make_angles() when its weights are in place")
+        if T > self.cos_sin.shape[1]:
+            self.make_angles(T)
+        return self.cos_sin[:, :T].to(x.dtype).unbind()
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
@@ -301,7 +313,7 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         x = x.to(dtype)
-        rope = rope_table(self.config, x)
+        rope = self.rope(x)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # without attention, no earlier position is needed
         if on_state is not None:

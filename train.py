@@ -15,8 +15,8 @@ takes a run folder, and reads its newest step.
 
 `TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
 whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it
-ends with the same bits as a run that was never killed. On SIGTERM or SIGINT a run finishes its step, saves,
-and exits with 0.
+ends with the same bits as a run that was never killed. On SIGTERM, SIGINT or SIGUSR1 a run finishes its step
+or leaves its evaluation, saves, and exits with 0.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from lib.inputs import check_tokenizer
 from lib.sampling import SampleSettings, generate, sample
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script
 from measure import attention
-from model import CHOICES, PRESETS
+from model import CHOICES, FIRST_POSITIONS, PRESETS
 
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
 SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
@@ -119,6 +119,7 @@ class Training:
         self.tokenizer = self.tokens.load_tokenizer()
         self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
         model, state, moments = load_model(settings, self.tokens)
+        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # none is made in a compiled model
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         self.step = 0
@@ -128,6 +129,7 @@ class Training:
         self.model = torch.compile(model) if settings.compile else model
         if runtime.world_size() > 1:  # a view: no second copy of the gradients
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.model.broadcast_buffers = False  # all have the same angles; torch 2.13 warns of a keyword
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
@@ -141,27 +143,27 @@ class Training:
             runs.begin(self.run, settings, self.step, self.tokens)
             if not checkpoint.steps(self.run):
                 self.save()
-        stopped = False
         with runtime.listening_for_signals() as signals:
-            self.evaluate_if_due()  # of the newborn, or of a step whose evaluation was killed
+            stopped = self.evaluate_if_due(signals)  # of the newborn, or of a step that was only saved
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
                 step = self.step
-                is_last = stopped or step == settings.max_iters
                 is_kept = settings.keep != "last" and runs.is_power_of_two(step)
                 if self.is_master:
                     runs.append_row(self.run, row)
                     if step % settings.log_every == 0:
                         self.print_progress(row)
-                    if is_last or is_kept or step % settings.save_every == 0:
+                    if stopped or step == settings.max_iters or is_kept or step % settings.save_every == 0:
                         self.save()
-                self.evaluate_if_due()
-        if self.is_master:
-            if stopped:
-                runs.draw_loss(self.run)
-            hint = "--resume goes on, and a larger --max-iters stretches the schedule"
-            print(f"{self.run} is at step {self.step} of {settings.max_iters}; {hint}")
-        runtime.wait_for_all(self.device)
+                stopped = stopped or self.evaluate_if_due(signals)
+            if self.is_master:
+                if stopped and not (self.run / f"step_{self.step:07}").exists():  # in its evaluation
+                    self.save()
+                if stopped:
+                    runs.draw_loss(self.run)
+                hint = "--resume goes on, and a larger --max-iters stretches the schedule"
+                print(f"{self.run} is at step {self.step} of {settings.max_iters}; {hint}")
+            runtime.wait_for_all(self.device)
 
     def update(self, signals):
         """Make one step. Returns its row, and whether to stop."""
@@ -182,11 +184,10 @@ class Training:
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
             (part_loss * runtime.world_size()).backward()  # DDP averages over ranks: this makes a sum of it
             loss += part_loss.detach()
-        # Ranks sum their losses and signals, so that all stop together.
-        sums = torch.stack([loss, loss.new_tensor(len(signals))])
-        loss, num_signals = runtime.sum_over_ranks(sums).tolist()
-        parameters = self.raw_model.parameters()
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, settings.grad_clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), settings.grad_clip)
+        # Ranks sum their losses and signals, so that all stop together. A step waits for the device once.
+        sums = runtime.sum_over_ranks(torch.stack([loss, loss.new_tensor(len(signals))]))
+        loss, num_signals, grad_norm = torch.cat((sums, norm[None])).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise runs.diverged(self.run, self.step, f"loss {loss}, gradient norm {grad_norm}")
         self.optimizer.step()
@@ -197,25 +198,30 @@ class Training:
         row |= {"tokens_per_second": speed, "mfu": speed / self.peak}
         return row, num_signals > 0
 
-    def evaluate_if_due(self) -> None:
-        """Log the held-out loss of this step, in nats/token, and its sinks if tracked; print a sample."""
+    def evaluate_if_due(self, signals):
+        """Log this step's held-out loss, and sinks if tracked, and print a sample; or tell of a signal."""
         settings = self.settings
-        model = self.raw_model
         if self.step % settings.eval_every != 0 and self.step != settings.max_iters:
-            return
-        loss = evaluate(model, *self.held_out, settings.micro_batch_size, self.device, self.dtype)
+            return False
+        model = self.raw_model
+        loss = evaluate(model, *self.held_out, settings.micro_batch_size, self.device, self.dtype, signals)
+        if loss is None:
+            return True
         if not math.isfinite(loss):
             raise runs.diverged(self.run, self.step, f"held-out loss {loss}")
         values = {"val_loss": loss}
-        if settings.track_sinks:
-            values["sinks"] = self.sinks()
         if self.is_master:
+            if settings.track_sinks:
+                values["sinks"] = self.sinks(signals)
+            text = generate(model, self.tokenizer, torch.Generator().manual_seed(self.step), signals=signals)
+        stopped = runtime.any_signal(signals, self.device)
+        if self.is_master and not stopped:
             runs.amend_row(self.run, self.step, values)
             runs.draw_loss(self.run)
-            text = generate(model, self.tokenizer, torch.Generator().manual_seed(self.step))
             print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
+        return stopped
 
-    def sinks(self):
+    def sinks(self, signals):
         """Rows for each length: of held-out windows as they are and, if there is a BOS, with BOS first."""
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
@@ -227,6 +233,8 @@ class Training:
             texts[True][:, 0] = self.tokenizer.bos
         rows = []
         for (bos_first, text), T in itertools.product(texts.items(), lengths):
+            if signals:
+                break
             found, alpha = attention.sink_statistics(self.raw_model, text[:, :T].to(self.device))
             row = {"sequence_length": T, "bos_first": bos_first}
             row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
@@ -273,12 +281,17 @@ def loss_sum(model, inputs, targets, device, dtype):
 
 
 @torch.no_grad()
-def evaluate(model, inputs, targets, batch_size, device, dtype):
-    """Mean loss, in nats/token, of windows (n, T), which ranks share."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
+def evaluate(model, inputs, targets, batch_size, device, dtype, signals=()):
+    """Mean loss, in nats/token, of windows (n, T), which ranks share; None if one of them got a signal."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, and of signals
     for part in micro_batches(len(inputs), batch_size):
-        total += loss_sum(model, inputs[part], targets[part], device, dtype)
-    return (runtime.sum_over_ranks(total) / inputs.numel()).item()
+        if not signals:
+            sums[0] += loss_sum(model, inputs[part], targets[part], device, dtype)
+    sums[1] = len(signals)
+    total, num_signals = runtime.sum_over_ranks(sums).tolist()
+    if num_signals > 0:
+        return None
+    return total / inputs.numel()
 
 
 def make_optimizer(model, settings: Settings):

@@ -91,6 +91,7 @@ class Spec:
         for name, parameter in model.named_parameters():
             weights[name] = checkpoint.read(name).to(device, parameter.dtype).contiguous()
         model.load_state_dict(weights, assign=True)  # without a copy
+        model.make_angles()
         return model.eval()
 
 

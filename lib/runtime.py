@@ -121,6 +121,11 @@ def sum_over_ranks(tensor):
     return tensor
 
 
+def any_signal(signals, device):
+    """Does any rank's list of signals hold one? All ranks are told the same."""
+    return sum_over_ranks(torch.tensor(float(len(signals)), device=device)).item() > 0
+
+
 def wait_for_all(device) -> None:
     """Return when every rank has come here."""
     sum_over_ranks(torch.zeros((), device=device))
@@ -133,10 +138,10 @@ def progress(*iterable, **keywords):
 
 @contextlib.contextmanager
 def listening_for_signals():
-    """A list that SIGTERM and SIGINT append to, instead of ending the process."""
+    """A list that SIGTERM, SIGINT and SIGUSR1 append to, instead of ending the process."""
     received = []
     before = {}
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         before[number] = signal.signal(number, lambda number, frame: received.append(number))
     try:
         yield received

@@ -153,6 +153,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
     with torch.device("meta"):
         other = Transformer(replace(model.config, explicit_sink=True))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)
+    other.make_angles()
     for layer, (block, key, value) in enumerate(zip(other.model.layers, keys, values), start=1):
         attention = block.self_attn
         attention.sink_key = attention.sink_value = None

@@ -33,7 +33,7 @@ from lib.runtime import progress
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import attention, theory
 from measure.cosines import pairwise_cosine
-from model import ModelConfig, rope_frequencies, rope_table
+from model import ModelConfig, rope_frequencies
 from probe import SHOWN, preference
 
 WIDTHS = (128, 256, 512, 1024)  # of `width`
@@ -160,7 +160,7 @@ def attention_stacks(model, T, scheme):
     L = model.config.num_layers
     yield "attn0", [attn0] * L, averaging_stack(T, L)
     foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, scheme)
-    yield "attention", [partial(attend, block) for block in model.model.layers], foreseen[1:]
+    yield "attention", [partial(attend, model, block) for block in model.model.layers], foreseen[1:]
 
 
 def attn0(x):
@@ -169,9 +169,9 @@ def attn0(x):
     return x.cumsum(1) / count
 
 
-def attend(block, x):
-    """What a block's attention adds to states (n, T, d)."""
-    return block.self_attn(block.input_layernorm(x), rope_table(block.self_attn.config, x))
+def attend(model, block, x):
+    """What the attention of one of a model's blocks adds to states (n, T, d)."""
+    return block.self_attn(block.input_layernorm(x), model.rope(x))
 
 
 def averaging_stack(T, layers):

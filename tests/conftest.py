@@ -57,6 +57,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model whose parameters are all random, and large enough that attention is far from uniform."""
     torch.manual_seed(seed)
     model = Transformer(config).eval()
+    model.make_angles()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_gain = "norm" in name and name.endswith("weight")
@@ -75,7 +76,7 @@ def quick_training():
     """Training without the second of matrix products that only MFU needs, and without samples of text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "matmul_peak", lambda device, dtype: 1e11)
-        patch.setattr(importlib.import_module("train"), "generate", lambda *_: "a sample")
+        patch.setattr(importlib.import_module("train"), "generate", lambda *_, **__: "a sample")
         yield
 
 

@@ -1,14 +1,20 @@
-"""Is a run that was killed at any moment and resumed the run that was not?
+"""Is a run that was killed at any moment, or told to stop, and resumed the run that was not?
 
     python tests/kill_training.py            # SIGKILL at each of some 200 moments, of one process and of two
     python tests/kill_training.py 5          # at five of them, evenly spread
+    python tests/kill_training.py 0          # SIGTERM alone
 
 A moment is one at which the (first) process opens, renames or removes a file of its run: Python announces
 each (PEP 578), and the process kills itself there. So no clock decides what is tested. After the first kill
 the run is resumed and killed again, then resumed to its end. All that its files hold must come out the same,
 to the last bit, but for the speeds in metrics.jsonl; and no other file may be left.
+
+Then SIGTERM is sent at each of STAGES, twice and to the whole process group, as `timeout` does it: to both
+ranks, and to those that compile for them. All must end with status 0 before the last step; resumed, the run
+must come out the same. With five moments this is done at one stage, of two processes that do not compile.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +33,8 @@ import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
 import train
-from lib import data, runtime
+from lib import checkpoint, data, runtime
+from measure import attention
 
 runtime.PATIENCE = 60  # seconds: ranks that wait for one another in vain give up
 
@@ -46,6 +54,13 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
     "eval_sequences": 4,
     "save_every": 3,
 }
+STAGES = {  # where a run is told to stop: when it calls this function for the second time
+    "a step": (train, "learning_rate"),
+    "an evaluation": (train, "evaluate"),
+    "its sinks": (attention, "sink_statistics"),
+    "its sample": (train, "generate"),
+    "a checkpoint": (checkpoint, "save"),
+}
 # A process that was forked may compute only if its parent never did: the parent here only starts others.
 processes = multiprocessing.get_context("fork")
 
@@ -58,8 +73,25 @@ def prepare(folder: Path) -> Path:
     return data.prepare(data.Settings(source=(str(text),), tokenizer="bytes", held_out=0.2, out=out))
 
 
-def train_until(moment, counter, settings: train.Settings, rank, world_size, port) -> None:
-    """Train, counting moments in the shared `counter`, and die at the one that is given; 0: never."""
+def stop_at(stage) -> None:
+    """Let the second call of a stage's function begin with two SIGTERM to all of the process group."""
+    module, name = STAGES[stage]
+    function = getattr(module, name)
+    calls = itertools.count(1)
+
+    def stopped(*words, **options):
+        if next(calls) == 2:
+            os.killpg(0, signal.SIGTERM)
+            os.killpg(0, signal.SIGTERM)
+        return function(*words, **options)
+
+    setattr(module, name, stopped)
+
+
+def train_until(moment, stage, counter, settings: train.Settings, rank, world_size, port) -> None:
+    """Train, counting moments in the shared `counter`; die at the one that is given, or stop at a stage."""
+    if stage and rank == 0:
+        stop_at(stage)
     run = os.path.abspath(settings.out)
 
     def announced(event: str, arguments: tuple) -> None:
@@ -83,22 +115,23 @@ def train_until(moment, counter, settings: train.Settings, rank, world_size, por
     os._exit(0)
 
 
-def attempt(settings: train.Settings, world_size: int, moment=0) -> tuple[int, int]:
-    """Train in processes of their own: the first one's exit status, and how many moments it saw."""
+def attempt(settings: train.Settings, world_size: int, moment=0, stage=None) -> tuple[int, int]:
+    """Train in processes of their own: the exit status of one that fails, and how many moments were seen."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     counter = processes.Value("i", 0)
     ranks = []
     for rank in range(world_size):
-        arguments = (moment, counter, settings, rank, world_size, port)
+        arguments = (moment, stage, counter, settings, rank, world_size, port)
         ranks.append(processes.Process(target=train_until, args=arguments))
         ranks[-1].start()
+        os.setpgid(ranks[-1].pid, ranks[0].pid)  # a group of their own
     ranks[0].join()
     for process in ranks[1:]:
         if ranks[0].exitcode:
             process.kill()
         process.join()
-    return ranks[0].exitcode, counter.value
+    return ranks[0].exitcode or ranks[-1].exitcode, counter.value
 
 
 def contents(run: Path) -> dict[str, str | bytes]:
@@ -136,13 +169,41 @@ def kill_at_moments(folder: Path, tokens: Path, world_size: int, count: int | No
             sys.exit(1)
 
 
+def stop_at_stages(folder: Path, tokens: Path, world_size: int, is_compiled: bool, stages) -> None:
+    """Tell a run to stop at each of some stages, and resume it to its end."""
+    kind = f"{world_size} processes, {'compiled' if is_compiled else 'eager'}"
+    more = {"eval_every": 5, "track_sinks": True, "compile": is_compiled}  # step 5 is not saved for itself
+    whole = train.Settings(**{**SMALL, **more, "data": str(tokens), "out": str(folder / kind)})
+    attempt(whole, world_size)
+    expected = contents(Path(whole.out))
+    for stage in stages:
+        settings = replace(whole, out=str(folder / f"{kind} {stage}"))
+        begun = time.monotonic()
+        statuses = [attempt(settings, world_size, stage=stage)[0]]
+        seconds = time.monotonic() - begun
+        reached = int(checkpoint.steps(settings.out)[-1].name.removeprefix("step_"))
+        statuses.append(attempt(settings, world_size)[0])
+        is_fine = statuses == [0, 0] and reached < 7 and contents(Path(settings.out)) == expected
+        outcome = "same bits" if is_fine else f"DIFFERENT, statuses {statuses}"
+        text = f"{kind}: told in {stage} to stop, ended at step {reached} after {seconds:.0f} s; {outcome}"
+        print(text, flush=True)
+        if not is_fine:
+            sys.exit(1)
+
+
 def main() -> None:
-    """Kill runs of one process and of two; exit status 1 if any comes out different."""
+    """Kill and stop runs of one process and of two; exit status 1 if any comes out different."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else None
     with tempfile.TemporaryDirectory() as folder:
         tokens = prepare(Path(folder))
         for world_size in (1, 2):
-            kill_at_moments(Path(folder), tokens, world_size, count)
+            if count != 0:
+                kill_at_moments(Path(folder), tokens, world_size, count)
+        if count:
+            stop_at_stages(Path(folder), tokens, 2, False, ["an evaluation"])
+            return
+        for world_size, is_compiled in itertools.product((1, 2), (False, True)):
+            stop_at_stages(Path(folder), tokens, world_size, is_compiled, STAGES)
 
 
 if __name__ == "__main__":

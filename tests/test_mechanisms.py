@@ -28,7 +28,7 @@ import init
 from lib.files import read_json
 from measure import theory
 from measure.cosines import uniform_counts
-from model import PRESETS, ModelConfig, rope_table
+from model import PRESETS, ModelConfig
 from reproduce import mechanisms
 
 
@@ -121,7 +121,7 @@ def test_intra(stack, results):
                 state = torch.stack([state[:, :i].mean(1) for i in range(1, LENGTH + 1)], dim=1)
             else:
                 with torch.inference_mode():
-                    state = block(state, rope_table(CONFIG, state), False, None) - state
+                    state = block(state, model.rope(state), False, None) - state
             unit = F.normalize(state.double(), dim=2, eps=0)
             means.append((unit @ unit.transpose(1, 2)).mean().item())  # all pairs, itself too
     means = np.reshape(means, (len(SEEDS), 6)).mean(0)

@@ -3,6 +3,7 @@
 lib/kernels.py, which does a CPU's attention and rotation, against the textbook's formulas.
 """
 
+import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,11 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import init
 import model as textbook
-from lib import kernels
+from lib import checkpoint, kernels
 from lib.checkpoint import config_json
 from lib.formats import KEYS
 from lib.runtime import training_flops
-from model import PRESETS, ModelConfig, Transformer, rope_table
+from lineage import disguise
+from measure import attention
+from model import PRESETS, ModelConfig, Transformer
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 
@@ -195,7 +198,68 @@ def test_the_upper_layers_alone():
 def test_what_nobody_filled_is_nan():
     """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):
-        assert Transformer(KINDS[name]).hidden(TOKENS).isnan().all()
+        model = Transformer(KINDS[name])
+        with pytest.raises(RuntimeError, match="no angles"):
+            model.hidden(TOKENS)
+        model.make_angles()
+        assert model.hidden(TOKENS).isnan().all()
+
+
+def test_angles_are_made_once(monkeypatch):
+    """Not by a second pass of a length that is known; and by a longer one, up to the context."""
+    calls = []
+    frequencies = textbook.rope_frequencies
+
+    def watched(config):
+        calls.append(config)
+        return frequencies(config)
+
+    monkeypatch.setattr(textbook, "rope_frequencies", watched)
+    model = random_model(replace(KINDS["llama3"], context_length=2**20))
+    assert len(calls) == 1 and model.cos_sin.shape == (2, 2048, 1, 4)  # of a million positions
+    with torch.no_grad():
+        for T in (64, 2048, 2049, 64, 2049):
+            model.hidden(torch.zeros(1, T, dtype=torch.long))
+    assert len(calls) == 2 and model.cos_sin.shape == (2, 2049, 1, 4)
+    assert random_model(KINDS["llama"]).cos_sin.shape == (2, 700, 1, 4)
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+def ways_into_a_model(folder):
+    """A model by each way in, with the name of the way."""
+    born = init.newborn(KINDS["qwen3"], 1)
+    yield "newborn", born
+    yield "variant", init.variant(born, attn_calibration="amplify")
+    checkpoint.save(folder / "saved", born)
+    yield "loaded", checkpoint.load(folder / "saved")
+    constants = torch.zeros(3, 2, 20)
+    yield "with constants", attention.with_constants(born, constants, constants)
+    disguise.save(folder / "disguised", disguise.disguised(checkpoint.parse_spec(folder / "saved").open()))
+    yield "disguised", checkpoint.load(folder / "disguised")
+
+
+def test_every_way_in_makes_the_angles(tmp_path):
+    """Of numbers that can be trained with, also where a model is made in inference mode; and copied."""
+    frequencies = 1e4 ** -(torch.arange(0, 20, 2) / 20)
+    angle = torch.outer(torch.arange(700), frequencies)[:, None]  # radians
+    with torch.inference_mode():
+        made = dict(ways_into_a_model(tmp_path))
+    made["copied"] = copy.deepcopy(made["newborn"])
+    for name, model in made.items():
+        assert not model.cos_sin.is_inference(), name
+        torch.testing.assert_close(model.cos_sin, torch.stack((angle.cos(), angle.sin())))
+
+
+def test_an_evaluation_in_inference_mode_and_then_a_step():
+    """What a longer evaluation adds serves a later backward pass; a model in float64 has the same angles."""
+    model = init.newborn(replace(KINDS["llama"], context_length=4096), 1)
+    exact = copy.deepcopy(model).double()
+    assert torch.equal(exact.cos_sin, model.cos_sin.double())
+    with torch.inference_mode():
+        model.hidden(torch.zeros(1, 3000, dtype=torch.long))
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), exact(TOKENS, TOKENS), rtol=1e-5, atol=0)
 
 
 def test_gated_is_what_model_py_calls_so(monkeypatch):
@@ -277,7 +341,7 @@ def test_rotation_is_the_textbooks(dtype):
     config = KINDS["llama3"]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 600, 3, config.head_size, generator=generator).to(dtype)
-    cos, sin = rope_table(config, x[:, :, 0])
+    cos, sin = init.newborn(config, 0).rope(x[:, :, 0])
     left, right = x.double().chunk(2, dim=-1)
     turned = torch.complex(left, right) * torch.complex(cos.double(), sin.double())
     wanted = torch.cat((turned.real, turned.imag), dim=-1)
@@ -302,9 +366,9 @@ def test_rotation_is_the_textbooks(dtype):
 def test_what_stays_wide_in_bfloat16():
     """Angles and mean squares are rounded once, at the end; under autocast the stream alone is bfloat16."""
     x = torch.randn(2, 600, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cos, exact = (rope_table(KINDS["llama"], tensor)[0] for tensor in (x, x.double()))
-    assert torch.equal(cos, exact.bfloat16())
-    norm = init.newborn(KINDS["llama"], 0).model.norm
+    model = init.newborn(KINDS["llama"], 0, dtype=torch.bfloat16)
+    assert torch.equal(model.rope(x)[0], model.rope(x.double())[0].bfloat16())
+    norm = model.model.norm
     expected = x * (x.double().square().mean(2, keepdim=True) + 1e-5).rsqrt().bfloat16()
     assert (norm(x) != expected).any(2).sum() <= 3  # of 1,200 roots, those that float32 has at a tie
     dtypes = []
@@ -388,6 +452,82 @@ def test_loss_in_chunks_is_the_plain_one(monkeypatch):
     monkeypatch.setattr(torch, "zeros_like", lambda x: pytest.fail("no gradient of the head is wanted"))
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS, targets), results[0][0], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("V", [97, 128])
+@pytest.mark.parametrize("size", [1000, 50])  # one chunk; three, the last of them smaller
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_fused_loss_is_the_plain_one(monkeypatch, V, size, is_tied):
+    """What a GPU compiles, uncompiled on a CPU: value and gradients in float64; and in bfloat16 near them."""
+    monkeypatch.setattr(kernels, "FUSED_CHUNK", size)
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    config = replace(KINDS["gpt2"], vocab_size=V, tie_embeddings=is_tied)
+    model = random_model(config).double()
+    targets = TOKENS.flip(1)
+
+    def gradients(loss):
+        model.zero_grad()
+        (loss / 3).backward()
+        return [loss.detach()] + [parameter.grad.clone() for parameter in model.parameters()]
+
+    def fused(with_gradients=True):
+        states = model.hidden(TOKENS).flatten(0, 1)
+        return kernels.CrossEntropy.apply(states, model.head_weight, targets.flatten(), with_gradients, True)
+
+    wanted = gradients(F.cross_entropy(model(TOKENS).mT, targets, reduction="sum"))
+    for ours, exact in zip(gradients(fused()), wanted, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(with_gradients=False), wanted[0], atol=1e-12, rtol=1e-12)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = gradients(fused())
+    assert rough[0].dtype == torch.float32
+    for ours, exact in zip(rough, wanted, strict=True):
+        assert (ours - exact).norm() <= 0.05 * exact.norm()  # 8 bits, through three blocks and back
+
+
+def test_where_the_loss_is_fused(monkeypatch):
+    """In a compiled model under autocast, on a device that is named: with gradients, and without."""
+    calls = []
+    apply = kernels.CrossEntropy.apply
+
+    def watched(*words):
+        calls.append(words[3:])
+        return apply(*words)
+
+    monkeypatch.setattr(kernels.CrossEntropy, "apply", watched)
+    monkeypatch.setattr(kernels, "compiled", lambda function: function)
+    model = random_model(replace(KINDS["llama"], num_layers=1)).train()
+    compiled = torch.compile(model, backend="eager")
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(kernels, "FUSED_ON", devices)
+        torch.compiler.reset()
+        for run, dtype in ((compiled, torch.bfloat16), (compiled, torch.float32), (model, torch.bfloat16)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                run(TOKENS, TOKENS).backward()
+                with torch.no_grad():
+                    run(TOKENS, TOKENS)
+    assert calls[:6] == [(True, False), (False, False)] * 3
+    assert calls[6:] == [(True, True), (False, True)] + [(True, False), (False, False)] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("V", [97, 50_257])
+def test_compiled_loss_on_a_gpu(V):
+    """Loss and gradients of a compiled model under autocast, beside those of the same model in float32."""
+    model = random_model(replace(KINDS["gpt2"], vocab_size=V)).cuda()
+    tokens = TOKENS.cuda()
+    compiled = torch.compile(model)
+    results = []
+    for run, is_rough in ((model, False), (compiled, True)):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=is_rough):
+            loss = run(tokens, tokens)
+        loss.backward()
+        results.append([loss.detach()] + [parameter.grad.clone() for parameter in model.parameters()])
+    for exact, rough in zip(*results, strict=True):
+        assert (rough - exact).norm() <= 0.05 * exact.norm()  # 8 bits, through three blocks and back
 
 
 def test_compiled_model_gives_the_same_numbers():

@@ -16,7 +16,7 @@ from scipy.stats import norm
 import init
 from lib.inputs import random_vectors
 from measure import theory
-from model import MLP, PRESETS, Attention, ModelConfig, rope_table
+from model import MLP, PRESETS, Attention, ModelConfig
 
 PHI = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 
@@ -182,7 +182,7 @@ def test_mean_field_updates_against_monte_carlo(kind, update):
     x = mean + gains * (torch.linalg.cholesky(C) @ normal(4000, 5, 48, seed=8))
     with torch.no_grad():
         _, covariance = update(layer, mean, gains, C)
-        y = layer(x, rope_table(config, x)) if kind is Attention else layer(x)
+        y = layer(x, init.newborn(config, 0).rope(x)) if kind is Attention else layer(x)
     found = torch.stack([torch.cov(y[:, :, j].T) for j in range(48)]).mean(0)
     torch.testing.assert_close(found, covariance, rtol=0.1, atol=0)  # 48 dimensions: 5 % were measured
 

@@ -24,7 +24,7 @@ import train
 from lib import checkpoint, data, runs, runtime, sampling
 from lib.settings import UserError, read_config_file
 from measure import attention
-from model import PRESETS
+from model import PRESETS, Transformer
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 TWELVE = kill_training.SMALL | {"max_iters": 12, "eval_every": 6, "log_every": 6, "learning_rate": 2e-3}
@@ -315,9 +315,13 @@ def test_sampling_by_hand(top_k, temperature):
 
 
 def test_killed_and_resumed():
-    """The short version of tests/kill_training.py: the run that is resumed ends with the same bits."""
+    """The short version of tests/kill_training.py: the run that is resumed ends with the same bits.
+
+    So does one of two ranks that were told to stop in an evaluation.
+    """
     done = run_script("tests/kill_training.py", 3)
-    assert done.returncode == 0 and done.stdout.count("same bits") == 6, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("same bits") == 7, done.stdout + done.stderr
+    assert "2 processes, eager: told in an evaluation to stop, ended at step 5" in done.stdout
 
 
 def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, monkeypatch):
@@ -336,6 +340,41 @@ def test_a_signal_finishes_the_step_and_saves(tokens, whole, tmp_path, monkeypat
     done = run_here("train.py", "--resume", "--out", tmp_path / "a")
     assert done.returncode == 0, done.stderr
     assert same_bits(tmp_path / "a", whole)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tokens, tmp_path_factory):
+    """An undisturbed run with long evaluations, one of them of a step that is not saved for itself."""
+    changes = {"eval_every": 5, "eval_sequences": 9, "sequence_length": 64, "track_sinks": True}
+    out = tmp_path_factory.mktemp("runs") / "evaluated"
+    return train.train(small(tokens, out, max_iters=6, **changes))
+
+
+@pytest.mark.parametrize("step", [0, 5])
+@pytest.mark.parametrize("stage", ["loss_sum", "sink_statistics", "unembed"])
+def test_a_signal_in_an_evaluation(evaluated, tmp_path, monkeypatch, stage, step):
+    """It ends there, without another step; the step is saved, and evaluated when the run is resumed."""
+    owner = {"loss_sum": train, "sink_statistics": attention, "unembed": Transformer}[stage]
+    function = getattr(owner, stage)
+    run = tmp_path / "a"
+    calls = []
+
+    def interrupted(*words, **options):
+        is_training = stage == "loss_sum" and torch.is_grad_enabled()
+        if len(losses(run)) == step and not is_training:
+            calls.append(stage)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return function(*words, **options)
+
+    settings = train.Settings(**json.loads((evaluated / "settings.json").read_text()) | {"out": str(run)})
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, stage, interrupted)
+        patch.setattr(train, "generate", sampling.generate)
+        train.train(settings)
+    assert len(calls) == 1  # of three batches, of four lengths, of 48 tokens
+    assert steps_with_state(run)[-1] == f"{step:02}" and "val_loss" not in rows_of(run)[-1]
+    train.train(replace(settings, resume=True))
+    assert same_bits(run, evaluated)
 
 
 def test_full_disk(tokens, whole, tmp_path):
