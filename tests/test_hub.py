@@ -166,7 +166,7 @@ def test_without_a_network(here, monkeypatch):
         for listener in (silent, closed):
             listener.bind(("127.0.0.1", 0))
         silent.listen()
-        monkeypatch.setattr(hub, "PATIENCE", 0.5)
+        monkeypatch.setattr(hub, "TIMEOUT", 0.5)
         for listener in (silent, closed):
             point_to(f"http://127.0.0.1:{listener.getsockname()[1]}", monkeypatch)
             begun = time.perf_counter()
