@@ -146,16 +146,11 @@ def is_gguf(place):
     return isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith("GGUF"))
 
 
-def open_gguf(path):
-    """A .gguf file, whose header is parsed once until it changes; UserError for what is none."""
-    with as_user_error(path):
-        return parsed_gguf(path, path.stat().st_mtime_ns)
-
-
 @functools.lru_cache(8)
-def parsed_gguf(path, changed):
-    """A .gguf file as it is since it was changed at a time."""
-    return GGUF(path)
+def open_gguf(path):
+    """A .gguf file, whose header is parsed once; UserError for what is none."""
+    with as_user_error(path):
+        return GGUF(path)
 
 
 def safetensors_of(path):

@@ -268,7 +268,7 @@ def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
 
 def test_without_the_packages(tiny, monkeypatch):
     """One line says what to type."""
-    formats.parsed_gguf.cache_clear()
+    formats.open_gguf.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match="pip install"):
         checkpoint.load(tiny[1])
