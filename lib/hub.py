@@ -17,7 +17,7 @@ from lib.settings import UserError, is_first_process
 
 BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
-PATIENCE = 6  # seconds that the Hub has for its first answer
+TIMEOUT = 6  # seconds that the Hub has for its first answer
 
 
 def fetch(repo, revision=None, file=None):
@@ -49,7 +49,7 @@ def fetch(repo, revision=None, file=None):
 def listing(repo, revision):
     """A repository's commit, and its files' sizes by name: the Hub's, or the cache's without a network."""
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE)
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
         return info.sha, {file.rfilename: file.size for file in info.siblings}
     except errors.HfHubHTTPError:  # the Hub's answer
         raise

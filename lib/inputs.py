@@ -76,9 +76,7 @@ def read_tokens(settings: TextSettings, spec, T):
     """What the model of a spec reads, (n, T) int64 on the settings' device; UserError for too few."""
     count = settings.num_sequences
     tokenizer = settings.tokenizer or spec.tokenizer_file
-    text = settings.text
-    if text is None and tokenizer is not None:
-        text = "docstrings"
+    text = settings.text or (tokenizer and "docstrings")
     if text is None:
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
     elif isdir(text):

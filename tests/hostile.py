@@ -1,4 +1,4 @@
-"""What can a hostile or damaged folder, or a bad command line, do? Some 50 cases, a line each.
+"""What can a hostile or damaged folder, or a bad command line, do? Some 25 cases, a line each.
 
     python tests/hostile.py            # all of them: a minute
     python tests/hostile.py 10         # every tenth
@@ -127,9 +127,6 @@ def cut(raw: bytearray) -> bytearray:
 
 INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
 STATE = "step_0000003/state.json"
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
-NESTED = b'{"a":' * 200_000
-JUNK = '\n\njunk\n[1]\n{"step": "x"}\n{"step": 1e400}\n{"step": 2, "loss": "x"}\n{"step": 1, "loss": 1e999}\n'
 
 
 def index_of(name) -> Callable:
@@ -138,44 +135,27 @@ def index_of(name) -> Callable:
 
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
-    (PROBE, "checkpoint", "config.json of 30 GB", put("config.json", sparse)),
-    (COMPARE, "checkpoint", "NaN", with_json("config.json", rms_norm_eps=float("nan")), False),
-    (COMPARE, "checkpoint", "no ramp of RoPE", with_json("config.json", rope_parameters=LLAMA3), False),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (PROBE, "checkpoint", "a bit of the weights", changed("model.safetensors", flipped), False),
     (RATE, "checkpoint", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
-    (RATE, "checkpoint", "tokenizer noise", put("tokenizer.model", holds(bytes(4096)))),
     (COMPARE, "stranger", "index leads outside", index_of("../outside")),
-    (COMPARE, "stranger", "index of a long name", index_of("x" * 999 + ".safetensors")),
     (LAYERS, "stranger", "shard a pipe", put(SHARD, os.mkfifo)),
-    (RESUME, "run", "settings huge", with_json("settings.json", sequence_length=10**30)),
     (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
-    (RESUME, "run", "log of junk", changed("metrics.jsonl", lambda raw: raw + JUNK.encode()), False),
-    (RESUME, "run", "log a link", put("metrics.jsonl", outside), False),
     (RESUME, "run", "lock a link", put(".lock", outside)),
     (RESUME, "run", "step a file", put("step_0000003", holds(b"")), False),
-    (RESUME, "run", "step a link", put("step_0000003", outside), False),
-    (RESUME, "run", "another step", with_json(STATE, step=10**15), False),
     (RESUME, "run", "state a pipe", put(STATE, os.mkfifo), False),
     (TRAIN, "data", "meta a pipe", put("meta.json", os.mkfifo)),
-    (TRAIN, "data", "meta nested", put("meta.json", holds(NESTED))),
     (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
-    (TRAIN, "data", "vocabulary of 2**62", with_json("meta.json", vocab_size=2**62)),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
-    (TRAIN, "data", "beyond the vocabulary", changed("train.bin", lambda raw: b"\xff" * len(raw))),
 ]
 LINES = """
-probe --num-sequences 1e400
 probe --out pipe
 sinks rate --text /dev/zero
-sinks intervene --model tiny_llama@1 --layers 9
 seedprint compare pipe pipe
 train --resume --out folder
 train --source pipe.txt
-train --tokenizer pipe
 train --out /proc/x
-train --learning-rate nan
 lib.data bad.jsonl
 lib.data ../text.txt --out /proc/x --tokenizer bytes
 """  # command lines that are surely mistakes

@@ -89,16 +89,13 @@ def test_a_checkpoint_of_nano_gpt(shift, tmp_path):
 
 
 def test_a_mapped_tensor_is_read_as_it_is(tmp_path):
-    """An OrderedDict with versions of its modules, as training scripts save it; changes stay the reader's."""
+    """A parameter of a module; changes stay the reader's."""
     module = torch.nn.Linear(3, 2).bfloat16()
-    torch.save({"state_dict": module.state_dict(), "p": dict(module.named_parameters())}, tmp_path / "a.pt")
-    stored = formats.open_tensors([tmp_path / "a.pt"])
-    assert {name: tensor.shape for name, tensor in stored.items()} == {"weight": (2, 3), "bias": (2,)}
     torch.save({"wte.weight": module.weight}, tmp_path / "x.bin")
     source = formats.open_any(tmp_path / "x.bin")
     for _ in range(2):
         read = source.read("wte.weight")
-        assert torch.equal(read, module.weight) and torch.equal(read, stored["weight"].read())
+        assert torch.equal(read, module.weight)
         read.detach().zero_()
 
 
@@ -215,7 +212,7 @@ def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder
     config = read_json(folder / "config.json")
     for key, value, said in (
         ("tie_word_embeddings", True, "set its tie_word_embeddings to false"),
-        ("vocab_size", 99, r"head.weight is \(97, 32\), expected \(99, 32\) by config.json: correct"),
+        ("vocab_size", 99, r"is \(97, 32\), expected \(99, 32\) by config.json: correct"),
     ):
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         assert formats.open_any(folder).config is None
@@ -343,18 +340,12 @@ def test_the_first_part_is_one_beside_the_second(tmp_path):
 
 
 def test_a_file_without_weights_has_no_layers(tmp_path):
-    """Optimizers' states and schedules have tensors deeper down, or none: nothing is said of kinship."""
+    """A schedule, or a state of random numbers: nothing is said of kinship."""
     torch.save({"w": torch.ones(9, 4), "h.0.a.weight": torch.ones(4, 4)}, tmp_path / "base.pt")
-    torch.save(
-        {"state": {0: {"exp_avg": torch.ones(9, 4)}}, "param_groups": [{"lr": 0.1}]}, tmp_path / "a.pt"
-    )
-    torch.save({"base_lrs": [0.1], "last_epoch": 3}, tmp_path / "b.pt")
-    torch.save({"cpu": torch.ones(99).byte(), "seed": 3}, tmp_path / "c.pth")
-    base = verdict_of.read_model("base", formats.open_any(tmp_path / "base.pt"))
-    for name in ("a.pt", "b.pt", "c.pth"):
-        suspect = verdict_of.read_model(name, formats.open_any(tmp_path / name))
-        row, _ = verdict_of.compare_pair(base, suspect)
-        assert row["verdict"] == "inconclusive" and "has no layers, and no weights" in row["sentence"]
+    torch.save({"base_lrs": [0.1], "cpu": torch.ones(99).byte()}, tmp_path / "b.pt")
+    models = [verdict_of.read_model(name, formats.open_any(tmp_path / name)) for name in ("base.pt", "b.pt")]
+    row, _ = verdict_of.compare_pair(*models)
+    assert row["verdict"] == "inconclusive" and "has no layers, and no weights" in row["sentence"]
 
 
 def test_layers_along_either_axis_of_one_tensor(tmp_path):

@@ -118,6 +118,6 @@ def test_sentencepiece(tmp_path):
 def test_unknown_and_damaged(tmp_path):
     path = write(tmp_path / "a.gguf", model="gpt2", pre="new", tokens=["a"], token_type=[1], merges=[])
     assert checkpoint.parse_spec(str(path)).tokenizer_file is None
-    write(path, model="llama", tokens=["a", "b"], scores=[0.0], token_type=[1, 1])
-    with pytest.raises(UserError, match="a.gguf"):
+    path = write(tmp_path / "b.gguf", model="llama", tokens=["a", "b"], scores=[0.0], token_type=[1, 1])
+    with pytest.raises(UserError, match="b.gguf"):
         data.load_tokenizer(str(path))

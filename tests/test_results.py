@@ -52,9 +52,6 @@ def test_means_over_seeds():
         # sums of three numbers in another order
         expected = {"scale": scale, "c": c, "std": std, "theory": 0.1, "seed_std": group[:, 0].std()}
         assert row.pop("no", 1) is None and row == pytest.approx(expected, rel=1e-12)
-    samples[0]["theory"] = 0.2
-    with pytest.raises(ValueError, match="theory of one row is 0.2 and 0.1"):
-        results.mean_over_seeds(samples, ("c", "std"), ("theory", "no"))
 
 
 def test_a_table_says_which_layers_it_leaves_out(capsys):
