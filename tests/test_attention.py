@@ -6,11 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import transformers
 from conftest import KINDS, random_model, run_script
 
-import init
-from lib import checkpoint, runtime
+from lib import runtime
 from lib.inputs import random_tokens
 from measure import attention
 
@@ -52,22 +50,6 @@ def test_attention_of_every_kind_by_matrices(kind, T):
     torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "llama3", "qwen2", "qwen3"])
-def test_attention_is_what_transformers_puts_out(name, tmp_path):
-    model = random_model(KINDS[name])
-    checkpoint.save(tmp_path / "model", model)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", attn_implementation="eager"
-    ).eval()
-    tokens = random_tokens(3, range(2), 40, 97)
-    with torch.inference_mode():
-        matrices = torch.stack(theirs(tokens, output_attentions=True).attentions, dim=1)  # (B, L, H, T, T)
-    alpha = attention.attention_to(model, tokens, (1, 40))
-    expected = torch.stack([mean_of_queries(matrices, position) for position in (1, 40)], dim=-1)
-    # float32 states of three blocks, summed in another order
-    torch.testing.assert_close(alpha, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("T", [1, 33, 600])
 def test_attention_to_an_explicit_sink(T):
     """Each query's weights on the constant and on the positions up to its own sum to 1."""
@@ -95,16 +77,6 @@ def test_attention_to_an_explicit_sink(T):
             model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
         expected = alpha[..., 1:].mean((0, 2))  # (L, 2), of positions 1 and T
         torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
-
-
-def test_uniform_attention_is_the_mean_of_1_over_i():
-    model = init.newborn("tiny_llama", 0)
-    for block in model.model.layers:
-        block.self_attn.k_proj.weight.data.zero_()
-    alpha = attention.attention_to(model, random_tokens(0, range(2), 50, 4096), range(1, 51))
-    for position in range(1, 51):
-        law = sum(1 / i for i in range(position, 51)) / (51 - position)
-        assert (alpha[..., position - 1] - law).abs().max() < 1e-6  # float32 sums of 50 numbers
 
 
 def test_batches_do_not_matter(monkeypatch):

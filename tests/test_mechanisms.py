@@ -23,12 +23,10 @@ from test_contraction import (
 )
 from test_theory import expectation
 
-import contraction
 import init
 from lib.files import read_json
-from measure import theory
 from measure.cosines import uniform_counts
-from model import PRESETS, ModelConfig, rope_table
+from model import ModelConfig, rope_table
 from reproduce import mechanisms
 
 
@@ -196,36 +194,9 @@ def test_attention_concentration_in_its_limits():
     torch.testing.assert_close(mechanisms.attention_concentration(2000, 0.0), 1 / i, rtol=1e-6, atol=0)
     # e^(s^2) / i, to the next order in 1/i
     assert mechanisms.attention_concentration(2000, 0.8)[-1] * 2000 == pytest.approx(math.exp(0.64), rel=5e-3)
-    config = replace(PRESETS["tiny_gpt2"], sublayers="attention", num_layers=1, norm_epsilon=1e-12)
-    before, after = (S.diag() for S, _ in theory.covariances(config, 2))  # which has the first order in s^2
-    ratio = mechanisms.attention_concentration(2, 256 * 4e-4)[1].item()
-    assert (after - before)[1] / (after - before)[0] == pytest.approx(ratio, abs=1e-4)
-
-
-def test_aggregated_std_starts_at_sigma_and_has_a_floor():
-    std = mechanisms.aggregated_std(PRESETS["gpt2_1b"], 1024)
-    sigma = math.sqrt(2048 * 4e-4 * 4e-4 / (4e-4 + 1e-5))
-    assert std[0] == pytest.approx(sigma, rel=1e-6)
-    ratio = std * torch.arange(1, 1025).sqrt() / sigma  # of what 1/i alone would give
-    assert ratio[[15, -1]].tolist() == pytest.approx([1.30, 1.41], abs=0.01)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
-
-
-def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
-    """Laws of averages alone, of Attn0 and Proposition 5, stay."""
-    monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
-    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 4, "--init", "normal"]
-    for name, column in (("engage", "theory"), ("intra", "exact_theory"), ("variance", "theory")):
-        contraction.say_once.cache_clear()
-        length = [] if name == "engage" else ["--sequence-length", 8]
-        done = run_here("reproduce.mechanisms", name, *words, *length, "--out", tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("measure/theory.py does not know --init normal") == 1
-        for row in read_json(tmp_path / f"{name}.json")["rows"]:
-            assert (row[column] is not None) == (row.get("stack") == "attn0"), row
-        assert (tmp_path / f"{name}.png").exists()
 
 
 def test_variance_takes_one_length(tmp_path):
