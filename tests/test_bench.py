@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import run_here
 
 from lib.files import read_json
-from model import PRESETS, ModelConfig
+from model import PRESETS, ModelConfig, Transformer
 from reproduce import bench
 
 pytest.importorskip("transformers")
@@ -57,3 +57,10 @@ def test_turns_alternate_and_medians_count(monkeypatch):
     works = [lambda: turns.append("A") or "A", lambda: turns.append("B") or "B"]
     assert bench.take_turns(works, 60) == [60 / 20, 60 / 2]
     assert turns == ["A", "B"] * 4
+
+
+def test_transformers_model_has_the_same_parameters():
+    with torch.device("meta"):
+        models = Transformer(PRESETS["nano_llama"]), bench.transformers_model(PRESETS["nano_llama"])
+    shapes = [{name: p.shape for name, p in model.named_parameters()} for model in models]
+    assert shapes[0] == shapes[1]

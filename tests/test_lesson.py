@@ -1,7 +1,6 @@
 """Every exercise of lesson/README.md: a stub and wrong answers are refused, the solution passes."""
 
 import importlib.util
-import math
 from dataclasses import replace
 
 import pytest
