@@ -3,12 +3,10 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from conftest import KINDS, random_model, run_script
 
-from lib import runtime
 from lib.inputs import random_tokens
 from measure import attention
 
@@ -77,46 +75,6 @@ def test_attention_to_an_explicit_sink(T):
             model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
         expected = alpha[..., 1:].mean((0, 2))  # (L, 2), of positions 1 and T
         torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
-
-
-def test_batches_do_not_matter(monkeypatch):
-    model = random_model(KINDS["gpt2"])
-    tokens = random_tokens(0, range(5), 12, 97)
-    whole, _ = attention.sink_statistics(model, tokens)
-    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 24)
-    assert [len(batch) for batch in attention.batches(tokens)] == [2, 2, 1]
-    # float32 sums in another order
-    assert attention.sink_statistics(model, tokens)[0] == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
-def test_statistics_against_a_plain_recomputation(name):
-    model = random_model(KINDS[name])
-    tokens = random_tokens(1, range(3), 9, 97)
-    states, values = [], []
-    with torch.inference_mode():
-        model.hidden(
-            tokens,
-            on_state=lambda layer, x: states.append(x.numpy()),
-            on_heads=lambda layer, heads, q, k, v: values.append(v.numpy()),
-        )
-
-    def ratio(vectors):  # torch's median of 8 is the 4th
-        norms = np.linalg.norm(vectors, axis=-1)
-        return norms[..., 0] / np.sort(norms[..., 1:])[..., 3]
-
-    row, alpha = attention.sink_statistics(model, tokens, epsilon=0.25)
-    alpha1 = mean_of_queries(explicit(model, tokens), 1)  # (n, L, H)
-    torch.testing.assert_close(alpha.double(), alpha1, atol=1e-6, rtol=0)
-    expected = {
-        "sink_rate": (alpha1 > 0.25).double().mean().item(),
-        "mean_alpha1": alpha1.mean().item(),
-        "max_alpha1": alpha1.max().item(),
-        "constant_alpha": 0.0,
-        "norm_ratio": np.mean([ratio(x) for x in states[1:]]),  # states[0] is the input
-        "value_ratio": np.mean([ratio(v) for v in values]),
-    }
-    assert row == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
 def test_positions_that_are_not_there_are_refused():
