@@ -12,12 +12,10 @@ from test_contraction import (
     CONFIG,
     COUNT,
     LENGTH,
-    NEAR,
     SEEDS,
     assert_cosines,
     mlp_weights,
     newborns,
-    pair_cosines,
     select,
     vectors,
 )
@@ -25,7 +23,6 @@ from test_theory import expectation
 
 import init
 from lib.files import read_json
-from measure.cosines import uniform_counts
 from model import ModelConfig, rope_table
 from reproduce import mechanisms
 
@@ -42,23 +39,6 @@ def results(tmp_path_factory):
             small = replace(small, sequence_length=(LENGTH,))
         command.function(small)
     return {name: read_json(out / f"{name}.json") for name in mechanisms.COMMANDS}
-
-
-# ---- each sublayer alone -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["full", "mlp", "attention"])
-def test_ablation(kind, results):
-    for seed in SEEDS:
-        (row,) = select(results["ablation"]["rows"], seed=seed, variant=kind)
-        model = init.newborn(replace(CONFIG, sublayers=kind), seed, embedding_seed=0)
-        head = model.head_weight.detach().double()
-        with torch.inference_mode():
-            states = model.hidden(vectors(LENGTH))[:, -1].double()
-        tokens = (states @ head.T).argmax(1).tolist()
-        assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
-        largest = max(map(tokens.count, tokens))
-        assert row["ratio"] == largest / uniform_counts(COUNT, CONFIG.vocab_size, 1)[0]
 
 
 # ---- one MLP -----------------------------------------------------------------------------------------------
@@ -146,11 +126,9 @@ def test_averaging_limit_is_the_limit():
     T = 10**9
     rho = [(cosine - 1 / T) / (1 - 1 / T) for cosine in mechanisms.averaging_limit(T, 3)]
     assert rho == pytest.approx([2 / 3, 8 / 9, 0.9383], abs=5e-5)
-    errors = []
-    for T in (32, 256, 1024):
-        errors.append(np.abs(np.subtract(mechanisms.averaging_stack(T, 3), mechanisms.averaging_limit(T, 3))))
-    assert (errors[0] > errors[1]).all() and (errors[1] > errors[2]).all()
-    assert errors[2].max() < 0.006  # it falls as log(T) / T, about
+    for T in (256, 1024):  # the error falls as log(T) / T, about
+        error = np.abs(np.subtract(mechanisms.averaging_stack(T, 3), mechanisms.averaging_limit(T, 3))).max()
+        assert error < 0.006 * 1024 / T
 
 
 # ---- attention along the positions -------------------------------------------------------------------------
