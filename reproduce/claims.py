@@ -69,12 +69,11 @@ def select(result, part="rows", **where):
 
     Layer 0 (the input) and step 0 (the newborn itself) are left out. `num_seeds`: of which a row is a mean.
     """
-    num_seeds = np.size(result["settings"].get("seed"))
     chosen = []
     for row in result[part]:
         fits = all(row[name] in np.atleast_1d(values).tolist() for name, values in where.items())
         if fits and 0 not in (row.get("layer"), row.get("step")):
-            chosen.append({"num_seeds": num_seeds} | row)
+            chosen.append({"num_seeds": np.size(result["settings"].get("seed"))} | row)
     return chosen
 
 
