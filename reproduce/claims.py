@@ -69,12 +69,11 @@ def select(result, part="rows", **where):
 
     Layer 0 (the input) and step 0 (the newborn itself) are left out. `num_seeds`: of which a row is a mean.
     """
-    num_seeds = np.size(result["settings"].get("seed"))
     chosen = []
     for row in result[part]:
         fits = all(row[name] in np.atleast_1d(values).tolist() for name, values in where.items())
         if fits and 0 not in (row.get("layer"), row.get("step")):
-            chosen.append({"num_seeds": num_seeds} | row)
+            chosen.append({"num_seeds": np.size(result["settings"].get("seed"))} | row)
     return chosen
 
 
@@ -120,21 +119,13 @@ def above_zero(rows, name):
 
 def lower(rows, first, second, name):
     """Is a column lower in runs of one calibration than in those of the same seed with a second one?"""
-    a, b = (
-        {row["seed"]: row[name] for row in rows if row["calibration"] == kind} for kind in (first, second)
-    )
-    differences = [a[seed] - b[seed] for seed in a if seed in b]
-    number = len(differences)
-    if number < 2:
+    values = {(row["calibration"], row["seed"]): row[name] for row in rows}
+    seeds = [seed for kind, seed in values if kind == first and (second, seed) in values]
+    if len(seeds) < 2:
         return "too few runs to say", [None]
+    differences = [values[first, seed] - values[second, seed] for seed in seeds]
     mean, low, high = interval(differences).values()
-    text = f"{first} minus {second}: {bounded(mean, low, high)}, {number} seeds"
-    if below(low, high) is None:
-        counts = np.arange(number + 1, 10_000)  # with how many seeds would the interval be without zero?
-        half = student.ppf(0.975, counts - 1) * np.std(differences, ddof=1) / np.sqrt(counts)
-        enough = counts[half < abs(mean)]
-        needed = f"{enough[0]:,}" if len(enough) else "more than 10,000"
-        text += f"; {needed} would tell, if mean and deviation stayed"
+    text = f"{first} minus {second}: {bounded(mean, low, high)}, {len(seeds)} seeds"
     return text, [below(low, high)]
 
 

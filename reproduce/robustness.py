@@ -129,10 +129,7 @@ def trained(model, tokens, rates, teacher=None):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    few = max(1, len(losses) // 10)
-    first = np.mean(losses[:few])
-    last = np.mean(losses[-few:])
-    print(f"loss: {first:.2f}, at most {max(losses):.2f}, at last {last:.2f}")
+    print(f"loss: {losses[0]:.2f} at first, at most {max(losses):.2f}, {losses[-1]:.2f} at last")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
 

@@ -3,14 +3,10 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-import transformers
 from conftest import KINDS, random_model, run_script
 
-import init
-from lib import checkpoint, runtime
 from lib.inputs import random_tokens
 from measure import attention
 
@@ -52,22 +48,6 @@ def test_attention_of_every_kind_by_matrices(kind, T):
     torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "llama3", "qwen2", "qwen3"])
-def test_attention_is_what_transformers_puts_out(name, tmp_path):
-    model = random_model(KINDS[name])
-    checkpoint.save(tmp_path / "model", model)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", attn_implementation="eager"
-    ).eval()
-    tokens = random_tokens(3, range(2), 40, 97)
-    with torch.inference_mode():
-        matrices = torch.stack(theirs(tokens, output_attentions=True).attentions, dim=1)  # (B, L, H, T, T)
-    alpha = attention.attention_to(model, tokens, (1, 40))
-    expected = torch.stack([mean_of_queries(matrices, position) for position in (1, 40)], dim=-1)
-    # float32 states of three blocks, summed in another order
-    torch.testing.assert_close(alpha, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("T", [1, 33, 600])
 def test_attention_to_an_explicit_sink(T):
     """Each query's weights on the constant and on the positions up to its own sum to 1."""
@@ -95,56 +75,6 @@ def test_attention_to_an_explicit_sink(T):
             model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
         expected = alpha[..., 1:].mean((0, 2))  # (L, 2), of positions 1 and T
         torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
-
-
-def test_uniform_attention_is_the_mean_of_1_over_i():
-    model = init.newborn("tiny_llama", 0)
-    for block in model.model.layers:
-        block.self_attn.k_proj.weight.data.zero_()
-    alpha = attention.attention_to(model, random_tokens(0, range(2), 50, 4096), range(1, 51))
-    for position in range(1, 51):
-        law = sum(1 / i for i in range(position, 51)) / (51 - position)
-        assert (alpha[..., position - 1] - law).abs().max() < 1e-6  # float32 sums of 50 numbers
-
-
-def test_batches_do_not_matter(monkeypatch):
-    model = random_model(KINDS["gpt2"])
-    tokens = random_tokens(0, range(5), 12, 97)
-    whole, _ = attention.sink_statistics(model, tokens)
-    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 24)
-    assert [len(batch) for batch in attention.batches(tokens)] == [2, 2, 1]
-    # float32 sums in another order
-    assert attention.sink_statistics(model, tokens)[0] == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
-def test_statistics_against_a_plain_recomputation(name):
-    model = random_model(KINDS[name])
-    tokens = random_tokens(1, range(3), 9, 97)
-    states, values = [], []
-    with torch.inference_mode():
-        model.hidden(
-            tokens,
-            on_state=lambda layer, x: states.append(x.numpy()),
-            on_heads=lambda layer, heads, q, k, v: values.append(v.numpy()),
-        )
-
-    def ratio(vectors):  # torch's median of 8 is the 4th
-        norms = np.linalg.norm(vectors, axis=-1)
-        return norms[..., 0] / np.sort(norms[..., 1:])[..., 3]
-
-    row, alpha = attention.sink_statistics(model, tokens, epsilon=0.25)
-    alpha1 = mean_of_queries(explicit(model, tokens), 1)  # (n, L, H)
-    torch.testing.assert_close(alpha.double(), alpha1, atol=1e-6, rtol=0)
-    expected = {
-        "sink_rate": (alpha1 > 0.25).double().mean().item(),
-        "mean_alpha1": alpha1.mean().item(),
-        "max_alpha1": alpha1.max().item(),
-        "constant_alpha": 0.0,
-        "norm_ratio": np.mean([ratio(x) for x in states[1:]]),  # states[0] is the input
-        "value_ratio": np.mean([ratio(v) for v in values]),
-    }
-    assert row == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
 
 def test_positions_that_are_not_there_are_refused():

@@ -25,59 +25,38 @@ def test_one_rule_for_every_verdict():
     assert [claims.below(*interval) for interval in ends] == [False, True, None, None, None]
 
 
-def probed(log10_p, num_sequences):
-    return dict(num_sequences=[num_sequences], ratio=3.0, log10_p=log10_p)
-
-
-def by_length(*counts):
-    return dict(sequence_length=[16, 64], top1_count=counts, num_sequences=500)
-
-
-def by_variant(*full):
-    return dict(layer=[1, 2, 3] * 2, variant=["full"] * 3 + ["mlp"] * 3, mean_cosine=[*full, 0.1, 0.11, 0.12])
-
-
-def by_size(*full):
-    return dict(variant=["mlp"] * 2 + ["full"] * 2, value=[0.05, 0.05, *full])
-
-
 def calibrated(*first):
     """Losses of the runs of two calibrations, of one seed each."""
     names = ["amplify"] * len(first) + ["none"] * len(first)
-    return dict(
-        seed=[*range(len(first))] * 2, calibration=names, loss=[*first, *[2.0, 2.1, 2.05][: len(first)]]
-    )
-
-
-def by_octave(*std):
-    return dict(position=range(1, len(std) + 1), std=std)
-
-
-def by_position(*first):
-    """Ratios of two layers at the first position, beside those at two others."""
-    return dict(layer=[1, 2] * 3, position=[1, 1, 2, 2, 3, 3], ratio=[*first, 3.5, 4.5, 3.0, 4.2])
+    losses = [*first, 2.0, 2.1, 2.05][: 2 * len(first)]
+    return dict(seed=[*range(len(first))] * 2, calibration=names, loss=losses)
 
 
 def by_seeds(theory, seeds):
     return dict(mean_cosine=0.3, seed_std=0.02 * (seeds > 1), theory=[theory], num_seeds=seeds)
 
 
+PROBED = dict(ratio=3.0, log10_p=0.0)
+LENGTHS = dict(sequence_length=[16, 64], top1_count=[60, 5], num_sequences=500)
+VARIANTS = dict(variant=["full"] * 3 + ["mlp"] * 3, mean_cosine=[0.0, 0.1, 0.4, 0.1, 0.11, 0.12])
+SIZES = dict(variant=["mlp"] * 2 + ["full"] * 2, value=[0.05, 0.05, 0.1, 0.02])
+POSITIONS = dict(layer=[1, 2] * 3, position=[1, 1, 2, 2, 3, 3], ratio=[3.0, 4.0, 3.5, 4.5, 3.0, 4.2])
 LOWER = ("amplify", "none", "loss")
 JUDGED = [
-    (claims.preference, probed(0.0, 1000), (), OPEN),  # fewer sequences than the paper's
-    (claims.preference, probed(0.0, 10_000), (), FAILS),
-    (claims.grows_with_length, by_length(60, 5), (), FAILS),
+    (claims.preference, PROBED | dict(num_sequences=[1000]), (), OPEN),  # fewer sequences than the paper's
+    (claims.preference, PROBED | dict(num_sequences=[10_000]), (), FAILS),
+    (claims.grows_with_length, LENGTHS, (), FAILS),
     (claims.own_favourites, dict(top1_token=[1, 1], log10_p=0.0), (), OPEN),
     (claims.own_favourites, dict(top1_token=[1], log10_p=-5.0), (), OPEN),
     (claims.more_often, dict(hit=[True] * 3 + [False] * 5), ("hit", 2e-5), HOLDS),
     (claims.more_often, dict(hit=[False] * 90_000), ("hit", 2e-4), FAILS),
-    (claims.widening, by_variant(0.0, 0.1, 0.4), (), FAILS),
-    (claims.ordered, by_size(0.1, 0.02), ("value", "variant", "full", "mlp"), FAILS),
+    (claims.widening, VARIANTS, (), FAILS),
+    (claims.ordered, SIZES, ("value", "variant", "full", "mlp"), FAILS),
     (claims.within, by_seeds(0.4, 10), (), FAILS),
     (claims.within, by_seeds(0.4, 2), (), HOLDS),  # Student's interval of two is wide
     (claims.within, by_seeds(0.31, 1), (), OPEN),
-    (claims.decay, by_octave(1, 1, 1, 1, 1, 1, 1.1), (), FAILS),
-    (claims.decay, by_octave(1, 0.7, 0.75, 0.8), (), HOLDS),  # the octave of position 4 is not full
+    (claims.decay, dict(std=[1, 1, 1, 1, 1, 1, 1.1]), (), FAILS),
+    (claims.decay, dict(std=[1, 0.7, 0.75, 0.8]), (), HOLDS),  # the octave of position 4 is not full
     (claims.lower, calibrated(3.0, 3.1, 3.0), LOWER, FAILS),
     (claims.lower, calibrated(1.0), LOWER, OPEN),
     (claims.right_answers, dict(kin=[False, True], paper_t_p=[0.5, 1e-9], paper_u_p=0.005), (), FAILS),
@@ -87,7 +66,7 @@ JUDGED = [
     (claims.by_interval, dict(rate=[0.02], low=0.02, high=0.05), ("rate", claims.below, 0.01), FAILS),
     (claims.by_interval, dict(rate=[0.2], low=-0.1, high=0.3), ("rate", claims.above), OPEN),
     (claims.no_sinks, dict(sink_rate=[0.5, 0.0]), (), FAILS),
-    (claims.first_stands_out, by_position(3.0, 4.0), ("ratio",), FAILS),
+    (claims.first_stands_out, POSITIONS, ("ratio",), FAILS),
 ]
 
 

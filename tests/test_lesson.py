@@ -1,9 +1,6 @@
 """Every exercise of lesson/README.md: a stub and wrong answers are refused, the solution passes."""
 
 import importlib.util
-import math
-import runpy
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -82,18 +79,15 @@ def without_noise(model):
 WRONG = [
     (1, F.relu, "a cosine of 0.318"),
     (1, lambda z: z / 0, "not all of the numbers are finite"),
-    (1, torch.zeros_like, "close to a straight line"),
     (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
     (3, lambda c: (1 + c) / 2, "a wide layer has 0.318"),
-    (3, lambda c: 1 / math.pi + c / 2 + c**2 / (2 * math.pi), "near, but not exact"),
     (4, lambda folder: -1, "not of -1"),
     (5, lambda weights: weights, "256 of 256 coordinates are where they were"),
     (5, lambda weights: {name: w.roll(1) for name, w in weights.items()}, "logits differ"),
     (6, lambda model: None, "0.07 of its attention"),
     (6, lambda model: model.model.embed_tokens.weight[0].mul_(100), "weight has changed"),
     (8, lambda shares: max(shares) > 0.1, "gemma-3-270m-q4_k_m.gguf against smollm2 is no child"),
-    (8, lambda shares: max(shares) > 0.5, "a stranger of 12 layers"),
     (8, lambda shares: sum(shares) > 0.2 * len(shares), "a merge with the base's layers 9 and 10 is a child"),
     (8, lambda shares: None, "itself against smollm2 is a child"),
 ]
@@ -104,11 +98,3 @@ WRONG = [
 def test_wrong_answers(exercise, function, words, untrained):
     with pytest.raises(UserError, match=words):
         check.CHECKS[exercise][1](function)
-
-
-def test_exercise_8_needs_the_order_of_layers():
-    """A child and a stranger have the same shares, in another order."""
-    solution = runpy.run_path(str(ROOT / "lesson/solutions/8.py"))["is_child"]
-    said = defaultdict(set)
-    check.child_told(lambda shares: said[tuple(sorted(shares))].add(solution(shares)) or solution(shares))
-    assert {True, False} in said.values()

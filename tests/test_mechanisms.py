@@ -12,23 +12,18 @@ from test_contraction import (
     CONFIG,
     COUNT,
     LENGTH,
-    NEAR,
     SEEDS,
     assert_cosines,
     mlp_weights,
     newborns,
-    pair_cosines,
     select,
     vectors,
 )
 from test_theory import expectation
 
-import contraction
 import init
 from lib.files import read_json
-from measure import theory
-from measure.cosines import uniform_counts
-from model import PRESETS, ModelConfig
+from model import ModelConfig
 from reproduce import mechanisms
 
 
@@ -44,23 +39,6 @@ def results(tmp_path_factory):
             small = replace(small, sequence_length=(LENGTH,))
         command.function(small)
     return {name: read_json(out / f"{name}.json") for name in mechanisms.COMMANDS}
-
-
-# ---- each sublayer alone -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["full", "mlp", "attention"])
-def test_ablation(kind, results):
-    for seed in SEEDS:
-        (row,) = select(results["ablation"]["rows"], seed=seed, variant=kind)
-        model = init.newborn(replace(CONFIG, sublayers=kind), seed, embedding_seed=0)
-        head = model.head_weight.detach().double()
-        with torch.inference_mode():
-            states = model.hidden(vectors(LENGTH))[:, -1].double()
-        tokens = (states @ head.T).argmax(1).tolist()
-        assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
-        largest = max(map(tokens.count, tokens))
-        assert row["ratio"] == largest / uniform_counts(COUNT, CONFIG.vocab_size, 1)[0]
 
 
 # ---- one MLP -----------------------------------------------------------------------------------------------
@@ -148,11 +126,9 @@ def test_averaging_limit_is_the_limit():
     T = 10**9
     rho = [(cosine - 1 / T) / (1 - 1 / T) for cosine in mechanisms.averaging_limit(T, 3)]
     assert rho == pytest.approx([2 / 3, 8 / 9, 0.9383], abs=5e-5)
-    errors = []
-    for T in (32, 256, 1024):
-        errors.append(np.abs(np.subtract(mechanisms.averaging_stack(T, 3), mechanisms.averaging_limit(T, 3))))
-    assert (errors[0] > errors[1]).all() and (errors[1] > errors[2]).all()
-    assert errors[2].max() < 0.006  # it falls as log(T) / T, about
+    for T in (256, 1024):  # the error falls as log(T) / T, about
+        error = np.abs(np.subtract(mechanisms.averaging_stack(T, 3), mechanisms.averaging_limit(T, 3))).max()
+        assert error < 0.006 * 1024 / T
 
 
 # ---- attention along the positions -------------------------------------------------------------------------
@@ -196,36 +172,9 @@ def test_attention_concentration_in_its_limits():
     torch.testing.assert_close(mechanisms.attention_concentration(2000, 0.0), 1 / i, rtol=1e-6, atol=0)
     # e^(s^2) / i, to the next order in 1/i
     assert mechanisms.attention_concentration(2000, 0.8)[-1] * 2000 == pytest.approx(math.exp(0.64), rel=5e-3)
-    config = replace(PRESETS["tiny_gpt2"], sublayers="attention", num_layers=1, norm_epsilon=1e-12)
-    before, after = (S.diag() for S, _ in theory.covariances(config, 2))  # which has the first order in s^2
-    ratio = mechanisms.attention_concentration(2, 256 * 4e-4)[1].item()
-    assert (after - before)[1] / (after - before)[0] == pytest.approx(ratio, abs=1e-4)
-
-
-def test_aggregated_std_starts_at_sigma_and_has_a_floor():
-    std = mechanisms.aggregated_std(PRESETS["gpt2_1b"], 1024)
-    sigma = math.sqrt(2048 * 4e-4 * 4e-4 / (4e-4 + 1e-5))
-    assert std[0] == pytest.approx(sigma, rel=1e-6)
-    ratio = std * torch.arange(1, 1025).sqrt() / sigma  # of what 1/i alone would give
-    assert ratio[[15, -1]].tolist() == pytest.approx([1.30, 1.41], abs=0.01)
 
 
 # ---- the command line --------------------------------------------------------------------------------------
-
-
-def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
-    """Laws of averages alone, of Attn0 and Proposition 5, stay."""
-    monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
-    words = ["--model", "tiny_gpt2", "--seed", 1, "--num-sequences", 4, "--init", "normal"]
-    for name, column in (("engage", "theory"), ("intra", "exact_theory"), ("variance", "theory")):
-        contraction.say_once.cache_clear()
-        length = [] if name == "engage" else ["--sequence-length", 8]
-        done = run_here("reproduce.mechanisms", name, *words, *length, "--out", tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("measure/theory.py does not know --init normal") == 1
-        for row in read_json(tmp_path / f"{name}.json")["rows"]:
-            assert (row[column] is not None) == (row.get("stack") == "attn0"), row
-        assert (tmp_path / f"{name}.png").exists()
 
 
 def test_variance_takes_one_length(tmp_path):

@@ -48,9 +48,6 @@ TINY = {  # what is typed in place of a result's own words, so that it takes a s
     "models/silence": f"{SINKS} --num-builders 1",
 }
 TINY["smollm2/transplant"] = f"{SINKS} --no-controls"
-TINY |= {f"qwen2.5-coder-{size}b/rate": TINY["smollm2/rate"] for size in (0.5, 1.5)}
-TINY |= {f"qwen2.5-coder-{size}b/anatomy": SINKS for size in (0.5, 1.5)}
-TINY |= {f"qwen2.5-coder-{size}b/intervene": TINY["smollm2/intervene"] for size in (0.5, 1.5)}
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
 

@@ -50,18 +50,31 @@ def given(kind=sinks.Settings, **values):
 # ---- how much? ---------------------------------------------------------------------------------------------
 
 
-def test_sink_rate_is_gu_et_als(tmp_path):
-    model = random_model(KINDS["llama"])
+def ratio(norms: torch.Tensor) -> float:
+    """The norm at position 1 over the median of others, (..., T), in the mean of layers, sequences, heads."""
+    return (norms[..., 0] / norms[..., 1:].median(-1).values).mean().item()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama_gqa"])
+def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 6 and 3, and of 2
+    model = random_model(KINDS[kind])
     settings = given(RateSettings, sequence_length=(6, 20), epsilon=0.25, num_sequences=9)
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
     for row, by_head, T in zip(lists["rows"], lists["heads"], (6, 20), strict=True):
-        alpha = alpha_of(explicit(model, random_tokens(0, range(9), T, 97)), 1)  # (n, L, H)
+        tokens = random_tokens(0, range(9), T, 97)
+        alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
         shares = (alpha > 0.25).double().mean((1, 2))
         assert row["sink_rate"] == pytest.approx(shares.mean().item(), abs=NEAR)
-        assert (row["low"], row["high"]) == pytest.approx(t_interval(shares), abs=NEAR)
+        assert (row["low"], row["high"]) == pytest.approx(np.clip(t_interval(shares), 0, 1), abs=NEAR)
         assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
+        assert row["max_alpha1"] == pytest.approx(alpha.max().item(), abs=NEAR)
         assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T, rel=1e-9)
         np.testing.assert_allclose(by_head["alpha1"], alpha.mean(0), atol=NEAR)
+        values = []
+        stream, _ = observe(model, tokens, lambda layer, heads, q, k, v, seen=values: seen.append(v))
+        assert row["norm_ratio"] == pytest.approx(ratio(stream[1:].norm(dim=3)), rel=1e-5)
+        assert row["value_ratio"] == pytest.approx(ratio(torch.stack(values).norm(dim=4)), rel=1e-5)
 
 
 def test_every_first_token_in_turn(tmp_path, monkeypatch):
@@ -161,9 +174,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         near = pytest.approx(expected[key].flatten().tolist(), rel=1e-4, abs=NEAR)
         assert [row[key] for row in anatomy["rows"]] == near
     disparity = disparity_of(stream)
-
-    def ratio(norms):  # (..., T): in the mean of sequences and heads
-        return (norms[..., 0] / norms[..., 1:].median(-1).values).mean().item()
 
     for row in anatomy["layers"]:
         place = row["layer"] - 1

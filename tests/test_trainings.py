@@ -152,10 +152,6 @@ def test_calibrations(quick, monkeypatch):
         assert row["calibration"] == kind
         assert (row["constant_alpha"] > 0) == (kind == "explicit")
         assert row["val_loss"] == row["mean_loss"] == log[-1]["val_loss"] < log[0]["val_loss"]
-        uniform = row["uniform_alpha1"]
-        if kind == "explicit":  # query i has i + 1 keys
-            uniform = sum(1 / (i + 1) for i in range(1, 65)) / 64
-        assert row["mean_alpha1"] == pytest.approx(uniform, rel=0.15)
     losses = {(row["calibration"], row["seed"]): row["val_loss"] for row in rows}
     for row in found["differences"]:
         if row["of"] == "val_loss":
@@ -180,19 +176,10 @@ def test_text_and_birth(quick, monkeypatch):
         assert (row["sequence_length"], row["bos_first"]) == (sinks["sequence_length"], sinks["bos_first"])
         assert row["max_alpha1"] == np.max(sinks["alpha1"]) and row["val_loss"] == log[-1]["val_loss"]
         assert row["tokens"] == 2 * 4 * 32
-    seconds = [128 / row["tokens_per_second"] for row in log[1:]]
-    ours = next(row for row in found["runs"] if row["calibration"] == "attenuate")
-    assert ours["core_hours"] == pytest.approx(sum(seconds) / 3600)
-    tokens = data.TokenData(data.default_folder(run.source, run.tokenizer), bos_first=True)
-    inputs, targets = tokens.held_out(10**6, 32)
-    with torch.inference_mode():
-        logits = checkpoint.load(run.out)(inputs)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
-    assert ours["text_loss"] == pytest.approx(expected, rel=1e-5)  # float32 sums
     # birth: the later builders, asked of the newborn
     found = birth.birth(replace(numbers, runs=("runs/text/none-42",)))
     assert {row["step"] for row in found["rows"]} == {0, 1, 2}
-    windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
+    windows = data.TokenData(data.default_folder(run.source, run.tokenizer)).held_out(100, 64)[0]
     windows[:, 0] = 256
     steps = checkpoint.steps("runs/text/none-42")
     newborn_activity, activity = (observe(checkpoint.load(step), windows) for step in (steps[0], steps[-1]))
@@ -249,17 +236,17 @@ def test_text_loss_is_the_cross_entropy(tmp_path, monkeypatch):
     assert trainings.text_loss(str(file), spec, model) == pytest.approx(expected, rel=1e-5)  # float32 logits
     (tmp_path / "a/metrics.jsonl").write_text('{"step": 0, "threads": 1, "commit": "c"}\n')
     runs = {("laptop", kind, 1): train.Settings(out=str(tmp_path / kind)) for kind in ("a", "b")}
-    made = []
     monkeypatch.setattr(trainings, "calibration_runs", lambda: runs)
-    monkeypatch.setattr(trainings, "train_all", made.extend)
+    monkeypatch.setattr(trainings, "train_all", lambda runs: None)
     settings = trainings.PerplexitySettings(text=str(file), out=str(tmp_path), **CPU)
     named = replace(settings, runs=(runs["laptop", "a", 1].out,))
     (row,) = trainings.perplexity(named)["rows"]
     assert row["text_loss"] == pytest.approx(expected, rel=1e-5) and row["commit"] == "c"
-    # what was noted is not measured again, unless it is named, or of another text
     (tmp_path / "a").rename(tmp_path / "b")
-    assert [row["calibration"] for row in trainings.perplexity(settings)["rows"]] == ["a", "b"]
-    assert [Path(run.out).name for run in made] == ["a", "b"]
-    file.write_text(file.read_text() + "more")
+    assert [row["calibration"] for row in trainings.perplexity(settings)["rows"]] == [
+        "a",
+        "b",
+    ]  # one noted
     (tmp_path / "b").rename(tmp_path / "a")
-    assert len(trainings.perplexity(named)["rows"]) == 1
+    file.write_text(file.read_text() + "more")
+    assert len(trainings.perplexity(named)["rows"]) == 1  # what was noted is of another text
