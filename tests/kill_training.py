@@ -44,6 +44,7 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
     "model": "backcopy",
     "device": "cpu",
     "dtype": "float32",
+    "compile": False,
     "sequence_length": 16,
     "global_batch_size": 4,
     "micro_batch_size": 3,

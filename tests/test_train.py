@@ -48,8 +48,11 @@ def words_of(settings: train.Settings) -> list[str]:
     words = []
     for name, value in asdict(settings).items():
         if value != getattr(train.Settings(), name):
-            flag = "--" + name.replace("_", "-")
-            words += [flag] if value is True else [flag, str(value)]
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                words += [f"--{flag}", str(value)]
     return words
 
 
