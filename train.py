@@ -19,7 +19,6 @@ ends with the same bits as a run that was never killed. On SIGTERM, SIGINT or SI
 or leaves its evaluation, saves, and exits with 0.
 """
 
-import contextlib
 import itertools
 import math
 import time
@@ -88,11 +87,8 @@ MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sink
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
-def train(settings: Settings, while_training=contextlib.nullcontext):
-    """What becomes of a newborn? A line every --log-every steps tells the time left.
-
-    The training runs within the context `while_training(model)`, which may hold hidden units at zero.
-    """
+def train(settings: Settings):
+    """What becomes of a newborn? A line every --log-every steps tells the time left."""
     if checkpoint.steps(settings.out) and not settings.resume:
         raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
     settings, device, dtype = runtime.start(settings)
@@ -100,9 +96,7 @@ def train(settings: Settings, while_training=contextlib.nullcontext):
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     run = Path(settings.out)
     with runs.sole_owner(run):
-        training = Training(settings, run, device, dtype)
-        with while_training(training.raw_model):
-            training.go_on()
+        Training(settings, run, device, dtype).go_on()
     return run
 
 
