@@ -16,7 +16,7 @@ from lib.formats import token_ids
 from lineage.evidence import diagonal_test, equal_layers, nothing_in, weight_correlations
 from lineage.layout import split
 from lineage.match import match_stacks
-from lineage.table import fill, join, judge_models, judge_stacks, look_for_gaps
+from lineage.table import fill, judge_models, judge_stacks, look_for_gaps
 from lineage.views import hidden_units
 
 
@@ -51,7 +51,8 @@ def compare(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, 
         for kind, C in correlations.items():
             pair.coordinates[kind] = diagonal_test(C, (kind, seed), permutations)
         fill(pair, equal_layers(ours, theirs), namesakes)
-        pair.bare = join(nothing_in(ours, base.name), nothing_in(theirs, suspect.name))
+        bare = [nothing_in(ours, base.name), nothing_in(theirs, suspect.name)]
+        pair.bare = " and ".join(filter(None, bare))
         look_for_gaps(pair, base.name, suspect.name)
         pair.verdict, pair.reason = judge_stacks(pair)
         pairs.append(pair)

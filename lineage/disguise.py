@@ -10,7 +10,6 @@ rounding.
 
 import shlex
 from dataclasses import dataclass, replace
-from os.path import lexists
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -171,7 +170,7 @@ def save(folder, source, tokenizer=None) -> None:
 
 def disguise(settings: Settings) -> None:
     """A copy of a model that computes the same and looks like another, in a new folder (seconds)"""
-    if lexists(settings.out):
+    if Path(settings.out).exists():
         raise UserError(f"'{settings.out}' is there already: give another --out")
     spec = checkpoint.parse_spec(settings.model)
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None

@@ -48,7 +48,6 @@ VARIED = 1000  # different numbers, which no mask, identity or constant has,
 BATCH = 4096  # among so many of a matrix; and what is read at once
 TRIED = 3  # layers, by which ways to read two models are tried; and embedding matrices
 OF_ATTENTION = 4  # matrices that a layer without an MLP has
-TURNING = "changes of basis"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class MLP:
     expert: int | None  # its number in a stack of experts
     norm: str | None  # in front of it
     norm_behind: str | None
-    knows_norm: bool = True  # or there is none
+    knows_norm: bool  # or there is none
 
     @property
     def views(self):
@@ -77,10 +76,8 @@ class Stack:
     prefix: str  # what begins the names of its tensors, up to the layer's number
     width: int  # of the stream
     layers: dict  # by the number in their names: the full names by what follows it
-    kinds: set = field(default_factory=set)  # what its layers' matrices are called, of all experts alike
     source: object = None  # the checkpoint
     name: str = ""  # what begins its names, and no other stack's; "" where there are no others
-    beside: dict = field(default_factory=dict)  # shapes by name of what is as close to it as to others
     has_other_input: bool = False  # does a convolution, or a projection, lead to it?
     may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
@@ -90,7 +87,7 @@ class Stack:
     mlps: list = field(default_factory=list)
     matrices: dict = field(
         default_factory=dict
-    )  # along the stream: names by (number in it, or None, and rest)
+    )  # along the stream, by (layer's number or None, rest of name)
     unknown: list = field(default_factory=list)  # matrices among which an MLP may be
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
     hides: bool = False  # may a child hide there?
@@ -155,20 +152,17 @@ def split(source):
         stack.name = common_name(stack, stacks)
         stack.has_other_input = has_other_input(stack, outside, reach)
     feed(stacks, outside, reach)
-    turning = []
+    unread, turning = {}, []
     for stack in stacks:
-        stack.beside = {
-            name: outside[name] for name in outside if name in stack.named or stack in reach[name]
-        }
-        look_beside(stack)
-        look_into_layers(stack)
+        beside = {name: outside[name] for name in outside if name in stack.named or stack in reach[name]}
+        look_beside(stack, beside)
+        unread[stack] = look_into_layers(stack, beside)
         turning += changes_of_basis(stack)
     for stack in stacks:
-        stack.unread[TURNING] = [name for name in turning if stack.width in shapes[name][-2:]]
-        stack.hides = stack.unread[TURNING] != []
-        for what, names in stack.unread.items():
+        turns = [name for name in turning if stack.width in shapes[name][-2:]]
+        for what, names in {**unread[stack], "changes of basis": turns}.items():
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
-        stack.hides |= sum(stack.unread.values()) > A_TENTH
+        stack.hides = turns != [] or sum(stack.unread.values()) > A_TENTH
     return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
 
 
@@ -193,10 +187,9 @@ def stacks_of(shapes):
         width = width_of(shapes, runs, unnumbered)
         layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
         if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
-            inside = {name: rest for names in layers.values() for rest, name in names.items()}
-            kinds = {INNER.sub("", rest) for name, rest in inside.items() if len(shapes[name]) > 1}
-            stacks.append(Stack(prefix, width, layers, kinds))
-            taken |= inside.keys()
+            stacks.append(Stack(prefix, width, layers))
+            for names in layers.values():
+                taken |= {*names.values()}
     return sorted(stacks, key=lambda stack: stack.prefix)
 
 
@@ -213,7 +206,8 @@ def width_of(shapes, layers, unnumbered):
 def is_layer(shapes, names, width):
     """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
     axes = [shapes[name][-2:] for name in names if is_matrix(name, shapes[name], width)]
-    return len(axes) > 1 and width in {rows for rows, _ in axes} and width in {columns for _, columns in axes}
+    rows, columns = zip(*axes) if len(axes) > 1 else ((), ())
+    return width in rows and width in columns
 
 
 def is_matrix(name, shape, width):
@@ -224,7 +218,8 @@ def is_matrix(name, shape, width):
 def beginnings(name):
     """What a name begins with, up to each of its separators, the longest first; at last nothing."""
     separators = "[./]" if re.search("[./]", name) else "_"
-    return [name[: found.end()] for found in reversed([*re.finditer(separators, name)])] + [""]
+    ends = [found.end() for found in re.finditer(separators, name)]
+    return [name[:end] for end in reversed([0, *ends])]
 
 
 def closest(name, stacks):
@@ -255,18 +250,22 @@ def has_other_input(stack, outside, reach):
 
     No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
     """
-    matrices = {name: shape for name, shape in outside.items() if len(shape) == 2}
-    known = {stack.width} | {shape[1] for name, shape in matrices.items() if is_table(name, shape)}
-    known |= {rows for rows, columns in matrices.values() if columns == stack.width}  # a head's, turned
-    read = {shape[1] for name, shape in matrices.items() if not HEAD.search(name)}
-    read |= {other.width for stacks in reach.values() for other in stacks}
     beside = [shape for name, shape in outside.items() if reach[name] == [stack] and stack.width in shape]
     if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
         return True
-    pairs = [shape for shape in beside if len(shape) == 2]
-    if any(columns == stack.width <= 2 * rows and rows not in read for rows, columns in pairs):
-        return False
-    return any(rows == stack.width and columns not in known for rows, columns in pairs)
+    known = {stack.width}  # what tables and a head, turned, lead from
+    read = {other.width for stacks in reach.values() for other in stacks}
+    for name, shape in outside.items():
+        if len(shape) == 2:
+            known |= {shape[1]} if is_table(name, shape) else set()
+            known |= {shape[0]} if shape[1] == stack.width else set()
+            read |= set() if HEAD.search(name) else {shape[1]}
+    is_projection = False
+    for rows, columns in [shape for shape in beside if len(shape) == 2]:
+        if columns == stack.width <= 2 * rows and rows not in read:
+            return False
+        is_projection |= rows == stack.width and columns not in known
+    return is_projection
 
 
 def feed(stacks, outside, reach):
@@ -292,8 +291,15 @@ def feed(stacks, outside, reach):
     fed = [stack for stack in stacks if stack.named]
     for stack in free:  # a decoder has all that the encoder has beside which the table stands
         if stack not in fed:
-            encoders = [each for each in fed if each.width == stack.width and each.kinds <= stack.kinds]
+            encoders = [each for each in fed if each.width == stack.width and kinds(each) <= kinds(stack)]
             stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
+
+
+def kinds(stack):
+    """What the matrices of a stack's layers are called, those of all experts alike."""
+    shapes = stack.source.shapes
+    named = [each for names in stack.layers.values() for each in names.items()]
+    return {INNER.sub("", rest) for rest, name in named if len(shapes[name]) > 1}
 
 
 def fed_by(name, outside, stacks):
@@ -306,44 +312,44 @@ def fed_by(name, outside, stacks):
     return closest(name, fitting)
 
 
-def look_beside(stack):
-    """Tell a stack its embedding matrices, heads and final norm, of what stands beside it.
+def look_beside(stack, beside):
+    """Tell a stack its embedding matrices, heads and final norm, of the shapes by name that stand beside it.
 
     ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
     another one back to the head.
     """
     width = stack.width
-    shapes = {name: shape for name, shape in stack.beside.items() if len(shape) == 2}
+    shapes = {name: shape for name, shape in beside.items() if len(shape) == 2}
     if stack.named:
-        named_heads = [name for name, shape in shapes.items() if shape[1] == width and HEAD.search(name)]
-        runs = {NUMBER.sub("", name): (name,) for name in reversed(named_heads)}
-        stack.heads = [*runs.values()]  # of those of codebooks one
+        heads = [name for name, shape in shapes.items() if shape[1] == width and HEAD.search(name)]
+        runs = {NUMBER.sub("", name): (name,) for name in reversed(heads)}  # of those of codebooks one
+        stack.heads = [*runs.values()]
     for table in stack.named:
         size = shapes[table][1]
         if size == width:
             stack.tables.append((table,))
-            continue
-        stack.tables += [(table, name) for name, shape in shapes.items() if shape == (width, size)]
-        stack.heads += [(table, name) for name, shape in shapes.items() if shape == (size, width)]
-    known = dict.fromkeys(name for table in stack.tables + stack.heads for name in table)  # in one order
+        else:
+            stack.tables += [(table, name) for name, shape in shapes.items() if shape == (width, size)]
+            stack.heads += [(table, name) for name, shape in shapes.items() if shape == (size, width)]
+    known = dict.fromkeys(name for names in stack.tables + stack.heads for name in names)  # in one order
     stack.heads = stack.heads or stack.tables
-    stack.unknown = [name for name, shape in stack.beside.items() if len(shape) > 1 and name not in known]
-    along = [name for name in known if is_matrix(name, shapes[name], width)]
-    stack.matrices = {(None, ".".join(name.split(".")[-2:])): name for name in along}
+    for name in known:
+        if is_matrix(name, shapes[name], width):
+            stack.matrices[None, ".".join(name.split(".")[-2:])] = name
+    stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
     may_be = [n for n, (rows, size) in shapes.items() if size == width <= 2 * rows and not NO_TABLE.search(n)]
     stack.may_read_tokens = not stack.has_other_input or stack.named + may_be != []
-    gains = gains_of(dict(zip(stack.beside, stack.beside)), stack.beside, width)
+    gains = gains_of({name: name for name in beside}, beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     stack.norm = next(iter(norms), None)
 
 
-def look_into_layers(stack):
-    """Tell a stack its MLPs, its matrices along the stream, and what in its layers was not looked at."""
+def look_into_layers(stack, beside):
+    """Tell a stack its MLPs and matrices along the stream; what in its layers was not looked at, by kind."""
     shapes = stack.source.shapes
-    adapters = [name for name in stack.beside if ADAPTER.search(name) and len(shapes[name]) > 1]
+    adapters = [name for name in beside if ADAPTER.search(name) and len(shapes[name]) > 1]
     without_mlp = []
-    layers = enumerate(stack.layers.items(), start=1)
-    for layer, (number, names) in layers:
+    for layer, (number, names) in enumerate(stack.layers.items(), start=1):
         names = without_adapters(names, shapes, adapters)
         stack.layers[number] = names
         mlps, others = mlps_of_layer(shapes, names, stack.width, layer)
@@ -353,7 +359,7 @@ def look_into_layers(stack):
         for rest, name in names.items():
             if is_matrix(name, shapes[name], stack.width):
                 stack.matrices[number, rest] = name
-    stack.unread = {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
+    return {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
 
 
 def without_adapters(names, shapes, adapters):
@@ -376,28 +382,27 @@ def mlps_of_layer(shapes, names, width, layer):
     A layer with {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} has one MLP, of
     owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}.
     """
-    matrices = {rest: name for rest, name in names.items() if len(shapes[name]) > 1}
-    others = {rest: name for rest, name in matrices.items() if not ATTENTION.search(rest)}
-    unknown = [*others.values()] or [*matrices.values()][OF_ATTENTION:]
-    if is_factored([rest for rest, name in matrices.items() if len(shapes[name]) == 2]):
+    matrices = [rest for rest, name in names.items() if len(shapes[name]) > 1]
+    others = [rest for rest in matrices if not ATTENTION.search(rest)]
+    unknown = [names[rest] for rest in others or matrices[OF_ATTENTION:]]
+    if is_factored([rest for rest in matrices if len(shapes[names[rest]]) == 2]):
         return [], unknown
     norms = norms_of_layer(shapes, names, width)
     mlps = []
     for axes in (2, 3):  # a plain MLP may stand beside a stack of experts
         alike = {}
-        for rest, name in others.items():
-            if len(shapes[name]) == axes and is_matrix(name, shapes[name], width):
-                alike[rest] = shapes[name]
+        for rest in others:
+            shape = shapes[names[rest]]
+            if len(shape) == axes and is_matrix(names[rest], shape, width):
+                alike[rest] = shape
         for owner, roles in mlps_by_shape(alike, width).items():
             is_named = DOWN.search(roles["down"]) is not None
-            of_roles = {role: names[rest] for role, rest in roles.items()}
             number = re.search(r"\.experts\.(\d+)$", f".{owner}")
-            label = f"layer {layer}" + (f", expert {int(number[1]) + 1}" if number else "")
-            if axes == 2:
-                mlps.append(MLP(layer, label, of_roles, is_named, None, *norms))
-                continue
-            for expert in range(alike[roles["down"]][0]):
-                label = f"layer {layer}, expert {expert + 1}"
+            for expert in [None] if axes == 2 else range(alike[roles["down"]][0]):
+                label = f"layer {layer}"
+                if number or expert is not None:
+                    label += f", expert {1 + (int(number[1]) if number else expert)}"
+                of_roles = {role: names[rest] for role, rest in roles.items()}
                 mlps.append(MLP(layer, label, of_roles, is_named, expert, *norms))
     return mlps, unknown
 
@@ -407,11 +412,6 @@ def is_factored(matrices):
     owners = Counter(rest.removesuffix(".weight").rpartition(".")[0] for rest in matrices)
     several = [owner for owner, count in owners.items() if count > 1 and not ATTENTION.search(owner)]
     return any(map(FACTOR.search, matrices)) or any(map(PROJECTION.search, several))
-
-
-def units_of(shape, width):
-    """The number of units that a matrix, or a stack, has a row or a column for."""
-    return shape[-2] if shape[-1] == width else shape[-1]
 
 
 def mlps_by_shape(shapes, width):
@@ -432,7 +432,7 @@ def mlps_by_shape(shapes, width):
 
 def roles_by_shape(shapes, width):
     """The matrices of an MLP by role: one writes what one or two others read; {} if there is none."""
-    reads, writes = defaultdict(list), defaultdict(list)
+    reads, writes = defaultdict(list), defaultdict(list)  # by the number of units
     named = [rest for rest in shapes if DOWN.search(rest)]
     for rest, shape in shapes.items():
         if named or shape[-1] != shape[-2]:
@@ -450,6 +450,11 @@ def roles_by_shape(shapes, width):
         if names and len(down) == 1:
             return dict(zip(names, inputs)) | {"down": down[0]}
     return {}
+
+
+def units_of(shape, width):
+    """The number of units that a matrix, or a stack, has a row or a column for."""
+    return shape[-2] if shape[-1] == width else shape[-1]
 
 
 def gains_of(names, shapes, width):
@@ -478,9 +483,10 @@ def changes_of_basis(stack):
     """
     shapes = stack.source.shapes
     known = {name for mlp in stack.mlps for name in mlp.matrices.values()}
-    last_layer = [name for names in [*stack.layers.values()][-1:] for name in names.values()]
+    last_layer = [*stack.layers.values()][-1:]
+    candidates = stack.unknown + [name for names in last_layer for name in names.values()]
     turning = []
-    for name in dict.fromkeys(stack.unknown + last_layer):
+    for name in dict.fromkeys(candidates):
         sides = shapes[name][-2:]
         is_square = len(sides) > 1 and max(sides) <= 2 * min(sides) and stack.width in sides
         if name not in known and is_square and is_orthogonal(stack.source.read(name)):

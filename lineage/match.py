@@ -18,12 +18,9 @@ from lineage.table import DEEP, FEWEST_UNITS, HALF, TOKENS_A_DIMENSION, Pair, Ro
 from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
 from measure.matching import matched_units, mutual_neighbours
 
-MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most
-LARGEST_MAP = 2048  # units in all, of deep models, of whose MLPs it counts fewer, but TRIAL_UNITS at least
-TRIAL_UNITS = 64  # of a layer, by which ways to read two models are tried
-LARGE = (
-    2**15
-)  # width times MLPs, from which on DEEP layers are read, evenly spaced, unless more are asked for
+MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
+TRIAL_UNITS = 64  # but so many at least; and by so many ways to read two models are tried
+LARGE = 2**15  # width times MLPs, from which on DEEP layers are read, unless more are asked for
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
 
 
@@ -36,8 +33,8 @@ def equal_ids(base: Units, suspect: Units):
 def ids_by_string(base: Units, suspect: Units, vocabularies):
     """The same if one string is one token, by each model's {string: id}; None where that tells no more."""
     ours, theirs = vocabularies
-    shared = [token for token in ours if token in theirs and ours[token] < base.num_tokens]
-    shared = [token for token in shared if theirs[token] < suspect.num_tokens]
+    known = [token for token, number in ours.items() if number < base.num_tokens]
+    shared = [token for token in known if theirs.get(token, suspect.num_tokens) < suspect.num_tokens]
     ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
     return None if not shared or torch.equal(*ids) else ids
 
@@ -46,37 +43,46 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
     """The `match_models` of two stacks in the way to read them that finds most in a few layers.
 
     `bases` and `suspects` are Units by each Reading. Tokens are equal by string, if `vocabularies` tell, or
-    by number; and a suspect's gate may be called up. A way that chance may have found is not taken: then the
-    likeliest is. UserError if no way can be compared; an empty Pair without units.
+    by number. A way that chance may have found is not taken: then the likeliest is. UserErrors of ways are
+    the Pair's `lack`, if no way can be compared; without units it is empty.
     """
     ways = []
-    refusal = None
+    pair = Pair()
     for base, suspect in itertools.product(bases, suspects):
-        have_heads = base.stack.has_head and suspect.stack.has_head
-        if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
-            continue  # a table is tried as its model's head where one of them has none
+        if not is_way(base, suspect):
+            continue
         for tokens in (ids_by_string(base, suspect, vocabularies), equal_ids(base, suspect)):
-            try:
-                ways += score_ways(*seen_alike(base, suspect, tokens), units) if tokens else []
-            except UserError as error:  # a decoy's numbers, perhaps
-                refusal = error
-        if any(score >= HALF * TRIED for score, *_ in ways):
+            if tokens is not None:
+                try:
+                    way = seen_alike(base, suspect, tokens)
+                    ways.append((score_way(*way, units), way))
+                except UserError as error:  # a decoy's numbers, perhaps
+                    pair.lack = str(error)
+        if any(score >= HALF * TRIED for score, _ in ways):
             break
     if not ways:
-        return Pair(lack=str(refusal or ""))
-    score, *way = max(ways, key=lambda way: way[0])
+        return pair
+    score, way = max(ways, key=lambda scored: scored[0])
     if score < HALF:
-        _, *way = ways[0]
-    stacks = [units.stack for units in way[:2]]
-    if layers is None and any(stack.width * len(stack.mlps) > LARGE for stack in stacks):
+        _, way = ways[0]
+    base, suspect, *_ = way
+    if layers is None and any(each.width * len(each.mlps) > LARGE for each in (base, suspect)):
         layers = DEEP
     pair = match_models(*way, units, layers, key)
-    found = [(row.layer, row.closest) for row in pair.rows if row.has_units_of_base]
-    if distinct(found) == 1 and len({row.layer for row in pair.rows}) < len(
-        way[1].layers
-    ):  # is it the only one?
+    found = [(row.layer, row.closest) for row in pair.with_units]
+    is_partly_read = len({row.layer for row in pair.rows}) < len(suspect.stack.layers)
+    if distinct(found) == 1 and is_partly_read:  # is it the only one?
         pair = match_models(*way, units, None, key)
     return pair
+
+
+def is_way(base, suspect):
+    """May two be read so? Tables are heads where a model has none; of a suspect gates may be called up."""
+    have_heads = base.stack.has_head and suspect.stack.has_head
+    if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
+        return False
+    is_gated = all(len(mlp.views) == 3 for mlp in base.mlps)
+    return not base.reading.exchanged and (is_gated or not suspect.reading.exchanged)
 
 
 def seen_alike(base, suspect, tokens):
@@ -91,24 +97,19 @@ def seen_alike(base, suspect, tokens):
     return base, suspect, tokens, basis
 
 
-def score_ways(base, suspect, tokens, basis, units):
-    """Yield (score, base, suspect, tokens, basis, exchanged): shares times strengths, over a few layers."""
-    is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
-    for exchanged in (False, True) if is_gated else (False,):
-        numbers = layers_to_read(base, suspect, TRIED)
-        columns = map_columns(base, suspect, basis, *numbers, units, TRIAL_UNITS, exchanged)
-        score = sum((share * r).max().item() for _, _, share, r in columns)
-        yield score, base, suspect, tokens, basis, exchanged
+def score_way(base, suspect, tokens, basis, units):
+    """The shares of units matched times their strengths, summed over a few layers."""
+    ours, theirs = layers_to_read(base, suspect, TRIED)
+    columns = map_columns(base, suspect, basis, ours, theirs, units, TRIAL_UNITS)
+    return sum((shares * strengths).max().item() for _, _, shares, strengths in columns)
 
 
-def match_models(
-    base: Units, suspect: Units, tokens, basis=None, exchanged=False, units=1024, layers=None, key=0
-):
+def match_models(base: Units, suspect: Units, tokens, basis=None, units=1024, layers=None, key=0):
     """Which units of each MLP of a suspect are matched in the closest of a base: a Pair's rows, and its map.
 
     `tokens` are the ids (n,) of the tokens that both have, for each, `basis` their `basis_correlations`. Up
     to `units` units of an MLP are looked for, in up to `layers` layers (None: all). `key` permutes one
-    model's tokens, which breaks what ties the two alone. If `exchanged`, the suspect's gates are called up.
+    model's tokens, which breaks what ties the two alone.
     """
     ids_a, ids_b = tokens
     basis = basis or basis_correlations(base, suspect, tokens)
@@ -120,21 +121,22 @@ def match_models(
         order = torch.from_numpy(generator.permutation(len(ids_b)))
         null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
     ours, theirs = layers_to_read(base, suspect, layers)
-    few = min(MAP_UNITS, max(TRIAL_UNITS, LARGEST_MAP // len(ours)))
-    columns = map_columns(base, suspect, basis, ours, theirs, units, few, exchanged)
+    few = min(MAP_UNITS, max(TRIAL_UNITS, DEEP * MAP_UNITS // len(ours)))
     rows, shares = [], []
-    for number, views, share, _ in columns:
+    for number, views, column, _ in map_columns(base, suspect, basis, ours, theirs, units, few):
         own_place = len(shares) * len(ours) // len(theirs)
-        (close,) = np.nonzero(share.numpy() >= AS_CLOSE * share.max().item())
+        (close,) = np.nonzero(column.numpy() >= AS_CLOSE * column.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
-        rows.append(match_mlps(base, closest, suspect, number, views, basis, null, units, exchanged))
-        shares.append(share.tolist())
-    layer_map = {"base": [base.mlps[number].label for number in ours]}
-    layer_map["suspect"] = [suspect.mlps[number].label for number in theirs]
-    layer_map["share"] = np.transpose(shares).tolist()
-    widths = (base.width, suspect.width)
+        rows.append(match_mlps(base, closest, suspect, number, views, basis, null, units))
+        shares.append(column.tolist())
     mark_units(rows)
-    pair = Pair(rows, layer_map, widths, len(ids_a))
+    layer_map = {
+        "base": [base.mlps[number].label for number in ours],
+        "suspect": [suspect.mlps[number].label for number in theirs],
+        "share": np.transpose(shares).tolist(),
+    }
+    widths = (base.width, suspect.width)
+    pair = Pair(rows, layer_map, widths, num_tokens=len(ids_a))
     if len(ids_a) >= TOKENS_A_DIMENSION * max(widths):
         alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
         by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
@@ -177,15 +179,17 @@ def whitener(table, ids, root):
     return (vectors * values.rsqrt()) @ vectors.T @ inverse
 
 
-def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, exchanged):
+def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
     """Yield for each of the suspect's MLPs in `theirs` its number, views, and its column of the layer map.
 
     What share of `few` units of each of the base's MLPs in `ours` is matched in it, of those that could be,
     and their median strength: (MLPs,) each. The gate is compared where up and down do not settle it.
     """
-    sizes = []  # how many units of each of the base's MLPs are shown,
-    sampled = []  # how many of them live,
-    living = []  # and how many live in all
+    sizes, sampled, living = (
+        [],
+        [],
+        [],
+    )  # of each of the base's MLPs: units shown; of them, and in all, living
     rows = defaultdict(list)
     for number in progress(ours, desc="units of the base's layers", leave=False):
         chosen, views, living_in_all = base.sample(number, units)
@@ -200,14 +204,12 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, ex
     rows = {view: torch.cat(rows[view]) @ basis[view] for view in whole}  # (units, e) each
     for number in progress(theirs, desc="units of the suspect's layers", leave=False):
         views = suspect.views(number)
-        if exchanged:
-            views = {"gate": views["up"], "up": views["gate"], "down": views["down"]}
         living_theirs = living_units(views)
         shares = torch.zeros(len(ours))
         strengths = torch.zeros(len(ours))
         neighbours = [[] for _ in ours]
-        for view in [view for view in rows if view in views]:
-            if shares.max() > HALF:
+        for view in rows:
+            if shares.max() > HALF or view not in views:
                 break
             correlations = (rows[view] @ views[view]).abs_()  # (units, m)
             for place, block in enumerate(correlations.split(sizes)):
@@ -220,7 +222,7 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few, ex
         yield number, views, shares, strengths
 
 
-def match_mlps(base, base_number, suspect, number, views, basis, null, units, exchanged):
+def match_mlps(base, base_number, suspect, number, views, basis, null, units):
     """The Row of an MLP of the suspect, of these `views`, with one of the base.
 
     The units of the smaller MLP are sampled, so that all of them can be matched.
@@ -233,18 +235,15 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
         chosen = list(range(base_views["up"].shape[1]))
         chosen_theirs = evenly_spaced(len(chosen_theirs), units)
         views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
-    found = correlations_in(base_views, views, basis)
-    places, partners, strengths = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
-    found = correlations_in(base_views, views, null)
-    by_chance, _, _ = matched_units([mutual_neighbours(sizes) for sizes in found.values()])
+    places, partners, strengths = matched_in(base_views, views, basis)
+    by_chance, _, _ = matched_in(base_views, views, null)
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
     far = None  # which gains would tell
     if base_mlp.knows_norm and mlp.knows_norm:
         # The gate, if both have one: signs of up can be flipped.
-        view = base_mlp.views[0] if base_mlp.views == mlp.views else "up"
-        theirs = suspect.rows(number, "up" if exchanged else view)[suspect_units]
-        far = distance(base.rows(base_number, view)[base_units], theirs)
+        view = "gate" if "gate" in base_views and "gate" in views else "up"
+        far = distance(base.rows(base_number, view)[base_units], suspect.rows(number, view)[suspect_units])
     return Row(
         layer=mlp.layer,
         depth=len(suspect.stack.layers),
@@ -259,6 +258,12 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units, ex
         in_place=int((base_units == suspect_units).sum()),
         distance=far,
     )
+
+
+def matched_in(base_views, views, basis):
+    """The `matched_units` of some units of a base and of a suspect, by the views that both have."""
+    found = correlations_in(base_views, views, basis)
+    return matched_units([mutual_neighbours(sizes) for sizes in found.values()])
 
 
 def correlations_in(base_views, views, basis):

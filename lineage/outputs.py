@@ -7,21 +7,25 @@ Both models read the same random inputs. A model orders them by each dimension o
 Kendall's tau says how far two models agree on that order.
 """
 
+import functools
+import warnings
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 import tyro
+from scipy import stats
 
-from init import SCHEMES, newborn
+from init import SCHEMES, keyed_generator, newborn
 from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
 from lib.figures import draw_persistence
 from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress
 from lib.settings import RunSettings, UserError, at_least
-from lineage import kendall
 
+NULLS = 10  # Gaussian pairs that the paper's test compares with
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
 
 Names = Annotated[
@@ -49,12 +53,6 @@ class PersistenceSettings(PaperSettings):
     stranger: str | None = None  # run of another birth; None: a newborn of another seed
 
 
-def check_several(names) -> None:
-    """UserError if there is nothing to compare."""
-    if len(names) < 2:
-        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
-
-
 def paper(settings: PaperSettings):
     """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
 
@@ -62,17 +60,66 @@ def paper(settings: PaperSettings):
     `paper_t_p` and `paper_u_p` are of the t-test and the U-test of these taus against Gaussian matrices'.
     """
     check_several(settings.models)
-    specs = [parse_spec(name, settings.init) for name in settings.models]
+    base, *suspects = specs = [parse_spec(name, settings.init) for name in settings.models]
     check_comparable(specs, settings)
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
-    base_outputs = outputs_of(specs[0], vocab_size, experiment)
+    base_outputs = outputs_of(base, vocab_size, experiment)
     rows = []
-    for spec in progress(specs[1:], desc="paper", unit=" suspects"):
-        outputs = outputs_of(spec, vocab_size, experiment)
-        test = kendall.paper_test(base_outputs, outputs)
-        rows.append({"base": specs[0].name, "suspect": spec.name} | test)
+    for spec in progress(suspects, desc="paper", unit=" suspects"):
+        test = paper_test(base_outputs, outputs_of(spec, vocab_size, experiment))
+        rows.append({"base": base.name, "suspect": spec.name} | test)
     return experiment.save(rows)
+
+
+def persistence(settings: PersistenceSettings):
+    """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
+
+    For each dimension, Kendall's tau compares how birth and step order the inputs. `mean_tau` and `std_tau`
+    are over the half of dimensions whose mean output is largest at birth. The stranger is the checkpoint of
+    --stranger at the same step, else its last one. Writes persistence.json and .png.
+    """
+    folders = steps(settings.models[0]) if len(settings.models) == 1 else []
+    if len(folders) < 2 or folders[0].name != "step_0000000":
+        raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
+    specs = [parse_spec(str(folder)) for folder in folders]
+    compared = specs[:1]
+    strangers = {}  # their checkpoints by step
+    if settings.stranger is not None:
+        compared.append(parse_spec(settings.stranger))
+        strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
+    check_comparable(compared, settings)
+    experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
+    vocab_size = min(spec.config.vocab_size for spec in compared)
+    birth = outputs_of(specs[0], vocab_size, experiment)
+    chosen = top_dimensions(birth)
+    if settings.stranger is None:
+        where = (experiment.device, experiment.dtype)
+        model = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
+        last_stranger = last_outputs(model, vocab_size, settings).numpy()
+    else:
+        last_stranger = outputs_of(compared[1], vocab_size, experiment)
+    rows = []
+    for spec in progress(specs, desc="checkpoints"):
+        step = spec.folder.name
+        outputs = outputs_of(spec, vocab_size, experiment)
+        stranger = last_stranger
+        if step in strangers:
+            stranger = outputs_of(strangers[step], vocab_size, experiment)
+        row = {"step": int(step.removeprefix("step_"))}
+        for prefix, states in (("", outputs), ("stranger_", stranger)):
+            taus = kendall(birth, states, chosen)
+            row |= {f"{prefix}mean_tau": taus.mean(), f"{prefix}std_tau": taus.std()}
+        test = paper_test(birth, outputs)
+        rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
+    draw_persistence(experiment.folder / "persistence.png", rows)
+    return experiment.save(rows)
+
+
+def check_several(names) -> None:
+    """UserError if there is nothing to compare."""
+    if len(names) < 2:
+        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
 
 
 def check_comparable(specs, settings: PaperSettings) -> None:
@@ -84,12 +131,12 @@ def check_comparable(specs, settings: PaperSettings) -> None:
 
 
 def outputs_of(spec, vocab_size, experiment):
-    """`last_outputs` of a checkpoint; UserError, which names it, unless they are finite."""
+    """`last_outputs` of a checkpoint, an array; UserError, which names it, unless they are finite."""
     model = spec.load(experiment.device, experiment.dtype)
     outputs = last_outputs(model, vocab_size, experiment.settings)
     if not outputs.isfinite().all():
         raise UserError(f"{spec.name}: its states are not finite: check its weights for huge numbers")
-    return outputs
+    return outputs.numpy()
 
 
 @torch.inference_mode()
@@ -109,49 +156,61 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
     return torch.cat(outputs)
 
 
-def persistence(settings: PersistenceSettings):
-    """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
+def paper_test(a, b):
+    """The paper's test of two models' last-position states on the same inputs, (n, d) of float32 each.
 
-    For each dimension, Kendall's tau compares how birth and step order the inputs. `mean_tau` and `std_tau`
-    are over the half of dimensions whose mean output is largest at birth. The stranger is the checkpoint of
-    --stranger at the same step, else its last one. Writes persistence.json and .png.
+    Kendall's tau of the dimensions that are among the half with the largest mean outputs in both models, the
+    `paper_k` identity dimensions. p of the one-sided t- and U-tests against the taus of NULLS Gaussian
+    pairs, averaged; `closed_form_z` is the mean tau over the error that k independent dimensions would have.
     """
-    folders = steps(settings.models[0]) if len(settings.models) == 1 else []
-    if len(folders) < 2 or folders[0].name != "step_0000000":
-        raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
-    specs = [parse_spec(str(folder)) for folder in folders]
-    compared = specs[:1]
-    strangers = {}  # their checkpoints by step
-    if settings.stranger is not None:
-        compared = [specs[0], parse_spec(settings.stranger)]
-        strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
-    check_comparable(compared, settings)
-    experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
-    vocab_size = min(spec.config.vocab_size for spec in compared)
-    birth_outputs = outputs_of(specs[0], vocab_size, experiment)
-    chosen = kendall.top_dimensions(birth_outputs.numpy())
+    taus = identity_taus(np.asarray(a), np.asarray(b))
+    n, d = a.shape
+    k = len(taus)
+    mean_tau = taus.mean() if k else 0.0
+    std = (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5  # of Kendall's tau between independent columns
+    p_values = []  # of the t-test and the U-test
+    for trial in range(NULLS):
+        null = null_taus(n, d, trial)
+        if min(k, len(null)) < 2:  # too few dimensions to say anything
+            p_values.append((1.0, 1.0))
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # identical models: all taus are 1
+            t_test = stats.ttest_ind(taus, null, alternative="greater")
+        u_test = stats.mannwhitneyu(taus, null, alternative="greater")
+        p_values.append((t_test.pvalue, u_test.pvalue))
+    t_p, u_p = np.nan_to_num(np.mean(p_values, axis=0), nan=1.0).tolist()
+    return {
+        "paper_k": k,
+        "paper_mean_tau": mean_tau,
+        "paper_t_p": t_p,
+        "paper_u_p": u_p,
+        "closed_form_z": mean_tau / (std / max(1, k) ** 0.5),
+    }
 
-    def taus_with_birth(outputs):
-        return kendall.kendall(birth_outputs.numpy(), outputs.numpy(), chosen)
 
-    if settings.stranger is None:
-        where = (experiment.device, experiment.dtype)
-        stranger = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
-        stranger_outputs = last_outputs(stranger, vocab_size, settings)
-    else:
-        stranger_outputs = outputs_of(compared[1], vocab_size, experiment)
-    stranger_taus = taus_with_birth(stranger_outputs)
-    rows = []
-    for spec in progress(specs, desc="checkpoints"):
-        step = spec.folder.name
-        outputs = outputs_of(spec, vocab_size, experiment)
-        taus = taus_with_birth(outputs)
-        beside = stranger_taus
-        if step in strangers:
-            beside = taus_with_birth(outputs_of(strangers[step], vocab_size, experiment))
-        row = {"step": int(step.removeprefix("step_")), "mean_tau": taus.mean(), "std_tau": taus.std()}
-        row |= {"stranger_mean_tau": beside.mean(), "stranger_std_tau": beside.std()}
-        test = kendall.paper_test(birth_outputs, outputs)
-        rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
-    draw_persistence(experiment.folder / "persistence.png", rows)
-    return experiment.save(rows)
+@functools.lru_cache(maxsize=512)
+def null_taus(n, d, trial):
+    """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
+    generator = keyed_generator("paper null", n, d, trial)
+    a = generator.standard_normal((n, d), np.float32)
+    b = generator.standard_normal((n, d), np.float32)
+    return identity_taus(a, b)
+
+
+def identity_taus(a, b):
+    """Kendall's tau of arrays (n, d) on the dimensions that are among the top ones of both."""
+    return kendall(a, b, np.intersect1d(top_dimensions(a), top_dimensions(b)))
+
+
+def top_dimensions(rows):
+    """The half of the dimensions with the largest mean outputs, of (n, d)."""
+    mean = rows.mean(axis=0, dtype=np.float64)
+    return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
+
+
+def kendall(a, b, chosen):
+    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column."""
+    columns = zip(a.T[chosen].astype(np.float64), b.T[chosen].astype(np.float64))
+    taus = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in columns]
+    return np.nan_to_num(np.array(taus, dtype=float))

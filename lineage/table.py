@@ -88,15 +88,15 @@ class Row:
         return self.found / max(1, self.units)
 
     @property
-    def base_layer(self):
-        """The base's layer that this one is, on the first ground that holds; 0: none."""
-        return self.bits or self.has_units_of_base * self.closest or self.coordinates
-
-    @property
     def ground(self):
-        """That ground; "" if none holds."""
+        """The first ground on which this layer is the base's; "" if none holds."""
         grounds = {"bits": self.bits, "hidden units": self.has_units_of_base, "coordinates": self.coordinates}
         return next((ground for ground, holds in grounds.items() if holds), "")
+
+    @property
+    def base_layer(self):
+        """The base's layer that this one is, on that ground; 0: none."""
+        return self.bits or self.has_units_of_base * self.closest or self.coordinates
 
     @property
     def num_middle(self):
@@ -118,7 +118,7 @@ class Pair:
     coordinates: dict = field(default_factory=dict)  # tests of the layers' ("body") and of the "embedding"
     lack: str = ""  # why hidden units cannot tell; "" if they can
     may_hide: bool = True  # may there be hidden units that were not found?
-    bare: str = ""  # what a model without layers has in their place
+    bare: str = ""  # what models without layers have in their place
     unread: str = ""  # what was not looked at
     verdict: str = ""
     reason: str = ""  # which of the rules below gave the verdict
@@ -182,7 +182,7 @@ def fill(pair, equal, namesakes):
 
 def look_for_gaps(pair, *names):
     """Tell a Pair of models of these names what was not looked at, and why hidden units cannot tell."""
-    told, lacks = [], list(filter(None, [pair.lack]))
+    told, lacks = [], [pair.lack] if pair.lack else []
     for stack, name in zip((pair.base, pair.suspect), names):
         shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
         told += [f"{what} ({share} of {name}'s layers)" for what, share in shares.items() if share != "0%"]
@@ -201,14 +201,10 @@ def look_for_gaps(pair, *names):
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
     elif rows and all(row.by_chance >= BASE_SHARE * row.units for row in rows):
         lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
-    pair.unread, pair.lack = join(*told), join(*lacks)
+    pair.unread = " and ".join(told)
+    pair.lack = " and ".join(lacks)
     hides = pair.base.hides or pair.suspect.hides
     pair.may_hide = hides or (pair.base.may_have_units and pair.suspect.may_have_units)
-
-
-def join(*phrases):
-    """Phrases for a reader, without empty ones."""
-    return " and ".join(filter(None, phrases))
 
 
 def distinct(pairs):
@@ -226,20 +222,16 @@ def judge_stacks(pair):
     """The verdict of two stacks, and the rule that gave it."""
     depth = len({row.layer for row in pair.rows})
     layers = distinct([(row.layer, row.base_layer) for row in pair.rows if row.base_layer])
-    undecided = pair.may_hide or pair.coordinates.get("body", {"p": 0.0})["p"] <= UNDECIDED_P
+    undecided = "body" not in pair.coordinates or pair.coordinates["body"]["p"] <= UNDECIDED_P
     if pair.bare:
         return INCONCLUSIVE, "bare"
-    if layers and layers >= min(2, depth):
-        return SAME_BIRTH, "layers"
     if layers:
-        return INCONCLUSIVE, "one layer"
+        return (SAME_BIRTH, "layers") if layers >= min(2, depth) else (INCONCLUSIVE, "one layer")
     if pair.agrees("body"):
         return INCONCLUSIVE, "coordinates"
     if pair.lack:
-        return (INCONCLUSIVE, "hidden") if undecided else (NO_EVIDENCE, "unseen")
-    if is_between(pair):
-        return INCONCLUSIVE, "between"
-    return NO_EVIDENCE, "units"
+        return (INCONCLUSIVE, "hidden") if undecided or pair.may_hide else (NO_EVIDENCE, "unseen")
+    return (INCONCLUSIVE, "between") if is_between(pair) else (NO_EVIDENCE, "units")
 
 
 def judge_models(pairs):
@@ -248,22 +240,17 @@ def judge_models(pairs):
     Each stack that may be the language model counts by the one of the other model that it is closest to (that
     reads tokens, too, or does not, if there is one). All must be kin.
     """
-    bases = language_models(list(dict.fromkeys(pair.base for pair in pairs)))
-    suspects = language_models(list(dict.fromkeys(pair.suspect for pair in pairs)))
+    bases = language_models([*dict.fromkeys(pair.base for pair in pairs)])
+    suspects = language_models([*dict.fromkeys(pair.suspect for pair in pairs)])
     models = [pair for pair in pairs if pair.base in bases and pair.suspect in suspects]
     closest = []
     for stack in bases + suspects:
         own = [pair for pair in models if stack in (pair.base, pair.suspect)]
         alike = [pair for pair in own if bool(pair.base.tables) == bool(pair.suspect.tables)]
-        closest.append(min(alike or own, key=doubt))
-    told = max(closest, key=doubt)
-    have_part = any(pair.verdict == SAME_BIRTH for pair in pairs)
-    return PART_IN_COMMON if have_part and told.verdict != SAME_BIRTH else told.verdict, told, pairs
-
-
-def doubt(pair):
-    """How little a pair's verdict says, from 0."""
-    return VERDICTS.index(pair.verdict)
+        closest.append(min(alike or own, key=lambda pair: VERDICTS.index(pair.verdict)))
+    told = max(closest, key=lambda pair: VERDICTS.index(pair.verdict))
+    have_part = told.verdict != SAME_BIRTH and any(pair.verdict == SAME_BIRTH for pair in pairs)
+    return PART_IN_COMMON if have_part else told.verdict, told, pairs
 
 
 def language_models(stacks):

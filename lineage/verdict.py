@@ -1,12 +1,5 @@
 """What is said of two models? The row of a verdict, and a sentence with its reason (ours).
 
-    >>> from lib import checkpoint
-    >>> from lineage.verdict import compare_pair, read_model
-    >>> sources = [checkpoint.parse_spec(name).open() for name in ("tiny_llama@1", "tiny_llama@2")]
-    >>> models = [read_model("one", sources[0]), read_model("other", sources[1])]
-    >>> compare_pair(*models)[0]["sentence"]
-    'at most 2 of 704 hidden units of a layer were matched, as by chance; a different embedding matrix'
-
 `lineage/compare.py` fills and groups the table that is told here.
 """
 
@@ -50,15 +43,12 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
         how = "bit for bit" if all(row.bits for row in common.rows) else "; ".join(found(common))
         copied = f"its {title(common.suspect)} is the base's {title(common.base)}, {how}"
         sentence = f"{copied}; the language models: {pair.verdict} ({sentence})"
-    if verdict == SAME_BIRTH:
-        told = {pair.suspect: ""}
-        for each in kin:
-            told.setdefault(each.suspect, "of one birth, too")
+    elif verdict == SAME_BIRTH:
+        kin_stacks = [each.suspect for each in kin]
         for stack in suspect.stacks:
-            told.setdefault(stack, "not seen to be the base's")
-        for what in ("of one birth, too", "not seen to be the base's"):
-            titles = [title(stack) for stack in suspect.stacks if told[stack] == what]
-            sentence += f"; {what}: its {' and '.join(titles)}" if titles else ""
+            if stack is not pair.suspect:
+                said = "of one birth, too" if stack in kin_stacks else "not seen to be the base's"
+                sentence += f"; {said}: its {title(stack)}"
     return row | {"sentence": sentence}, {"layers": layer_rows(pair), "layer_map": pair.layer_map}
 
 
@@ -109,10 +99,9 @@ def layer_rows(pair):
     rows = []
     for row in pair.rows:
         if row.closest or row.ground:
-            units = {"found": row.found, "units": row.units, "share": row.share, "r": row.r}
-            units |= {"by_chance": row.by_chance, "distance": row.distance}
-            base = row.base_label or f"layer {row.base_layer}"
-            told = {"layer": row.label, "base_layer": base} | (units if row.closest else dict.fromkeys(units))
+            told = {"layer": row.label, "base_layer": row.base_label or f"layer {row.base_layer}"}
+            for key in ("found", "units", "share", "r", "by_chance", "distance"):
+                told[key] = getattr(row, key) if row.closest else None
             rows.append(told | {"is_base": row.ground != "", "ground": row.ground})
     return rows
 
@@ -162,22 +151,20 @@ def matched_phrase(pair):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
     least = told_row(pair)
     origins = {row.layer: row.closest for row in pair.with_units}
+    count = f"{least.found:,} of {least.units:,}"
+    if any(row.share > least.share for row in pair.with_units):
+        count = f"at least {count}"
     layers = f"{len(origins)} of {len({row.layer for row in pair.searched})} layers"
     if len(pair.with_units) == len(pair.searched):
         layers = "every layer"
-    count = f"{least.found:,} of {least.units:,}"
-    sentence = f"{count} hidden units of {layers} were matched"
+    phrase = f"{count} hidden units of {layers} were matched"
     if any(row.units != least.units for row in pair.with_units):
-        share = "all" if least.share == 1 else f"at least {least.share:.0%} of the"
-        sentence = f"{share} hidden units of {layers} were matched ({count} of layer {least.layer})"
-    elif any(row.share != least.share for row in pair.with_units):
-        sentence = f"at least {sentence}"
+        phrase += f" ({least.share:.0%} of layer {least.layer})"
     if least.r < BASE_R:
-        sentence += f", weakly (r = {least.r:.2f})"
-    are_in_place = least.depth == least.base_depth and all(here == there for here, there in origins.items())
-    if are_in_place and len(origins) > 1:
-        return sentence
-    return f"{sentence}, in {layers_phrase(origins.values())} of the base"
+        phrase += f", weakly (r = {least.r:.2f})"
+    if len(origins) > 1 and least.depth == least.base_depth and [*origins] == [*origins.values()]:
+        return phrase
+    return f"{phrase}, in {layers_phrase(origins.values())} of the base"
 
 
 def layers_phrase(numbers):
@@ -194,19 +181,14 @@ def layers_phrase(numbers):
 
 def units_phrase(pair):
     """How many units were matched of a suspect that is not seen to be a child, and what that means."""
-    largest = told_row(pair)
-    if largest is None:
+    most = told_row(pair)
+    if most is None:
         return "no hidden units were looked for"
-    count = f"{largest.found:,} of {largest.units:,}"
-    if not beyond_chance(largest, len(pair.searched)):
-        return f"at most {count} hidden units of a layer were matched, as by chance"
-    here = f"{largest.share:.0%} of layer {largest.layer}, r = {largest.r:.2f}"
-    shares = [row.share for row in pair.searched if row.num_middle > 0]
-    if largest.num_middle > 0 or not shares:
-        return f"at most {count} hidden units of a layer were matched ({here}), more than by chance"
-    which = "the first layers agree" if largest.layer == 1 else "late layers agree"
-    likewise = "" if is_between(pair) else ", as those of unrelated models do that learnt the same words"
-    return f"{which} ({here}){likewise}; in the middle at most {max(shares):.0%}"
+    phrase = f"at most {most.found:,} of {most.units:,} hidden units of a layer were matched"
+    if not beyond_chance(most, len(pair.searched)):
+        return f"{phrase}, as by chance"
+    phrase += f" ({most.share:.0%} of layer {most.layer}, r = {most.r:.2f})"
+    return phrase if is_between(pair) else f"{phrase}, as of unrelated models that learnt the same words"
 
 
 def changes(pair):
@@ -232,9 +214,8 @@ def coordinates_phrase(pair):
     if "body" not in pair.coordinates:
         return "no layers' matrices of one name and shape"
     body = pair.coordinates["body"]
-    if body["same"]:
-        return f"coordinates of the layers' weights agree (r = {body['matched']:.2g}, z = {body['z']:.0f})"
-    return f"coordinates of the layers' weights do not agree (z = {body['z']:.1f})"
+    agree = "agree" if body["same"] else "do not agree"
+    return f"coordinates of the layers' weights {agree} (r = {body['matched']:.2g}, z = {body['z']:.1f})"
 
 
 def table_phrase(pair):
@@ -244,8 +225,6 @@ def table_phrase(pair):
     likeness = pair.table_likeness
     if likeness is None and pair.agrees("embedding"):
         likeness = pair.coordinates["embedding"]["matched"]
-    if likeness is None and pair.searched:
-        return "too few shared tokens to compare embedding matrices"
     if likeness is None:
         return "embedding matrices that were not seen to agree"
     if likeness > SAME_TABLE:

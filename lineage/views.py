@@ -38,6 +38,7 @@ class Reading:
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
+    exchanged: bool  # the gate is called up
 
 
 def readings(stack):
@@ -50,17 +51,28 @@ def readings(stack):
         from_one.append(not from_one[0])
     is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
+    is_gated = all(len(mlp.views) == 3 for mlp in stack.mlps)
+    trials = [[False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_gated)]
     heads = dict.fromkeys(stack.heads + stack.tables)
-    choices = (stack.tables, heads, [False, True][: 1 + is_fused], from_one, [False, True][: 1 + is_guess])
-    return [Reading(*choice) for choice in itertools.product(*choices)]
+    choices = itertools.product(stack.tables, heads, trials[0], from_one, *trials[1:])
+    return [Reading(*choice) for choice in choices]
 
 
 class Tables:
     """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
 
     def __init__(self, source):
-        self.read = functools.cache(lambda names: clipped(product(*map(source.read, names))))
+        self.source = source
         self.root = functools.cache(lambda names: root_of(self.read(names)))
+        self.read = functools.cache(self.compute)
+
+    def compute(self, names):
+        """A table (V, e) as it is, or through a projection (d, e) or (e, d) to the stream."""
+        table, *projections = [self.source.read(name) for name in names]
+        for projection in projections:
+            turned = projection if projection.shape[0] == table.shape[1] else projection.T
+            table = table.float() @ turned.float()
+        return clipped(table)
 
 
 def hidden_units(source):
@@ -143,6 +155,8 @@ class Units:
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.mlps[number]
         role = view
+        if self.reading.exchanged:
+            role = {"gate": "up", "up": "gate"}.get(view, view)
         if self.reading.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
@@ -150,10 +164,10 @@ class Units:
         if mlp.expert is not None:
             weight = weight[mlp.expert]
         rows = residual_rows(self.stack, name, weight).float()
-        if view not in mlp.matrices:
+        if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
-            rows = halves[view == "up"]
+            rows = halves[role == "up"]
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
             rows = self.without_mean(self.stack.norm, rows * self.gain(mlp.norm_behind))
             return rows * self.gain(self.stack.norm)
@@ -191,15 +205,6 @@ def decorrelated(columns: Tensor) -> Tensor:
     root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
     white = root @ columns
     return white / white.norm(dim=0).clamp(min=1e-30)
-
-
-def product(table: Tensor, projection: Tensor | None = None) -> Tensor:
-    """A table (V, e) as it is, or through a projection (d, e) or (e, d) that leads to the stream: (V, d)."""
-    if projection is None:
-        return table
-    if projection.shape[0] != table.shape[1]:
-        projection = projection.T
-    return table.float() @ projection.float()
 
 
 def clipped(table: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ from lib.figures import legend_below, lines_of, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
-from lineage import kendall
 from lineage.evidence import diagonal_test, weight_correlations
 from lineage.match import equal_ids, match_models
-from lineage.outputs import PaperSettings, last_outputs
+from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.table import NO_EVIDENCE, judge_stacks
 from lineage.views import Units
 from model import PRESETS
@@ -74,7 +73,7 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     for seed in range(1, count + 1):
         born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)
         outputs.append(last_outputs(born, born.config.vocab_size, reading))
-    tests = [kendall.paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
+    tests = [paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
     return {
         "t-test": [test["paper_t_p"] for test in tests],
         "U-test": [test["paper_u_p"] for test in tests],

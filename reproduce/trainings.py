@@ -34,8 +34,7 @@ from lib.settings import (
     read_config_file,
     run_script,
 )
-from lineage.kendall import paper_test
-from lineage.outputs import PaperSettings, last_outputs
+from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
 from measure import attention
 from reproduce.baselines import BASELINES, similarities

@@ -1,14 +1,23 @@
-"""lineage/evidence.py: of bits, what is equal, and how little is read of what is not."""
+"""lineage/evidence.py: bits, and coordinates against all permutations, numpy and scipy."""
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
+import pytest
+import scipy.stats
+import torch
 from conftest import KINDS
 
 from lib.checkpoint import Newborn
+from lib.settings import UserError
+from lineage import evidence
 from lineage.disguise import as_source, weights_of
-from lineage.evidence import digests_of, equal_layers
+from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layers
 from lineage.layout import find
-from reproduce.changes import cut
+from reproduce.changes import cut, noised
+
+# ---- bits --------------------------------------------------------------------------------------------------
 
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
 BASE = Newborn(CONFIG, 1)
@@ -37,3 +46,135 @@ def test_of_strangers_the_smallest_matrices_alone_are_read():
     matrices = {name for name in read if len(source.shapes[name]) == 2}
     layers = [f"model.layers.{layer}.self_attn." for layer in range(CONFIG.num_layers)]
     assert matrices == {f"{layer}{kind}_proj.weight" for layer in layers for kind in "kv"}
+
+
+# ---- the exact test of coordinates -------------------------------------------------------------------------
+
+
+def four_errors(share: float, draws: int) -> float:
+    """Four standard errors of a share that is estimated by draws."""
+    return 4 * (share * (1 - share) / draws) ** 0.5
+
+
+@pytest.mark.parametrize("d, seed", [(2, 0), (7, 3)])
+def test_z_and_p_are_those_of_all_permutations(d, seed):
+    C = np.random.default_rng(seed).standard_normal((d, d)) + 0.5 * np.eye(d)
+    result = diagonal_test(torch.from_numpy(C), ("all", seed), 9999)
+    sums = np.array([C[np.arange(d), order].mean() for order in itertools.permutations(range(d))])
+    matched = np.trace(C) / d
+    z = (matched - sums.mean()) / sums.std()
+    # float64 sums of 49 numbers
+    assert result["matched"] == pytest.approx(matched, rel=1e-9)
+    assert result["z"] == pytest.approx(z, rel=1e-9)
+    assert result["log10_p"] == pytest.approx(np.log10(scipy.stats.norm.sf(z)), rel=1e-9)
+    share = (sums >= matched - 1e-12).mean()
+    # the 1 that is added to both counts moves p by 1e-4
+    assert result["p"] == pytest.approx(share, abs=four_errors(share, 9999) + 1e-4)
+
+
+@pytest.mark.parametrize("value", [0.25, torch.nan])
+def test_nothing_to_compare_is_refused(value):
+    with pytest.raises(UserError, match="nothing"):
+        diagonal_test(torch.full((5, 5), value).double(), ("a", 1), 99)
+
+
+def test_a_high_z_alone_does_not_decide():
+    """A single huge entry on the diagonal: z is sqrt(d - 1) = 7, but one relabelling in 50 keeps it."""
+    C = torch.zeros(50, 50).double()
+    C[3, 3] = 1
+    result = diagonal_test(C, ("a", 1), 9999)
+    assert result["log10_p"] < -6 and not result["same"]
+    assert result["p"] == pytest.approx(1 / 50, abs=four_errors(0.02, 9999))
+
+
+# ---- coordinates of weights --------------------------------------------------------------------------------
+
+
+def test_streaming_correlation_against_numpy():
+    generator = np.random.default_rng(0)
+    A = generator.standard_normal((9000, 7)) * [1, 1, 5, 0.01, 1, 1, 0.01] + [0, 1, 0, 0.02, 0, 0, 10]
+    B = 0.5 * A[:, ::-1] + generator.standard_normal((9000, 7))
+    A[:, 5] = 0.0  # constant columns, of numbers that float32 and its sums hold exactly
+    B[:, 2] = 0.5
+    A = torch.from_numpy(A).float()
+    B = torch.from_numpy(B).float()
+    correlation = Correlation(7)
+    assert correlation.value() is None
+    correlation.update(A, B)  # longer than a batch
+    values = correlation.value()
+    with np.errstate(invalid="ignore"):
+        expected = np.nan_to_num(np.corrcoef(A.double().T, B.double().T)[:7, 7:])
+    np.testing.assert_allclose(values[:6], expected[:6], atol=2e-6)  # float32 sums of 2,048 products
+    np.testing.assert_allclose(values[6], expected[6], atol=0.01)  # float32 leaves 4 digits of 0.01 beside 10
+    assert (values[5] == 0).all() and (values[:, 2] == 0).all()
+
+
+def shared_rows(sources, kind: str, left_out: str):
+    """The name of each matrix that both models have, and its rows along the stream, centred and scaled."""
+    for name, shape in sources[0].shapes.items():
+        in_blocks = name.startswith("model.layers.")
+        if len(shape) != 2 or in_blocks != (kind == "body") or left_out in name:
+            continue
+        weights = [source.read(name).double().numpy() for source in sources]
+        if "o_proj" in name or "down_proj" in name:
+            weights = [weight.T for weight in weights]
+        rows = min(len(weight) for weight in weights)
+        centred = [weight[:rows] - weight[:rows].mean(axis=0) for weight in weights]
+        yield name, [weight / (weight**2).mean() ** 0.5 for weight in centred]
+
+
+@pytest.mark.parametrize(
+    "changes, left_out",
+    [
+        (dict(d_ff=40), ".mlp."),
+        (dict(num_layers=2), "layers.2."),
+        (dict(tie_embeddings=True), "lm_head"),
+        (dict(vocab_size=70), "none"),
+    ],
+    ids=["d_ff", "layers", "tied", "vocabulary"],
+)
+def test_weight_correlations_against_a_stack(changes, left_out):
+    a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
+    b = Newborn(replace(KINDS["llama_gqa"], **changes), 1)
+    for pair in ((a, b), (b, a)):
+        correlations, layer_r = evidence.weight_correlations(*pair)
+        for kind in ("body", "embedding"):
+            stacks = zip(*[rows for _, rows in shared_rows(pair, kind, left_out)])
+            expected = np.corrcoef(*(np.concatenate(stack).T for stack in stacks))[:32, 32:]
+            np.testing.assert_allclose(correlations[kind], expected, atol=2e-6)  # float32 products
+        for layer, (base_layer, r) in layer_r.items():
+            found = [rows for name, rows in shared_rows(pair, "body", left_out) if f".{layer - 1}." in name]
+            least = 0 if left_out == ".mlp." else np.min([(a * b).mean() for a, b in found])
+            assert r == pytest.approx(least, abs=2e-6) and layer == base_layer
+        assert len(layer_r) == min(source.config.num_layers for source in pair)
+
+
+def test_few_rows_of_wide_models_say_the_same(monkeypatch):
+    """Of matrices of 192 to 320 rows, 20 or so: what is correlated is as much, to the error of so few."""
+    a = Newborn(replace(KINDS["llama_gqa"], d_model=192, d_ff=320, vocab_size=300), 1)
+    for b in (noised(a, 1.0), Newborn(a.config, 2)):
+        all_rows, all_layers = evidence.weight_correlations(a, b)
+        monkeypatch.setattr(evidence, "WIDE", 100)
+        monkeypatch.setattr(evidence, "FEW_ROWS", 20)
+        few_rows, few_layers = evidence.weight_correlations(a, b)
+        monkeypatch.undo()
+        for kind, matrices in (("body", 3 * 7), ("embedding", 2)):
+            # 192 columns have 17 rows or more of a matrix each: five errors of the mean of their correlations
+            error = 5 / (192 * 17 * matrices) ** 0.5
+            means = [values[kind].diagonal().mean().item() for values in (few_rows, all_rows)]
+            assert means[0] == pytest.approx(means[1], abs=error)
+            # a column's own correlation is one of 17 or more rows of each
+            assert (few_rows[kind] - all_rows[kind]).abs().max() < 5.5 / (17 * matrices) ** 0.5
+        for layers, r in all_layers.items():  # the least of seven
+            assert few_layers[layers] == pytest.approx(r, abs=5 / (192 * 17) ** 0.5)
+
+
+def test_a_common_identity_is_no_kinship():
+    """Of matrices that begin as the identity what was learnt since is compared."""
+    noise = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(0)) * 0.02
+    rows = [evidence.without_identity(each + torch.eye(96)) for each in noise]
+    for found, since in zip(rows, noise):
+        torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
+    torch.testing.assert_close(evidence.without_identity(noise[0]), noise[0], atol=0, rtol=0)
+    few = evidence.without_identity(noise[0] + torch.eye(96), 7)
+    torch.testing.assert_close(few, rows[0][::7], atol=0, rtol=0)

@@ -17,7 +17,8 @@ from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
-from lineage import births, disguise, kendall
+from lineage import births, disguise
+from lineage.outputs import kendall, paper_test
 from model import ModelConfig
 from reproduce.changes import noised
 
@@ -146,7 +147,7 @@ def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path
     given = draw(5, range(40), 9, size)
     base, *suspects = (last_states(folder, given) for folder in folders)
     for row, suspect in zip(rows, suspects, strict=True):
-        expected = kendall.paper_test(base, suspect)
+        expected = paper_test(base, suspect)
         assert row["paper_k"] == expected["paper_k"]
         # two ranks are swapped
         assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
@@ -210,7 +211,7 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
             folders["stranger_"] = runs / stranger / f"step_{steps_of_stranger[step]:07}"
         for prefix, folder in folders.items():
             outputs = last_states(folder, tokens)
-            taus = kendall.kendall(birth, outputs, chosen)
+            taus = kendall(birth, outputs, chosen)
             # two of 40 ranks may be swapped by rounding
             assert row[f"{prefix}mean_tau"] == pytest.approx(taus.mean(), abs=2e-3)
             assert row[f"{prefix}std_tau"] == pytest.approx(taus.std(), abs=2e-3)

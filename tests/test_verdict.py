@@ -80,15 +80,15 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
     "late ones": (
         dict(counts=LATE),
         NO_EVIDENCE,
-        "late layers agree (37% of layer 24, r = 0.20), as those of",
+        "(37% of layer 24, r = 0.20), as of unrelated",
     ),
-    "all late, weakly": (dict(counts={23: 900, 24: 900}), INCONCLUSIVE, "late layers agree (90% of layer"),
+    "all late, weakly": (dict(counts={23: 900, 24: 900}), INCONCLUSIVE, "were matched (90% of layer"),
     "a noised tail": (
         dict(counts=dict.fromkeys(TAIL, 300), depth=7, base_layers=TAIL),
         INCONCLUSIVE,
         "30% of",
     ),
-    "the first, weakly": (dict(counts={1: 80}), NO_EVIDENCE, "the first layers agree (8% of layer 1"),
+    "the first, weakly": (dict(counts={1: 80}), NO_EVIDENCE, "(8% of layer 1, r = 0.20), as of unrelated"),
     "nothing": (
         dict(counts={}),
         NO_EVIDENCE,
@@ -143,10 +143,8 @@ def test_layers_count_once_whatever_shows_them():
 
 def test_units_of_layers_of_several_widths():
     pair = judged_pair(ALL, r=0.95)
-    pair.rows[2] = replace(pair.rows[2], found=512, units=512)
-    assert "all hidden units of every layer were matched (" in sentence_of(pair, "")
-    pair.rows[3] = replace(pair.rows[3], found=499)
-    said = "at least 50% of the hidden units of every layer were matched (499 of 1,000 of layer 4)"
+    pair.rows[3] = replace(pair.rows[3], found=256, units=512)
+    said = "at least 256 of 512 hidden units of every layer were matched (50% of layer 4)"
     assert said in sentence_of(pair, "")
 
 
@@ -283,8 +281,6 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "gate after up": ({}, RPQ),
     "w1, w2, w3 and the usual": ({}, ONE_TWO_THREE),
     "DBRX": (DBRX, DBRX),
-    "names of layers": ({}, {"layers.": "block_"}),
-    "names of tables": ({}, {"embed_tokens": "tokens_in", "lm_head": "tokens_out"}),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
     "names exchanged": ({}, {"gate_proj": "x", "up_proj": "gate_proj", "x": "up_proj"}),
     "halves and in turn": (fused, IN_TURN),
@@ -607,14 +603,12 @@ def test_coordinates_where_there_are_no_units(tmp_path):
     assert judged(without_units, without_units)[0] == SAME_BIRTH  # by all that it has
 
 
-def test_constants_and_frozen_towers_are_no_kinship(tmp_path):
+def test_constants_are_no_kinship(tmp_path):
     mask = {f"model.layers.{layer}.attn.causal": torch.ones(64, 64).tril() for layer in range(3)}
-    tower = {f"vision_tower.layers.{layer}.fc1.weight": random_rows(96) for layer in range(9)}
-    tower["projector.weight"] = random_rows(96)
     others = {f"model.layers.{layer}.zeros": torch.zeros(64, 64) for layer in range(3)}
     others |= {f"model.layers.{layer}.mix": torch.eye(64) + 3 for layer in range(3)}
     others |= {f"model.layers.{layer}.rotary_emb.cos_cached": random_rows(64).cos() for layer in range(3)}
-    for case, shared in (("a", mask), ("b", tower), ("c", others | mask)):
+    for case, shared in (("a", mask), ("b", others | mask)):
         sources = []
         for number, source in enumerate((BASE, STRANGER)):
             sources.append(folder_with(tmp_path / f"{case}{number}", weights_of(source) | shared))
@@ -646,16 +640,10 @@ def test_what_was_done_is_told():
     assert judged(Newborn(few, 1), Newborn(few, 2))[1].endswith("a different embedding matrix")
 
 
-@pytest.mark.parametrize("base, suspect", [("backcopy@1", "tiny_llama@7"), ("tiny_llama@1", "backcopy@9")])
-def test_tables_of_few_tokens_are_not_compared(base, suspect):
-    """Of 257 tokens 256 dimensions span nearly all: any two tables look alike."""
-    answer, sentence = judged(checkpoint.parse_spec(base).open(), checkpoint.parse_spec(suspect).open())
-    assert answer == NO_EVIDENCE and sentence.endswith("too few shared tokens to compare embedding matrices")
-
-
 def test_of_few_tokens_a_copied_table_is_told_by_its_coordinates():
+    """Of 100 tokens 64 dimensions span nearly all: any two tables look alike."""
     few = Newborn(replace(CONFIG, vocab_size=100), 1)
     assert judged(few, few)[1].endswith("; the base's embedding matrix")
     assert judged(few, noised(few, 0.3))[1].endswith("; the base's embedding matrix, changed")
-    turned = disguise.disguised(few, ("rotate",))
-    assert judged(few, turned)[1].endswith("too few shared tokens to compare embedding matrices")
+    for other in (disguise.disguised(few, ("rotate",)), Newborn(few.config, 2)):
+        assert judged(few, other)[1].endswith("embedding matrices that were not seen to agree")

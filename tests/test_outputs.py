@@ -1,10 +1,10 @@
-"""lineage/kendall.py against scipy, pair by pair."""
+"""lineage/outputs.py against scipy, pair by pair."""
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from lineage.kendall import kendall, null_taus, paper_test
+from lineage.outputs import kendall, null_taus, paper_test
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
