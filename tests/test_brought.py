@@ -1,0 +1,230 @@
+"""lineage/layout.py: layouts that people bring, each with a disguised child of the base, and a stranger."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from test_layout import drawn, judged
+from test_verdict import changed, folder_with, fused
+from test_verdict import judged as judged_in_folder
+
+from lib.checkpoint import Newborn
+from lineage.disguise import disguised, weights_of
+from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
+from model import ModelConfig
+from reproduce.changes import noised
+
+CONFIG = ModelConfig(600, 64, 3, 4, 64, 192, num_kv_heads=2)
+TIED = replace(CONFIG, tie_embeddings=True)
+SQUARE = replace(CONFIG, d_ff=64, num_kv_heads=4)
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TWINS = pytest.mark.parametrize("who", ["guilty", "innocent"])
+SURE = {"guilty": [SAME_BIRTH], "innocent": [NO_EVIDENCE]}  # which verdicts are right
+DOUBTFUL = SURE | {"innocent": [INCONCLUSIVE]}
+HONEST = {"guilty": [SAME_BIRTH, INCONCLUSIVE], "innocent": [NO_EVIDENCE, INCONCLUSIVE]}
+
+
+def reordered(weights: dict, count: int) -> dict:
+    """Hidden units in the reverse order, each in its own expert of `count`."""
+    others = dict(weights)
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            axis = int("down" in name)
+            others[name] = weight.unflatten(axis, (count, -1)).flip(axis + 1).flatten(axis, axis + 1)
+    return others
+
+
+def born(config: ModelConfig, who: str, count=1) -> dict:
+    """The base; its noised child in another basis with its units in another order; or another draw."""
+    source = noised(Newborn(config, 2 if who == "innocent" else 1), 0)
+    if who != "guilty":
+        return weights_of(source)
+    child = noised(disguised(source, ("rotate", "signs")), 0.3)
+    return reordered({name: child.read(name) for name in source.shapes}, count)
+
+
+def padded(weights: dict) -> dict:
+    others = changed(weights, {TABLE: "tok_emb.weight", HEAD: "to_logits.weight"})
+    return others | {"to_logits.weight": torch.cat([others["to_logits.weight"], torch.zeros(40, 64)])}
+
+
+def as_nanotron(weights: dict) -> dict:
+    names = {TABLE: "model.token_position_embeddings.pp_block.token_embedding.weight"}
+    names |= {HEAD: "model.lm_head.pp_block.weight", "model.norm": "model.final_layer_norm.pp_block"}
+    names |= {f"layers.{layer}.": f"decoder.{layer}.pp_block." for layer in range(3)}
+    return changed(fused(weights), names)
+
+
+def beside_decoys(weights: dict) -> dict:
+    """As pi0.5: no table but a tied head, beside a norm's matrix (192, d) and one of time (64, d)."""
+    queries = [weights[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in range(3)]
+    decoys = {"model.norm.dense.weight": torch.cat(queries), "time_mlp_in.weight": queries[0].flip(0)}
+    return changed(weights, {TABLE: HEAD}) | decoys
+
+
+def parametrized(weights: dict) -> dict:
+    start = TABLE.replace("weight", "parametrizations.weight.")
+    adapters = {f"{start}0.lora_A": drawn(7, 5, 4, 64), f"{start}0.lora_B": drawn(8, 5, 600, 4)}
+    return changed(weights, {TABLE: f"{start}original"}) | adapters
+
+
+def with_factors(weights: dict, rank=1) -> dict:
+    """Two factors beside each matrix of an MLP, (inputs, rank) and (rank, outputs), as MLX has them."""
+    others = {name.replace("_proj.w", "_proj.linear.w"): weight for name, weight in weights.items()}
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            first, second = (drawn(rank, size, rank) for size in weight.T.shape)
+            others |= {name.replace("weight", "first"): first, name.replace("weight", "second"): second.T}
+    return others
+
+
+BY_PLACE = {TABLE: "position_and_token.tok.weight", HEAD: "to_logits.weight"}
+LAYOUTS = {  # the architecture, its layout, what is right, and are adapters told?
+    "A: position_and_token": (CONFIG, BY_PLACE, SURE, False),
+    "A: project": (CONFIG, {TABLE: "project.tok.weight", HEAD: "project.unembed.weight"}, SURE, False),
+    "A: padded": (CONFIG, padded, SURE, False),
+    "A: nanotron": (CONFIG, as_nanotron, SURE, False),
+    "A: lone head": (CONFIG, BY_PLACE | {TABLE: ""}, HONEST | {"innocent": [INCONCLUSIVE]}, False),
+    "A: lone table": (CONFIG, {TABLE: "vocab.weight", HEAD: ""}, DOUBTFUL, False),
+    "A: decoys": (TIED, beside_decoys, DOUBTFUL, False),
+    "E: loop": (CONFIG, partial(dict, **{"model.adapter.weight": drawn(7, 64, 128)}), SURE, False),
+    "E: prefix": (CONFIG, {"model.": "adapter.model.", HEAD: f"adapter.{HEAD}"}, SURE, False),
+    "E: table": (CONFIG, parametrized, SURE, True),
+    "E: small": (CONFIG, with_factors, SURE, True),
+    "E: large": (CONFIG, partial(with_factors, rank=32), DOUBTFUL, True),
+}
+
+
+@TWINS
+@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("base", ["alike", "usual"])
+def test_tables_heads_and_adapters(case, base, who):
+    config, change, right, is_told = LAYOUTS[case]
+    of_base = change if base == "alike" else {}
+    verdict, sentence = judged(changed(born(config, "base"), of_base), changed(born(config, who), change))
+    assert verdict in right[who], (verdict, sentence)
+    assert ("not looked at: adapters" in sentence) == is_told, sentence
+
+
+def with_mlps(weights: dict, write, count: int) -> dict:
+    """Each layer's MLP cut into `count` experts (gate, up, down), which `write` stores, beside a router."""
+    others = {name: weight for name, weight in weights.items() if ".mlp." not in name}
+    for layer in range(3):
+        start = f"model.layers.{layer}.mlp."
+        gate, up, down = (weights[f"{start}{view}_proj.weight"] for view in ("gate", "up", "down"))
+        experts = zip(gate.chunk(count), up.chunk(count), down.chunk(count, dim=1))
+        others |= {start + name: weight.contiguous() for name, weight in write([*experts]).items()}
+        if count > 1:
+            others[f"{start}router.weight"] = drawn(layer, count, 64)
+    return others
+
+
+def as_flax(weights: dict) -> dict:
+    """Kernels (inputs, outputs), but for the MLP's, which are stored already."""
+    names = {TABLE: "token_embedder.embedding", HEAD: "decoder.logits_dense.kernel"}
+    names |= {"model.layers.": "decoder.layers_", "norm.weight": "norm.scale", "weight": "kernel", ".": "/"}
+    turned = {n: w.T for n, w in weights.items() if n == HEAD or "_proj." in n or "router" in n}
+    return changed(weights | turned, names)
+
+
+def kernels(experts: list) -> dict:
+    stacks = [torch.stack([matrix.T for matrix in views]).squeeze(0) for views in zip(*experts)]
+    return dict(zip(("wi_0.kernel", "wi_1.kernel", "wo.kernel"), stacks))
+
+
+def numbers_last(experts: list) -> dict:
+    others = {}
+    for view, matrices in zip(("gate", "up", "down"), zip(*experts)):
+        others |= {f"experts.weight_{view}.{number}": matrix for number, matrix in enumerate(matrices)}
+    return others
+
+
+def grouped_linears(experts: list) -> dict:
+    others = {}
+    for number, (gate, up, down) in enumerate(experts):
+        others[f"experts.linear_fc1.weight{number}"] = torch.cat([gate, up])
+        others[f"experts.linear_fc2.weight{number}"] = down
+    return others
+
+
+def einsums(experts: list) -> dict:
+    ((gate, up, down),) = experts
+    return {"gating_einsum": torch.stack([gate.T, up.T]), "linear": down.T}
+
+
+def side_by_side(experts: list) -> dict:
+    first = [torch.cat([gate, up]).T for gate, up, _ in experts]
+    second = [down.T for *_, down in experts]
+    return {"experts.weight1": torch.cat(first, dim=1), "experts.weight2": torch.cat(second)}
+
+
+def as_megatron(experts: list) -> dict:
+    """The same shapes, but the first is a view of (E, d, 2m), whose rows are no coordinates."""
+    first = torch.stack([torch.cat([gate, up]).T for gate, up, _ in experts])
+    return side_by_side(experts) | {"experts.weight1": first.reshape(64, -1)}
+
+
+MLPS = {  # how are MLPs stored? The architecture, how many experts, and all the rest
+    "B: kernels": (SQUARE, 1, kernels, as_flax, SURE),
+    "B: kernels beside oblong attention": (replace(CONFIG, d_ff=64), 1, kernels, as_flax, SURE),
+    "B: kernels of experts": (replace(SQUARE, d_ff=256), 4, kernels, as_flax, SURE),
+    "D: numbers last": (CONFIG, 4, numbers_last, {}, SURE),
+    "D: grouped linears": (CONFIG, 4, grouped_linears, {}, SURE),  # as Transformer Engine's
+    "D: einsums": (CONFIG, 1, einsums, {}, SURE),  # (2, d, m) beside (m, d), as Gemma's
+    "D: side by side": (CONFIG, 4, side_by_side, {}, SURE),  # (d, E 2m) and (E m, d)
+    "D: Megatron": (CONFIG, 4, as_megatron, {}, HONEST),
+}
+
+
+@TWINS
+@pytest.mark.parametrize("case", MLPS)
+def test_how_mlps_are_stored(case, who):
+    config, count, write, rest, right = MLPS[case]
+    models = [with_mlps(born(config, kind, count), write, count) for kind in ("base", who)]
+    verdict, sentence = judged(*[changed(weights, rest) for weights in models])
+    assert verdict in right[who], (verdict, sentence)
+
+
+SECOND = {  # a second model in the file, with a head: which one, and must it be kin, too?
+    "teacher": (TIED, replace(CONFIG, num_layers=5), True),
+    "action expert": (TIED, replace(CONFIG, num_layers=4, d_model=96), True),
+    "small": (TIED, replace(CONFIG, num_layers=2, d_model=16, d_ff=32), False),
+    "draft": (CONFIG, replace(CONFIG, num_layers=1), False),  # as EAGLE's, with a copy of the table
+}
+
+
+@TWINS
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("case", SECOND)
+def test_a_second_model(case, who, is_shared):
+    config, second, counts = SECOND[case]
+    files = [born(config, "base"), born(config, who)]
+    for weights, seed in zip(files, (7, 7 if is_shared else 8)):
+        other = weights_of(noised(Newborn(second, seed), 0))
+        if case == "draft":
+            other |= {TABLE: weights[TABLE], HEAD: other[HEAD][:400]}
+        weights |= {f"{case}.{name}": weight for name, weight in other.items()}
+    verdict, sentence = judged(*files)
+    all_kin = who == "guilty" and (is_shared or not counts)
+    some_kin = who == "guilty" or is_shared
+    assert verdict == (SAME_BIRTH if all_kin else PART_IN_COMMON if some_kin else NO_EVIDENCE), sentence
+
+
+def packed(weights: dict) -> dict:
+    """Packed experts, as of compressed-tensors, in all layers but the first, beside shared ones."""
+    others = changed(weights, {f"{layer}.mlp.": f"{layer}.mlp.shared_experts." for layer in (1, 2)})
+    for layer, expert, view in itertools.product((1, 2), range(4), ("gate", "up", "down")):
+        rows, columns = (64, 48) if view == "down" else (48, 64)
+        start = f"model.layers.{layer}.mlp.experts.{expert}.{view}_proj.weight_"
+        others[f"{start}packed"] = (drawn(10 * layer + expert, rows, columns // 8) * 1e9).int()
+        others[f"{start}scale"] = drawn(expert, rows, columns // 16)
+    return others
+
+
+@TWINS
+def test_packed_experts_beside_readable_mlps(who, tmp_path):
+    suspect = folder_with(tmp_path / who, packed(born(CONFIG, who)))
+    verdict, sentence = judged_in_folder(folder_with(tmp_path / "base", born(CONFIG, "base")), suspect)
+    assert verdict in DOUBTFUL[who] and "not looked at" in sentence, (verdict, sentence)
