@@ -286,7 +286,7 @@ class Transformer(nn.Module):
             raise RuntimeError("this model has no angles: call make_angles() when its weights are in place")
         if T > self.cos_sin.shape[1]:
             self.make_angles(T)
-        return self.cos_sin[:, :T].to(x.dtype).unbind()
+        return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # small, and no view of the buffer
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""

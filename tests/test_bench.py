@@ -22,7 +22,7 @@ def small_cases(monkeypatch):
 
 
 def test_rows_of_both_works(tmp_path):
-    done = run_here("reproduce.bench", "--dtype", "bfloat16", "--out", tmp_path)
+    done = run_here("reproduce.bench", "--device", "cpu", "--dtype", "bfloat16", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = read_json(tmp_path / "bench.json")["rows"]
     assert [row["work"] for row in rows] == ["forward", "training"]

@@ -38,7 +38,7 @@ def results(tmp_path_factory):
         commands[name] = command._replace(defaults=small)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contraction, "EXPERIMENTS", commands)
-        contraction.run_all(RunSettings(dtype="float32", out=str(out)))
+        contraction.run_all(RunSettings(device="cpu", dtype="float32", out=str(out)))
     return {name: read_json(out / f"{name}.json") for name in EXPERIMENTS}
 
 

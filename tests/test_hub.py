@@ -198,7 +198,8 @@ def test_an_interrupted_download_is_taken_up(here, monkeypatch):
 
 def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):
     env = {"HF_ENDPOINT": here.url, "HF_HOME": str(tmp_path / "home")}
-    words = ("--model", "org/whole", "--num-sequences", 4, "--sequence-length", 8, "--dtype", "float32")
+    words = ("--model", "org/whole", "--num-sequences", 4, "--sequence-length", 8, "--device", "cpu")
+    words += ("--dtype", "float32")
     done = run_script("probe.py", *words, "--out", tmp_path / "out", ranks=2, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("not here: fetching org/whole from the Hub") == 1

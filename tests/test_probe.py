@@ -96,8 +96,8 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     checkpoint.save(tmp_path / "run" / "step_0000005", model, tokenizer=tokenizer)
     checkpoint.save(tmp_path / "plain", model)
     folders = [tmp_path / "run", tmp_path / "plain"]
-    flags = ["--num-sequences", 20, "--sequence-length", 4, "--dtype", "float32", "--out", tmp_path]
-    done = run_here("probe.py", "--model", *folders, *flags)
+    flags = ["--num-sequences", 20, "--sequence-length", 4, "--device", "cpu", "--dtype", "float32"]
+    done = run_here("probe.py", "--model", *folders, *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     named, plain = read_json(tmp_path / "probe.json")["rows"]
     expected = probe.preference(model, probe.count_predictions(model, 4, 20))

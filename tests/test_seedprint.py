@@ -24,7 +24,7 @@ from reproduce.changes import noised
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 FEW = ["--permutations", 199]
-OUTPUTS = ["--paper-sequences", 40, "--paper-length", 9, "--dtype", "float32"]
+OUTPUTS = ["--paper-sequences", 40, "--paper-length", 9, "--device", "cpu", "--dtype", "float32"]
 
 
 def run(*words, out: Path) -> tuple[dict, str]:

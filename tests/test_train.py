@@ -281,7 +281,7 @@ def test_a_step_opens_in_transformers(tmp_path, model):
     prompt = torch.tensor([[tokenizer.bos, *tokenizer.encode(["the"])[0]]])
     written = theirs.generate(prompt, max_new_tokens=200, do_sample=False)[0].tolist()
     assert written[-1] in theirs.generation_config.eos_token_id and len(written) < 200
-    sampled = run_here("train.py", "sample", run, "--prompt", "the", "--temperature", 0)
+    sampled = run_here("train.py", "sample", run, "--prompt", "the", "--temperature", 0, "--device", "cpu")
     assert sampled.stdout.split("\n", 1)[1] == coder.decode(written[1:-1]) + "\n"
 
 

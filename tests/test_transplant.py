@@ -185,7 +185,8 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     """Saved, it is measured, compared and trained on; without a constant nothing can be trained with one."""
     monkeypatch.chdir(tmp_path)
     model, _ = model_of(tmp_path)
-    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--no-controls")
+    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5")
+    words += ("--device", "cpu", "--no-controls")
     done = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert read_json(Path("out/transplant.json"))["rows"][0]["checkpoint"] == "model"
