@@ -27,12 +27,13 @@ NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in
 # Masks are called attn.bias, and unrelated models share rotary tables
 NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
 ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
-ADAPTER = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada|adapters?)(?:[._]|$)")
+FACTORS = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada)(?:[._]|$)")  # of what is added
+ADAPTER = re.compile(rf"{FACTORS.pattern}|(?i:(?:^|[._])adapters?(?:[._]|$))")  # in a layer
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 SUFFIX = r"(?:\.weight|\.kernel)?$"
 # An MLP's matrix that writes; those that read, and which of them is a gate, shapes and their order tell
-DOWN_NAMES = "down_proj|w2|wo|Wo|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense"
+DOWN_NAMES = "down_proj|w2|wo|Wo|W_out|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense"
 DOWN = re.compile(rf"(?:^|\.)(?:{DOWN_NAMES}){SUFFIX}")
 FACTOR = re.compile(r"[._]u_proj(?:\.weight)?$")  # of a matrix that is stored as a product, U V
 PROJECTION = re.compile(r"(?:_proj|fc\w*|lin\d|[vw][\dio]\w*|W[io]|dense\w*)$")  # what one matrix is called
@@ -43,7 +44,7 @@ NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's
 # Matrices that write to the residual stream: its coordinates are their rows
 WRITERS = DOWN_NAMES + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
-WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS})(?:\.weight)?$")
+WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS}){SUFFIX}")
 VARIED = 1000  # different numbers, which no mask, identity or constant has,
 BATCH = 4096  # among so many of a matrix; and what is read at once
 TRIED = 3  # layers, by which ways to read two models are tried; and embedding matrices
@@ -89,6 +90,7 @@ class Stack:
         default_factory=dict
     )  # along the stream, by (layer's number or None, rest of name)
     unknown: list = field(default_factory=list)  # matrices among which an MLP may be
+    has_own_table: bool = False  # which is no other stack's, nor a copy of one
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
     hides: bool = False  # may a child hide there?
 
@@ -111,9 +113,9 @@ class Stack:
         return self.tables != [], self.has_head, self.mlps != []
 
     @property
-    def reads_by_head(self):
-        """Is a head all that there is for an embedding matrix? It is one only if the two are tied."""
-        return self.tables != [] and HEAD.search(self.tables[0][0]) is not None
+    def may_lack_table(self):
+        """May the only matrix of tokens be a head, whose table was not found? Only if the two are not tied."""
+        return len(self.tables) == 1 and not self.has_head and not TABLE.search(self.tables[0][0])
 
     @property
     def may_have_units(self):
@@ -163,7 +165,18 @@ def split(source):
         for what, names in {**unread[stack], "changes of basis": turns}.items():
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
         stack.hides = turns != [] or sum(stack.unread.values()) > A_TENTH
-    return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
+    stacks.sort(key=lambda stack: (stack.rank, stack.size), reverse=True)
+    for place, stack in enumerate(stacks):
+        before = [name for other in stacks[:place] for name in other.named]
+        copied = [name for name in stack.named if any(is_copy(source, name, other) for other in before)]
+        stack.has_own_table = stack.named != [] and not copied
+    return stacks
+
+
+def is_copy(source, name, other):
+    """Is a tensor another one, or equal to it?"""
+    have_one_shape = source.shapes[name] == source.shapes[other]
+    return name == other or (have_one_shape and torch.equal(source.read(name), source.read(other)))
 
 
 def stacks_of(shapes):
@@ -245,12 +258,18 @@ def is_table(name, shape):
     return len(shape) == 2 and TABLE.search(name) is not None
 
 
+def may_be_table(name, shape):
+    """May a tensor be one, by the last two parts of its name?"""
+    return len(shape) == 2 and not NO_TABLE.search(".".join(re.split("[./]", name)[-2:]))
+
+
 def has_other_input(stack, outside, reach):
     """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?
 
     No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
     """
-    beside = [shape for name, shape in outside.items() if reach[name] == [stack] and stack.width in shape]
+    others = [name for name in outside if reach[name] == [stack] and not FACTORS.search(name)]
+    beside = [outside[name] for name in others if stack.width in outside[name]]
     if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
         return True
     known = {stack.width}  # what tables and a head, turned, lead from
@@ -272,22 +291,22 @@ def feed(stacks, outside, reach):
     """Tell each stack the embedding matrices that feed it.
 
     Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
-    name, those with the most. A head's matrix is the last choice: it may be tied.
+    name, all that have at least half as many as the largest. Each of them is tried as table and as head. What
+    is called a head is the last choice: it may be tied.
     """
     matrices = [name for name, shape in outside.items() if len(shape) == 2]
     named = [name for name in matrices if is_table(name, outside[name])]
-    heads = [name for name in matrices if HEAD.search(name)]
-    others = [name for name in matrices if not NO_TABLE.search(name) and name not in named + heads]
+    others = [name for name in matrices if may_be_table(name, outside[name]) or HEAD.search(name)]
     free = [stack for stack in stacks if not stack.has_other_input]
     for name in named:
         for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
             stack.named.append(name)
-    for choices in (others, heads):
-        choices = [name for name in choices if not any(stack.named for stack in reach[name])]
-        for stack in [stack for stack in free if not stack.named]:
-            leading = [name for name in choices if stack in fed_by(name, outside, free)]
-            most = max((outside[name][0] for name in leading), default=0)
-            stack.named += [name for name in leading if outside[name][0] == most]
+    others = [name for name in others if not any(stack.named for stack in reach[name])]
+    for stack in [stack for stack in free if not stack.named]:
+        leading = [name for name in others if stack in fed_by(name, outside, free)]
+        most = max((outside[name][0] for name in leading), default=0)
+        large = [name for name in leading if 2 * outside[name][0] >= most]
+        stack.named = [name for name in large if not HEAD.search(name)] or large
     fed = [stack for stack in stacks if stack.named]
     for stack in free:  # a decoder has all that the encoder has beside which the table stands
         if stack not in fed:
@@ -337,7 +356,9 @@ def look_beside(stack, beside):
         if is_matrix(name, shapes[name], width):
             stack.matrices[None, ".".join(name.split(".")[-2:])] = name
     stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
-    may_be = [n for n, (rows, size) in shapes.items() if size == width <= 2 * rows and not NO_TABLE.search(n)]
+    may_be = [
+        n for n, shape in shapes.items() if shape[1] == width <= 2 * shape[0] and may_be_table(n, shape)
+    ]
     stack.may_read_tokens = not stack.has_other_input or stack.named + may_be != []
     gains = gains_of({name: name for name in beside}, beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
@@ -347,7 +368,7 @@ def look_beside(stack, beside):
 def look_into_layers(stack, beside):
     """Tell a stack its MLPs and matrices along the stream; what in its layers was not looked at, by kind."""
     shapes = stack.source.shapes
-    adapters = [name for name in beside if ADAPTER.search(name) and len(shapes[name]) > 1]
+    adapters = [name for name in beside if FACTORS.search(name) and len(shapes[name]) > 1]
     without_mlp = []
     for layer, (number, names) in enumerate(stack.layers.items(), start=1):
         names = without_adapters(names, shapes, adapters)
@@ -510,13 +531,16 @@ def is_varied(weight: Tensor):
     return len(numbers[:: 1 + len(numbers) // BATCH].unique()) >= VARIED
 
 
-def residual_rows(stack, name, weight) -> Tensor:
-    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns."""
+def residual_rows(stack, name, weight, turned=False) -> Tensor:
+    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
+
+    A square one is stored as (outputs, inputs), but GPT-2's and those called kernels; or as is `turned`.
+    """
     by_columns = weight.shape[-1] == stack.width
     if by_columns and weight.shape[-2] == stack.width:
         fused = [shape for n, shape in stack.source.shapes.items() if n.endswith("attn.c_attn.weight")]
-        stores_inputs_first = any(shape[0] == stack.width != shape[-1] for shape in fused)  # GPT-2 alone
-        by_columns = (WRITES.search(name) is not None) == stores_inputs_first
+        is_turned = name.endswith("kernel") or any(shape[0] == stack.width != shape[-1] for shape in fused)
+        by_columns = (WRITES.search(name) is not None) == (is_turned != turned)
     if not by_columns:
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)

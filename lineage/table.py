@@ -190,8 +190,8 @@ def look_for_gaps(pair, *names):
             lacks.append(f"not all of {name} was looked at")
         if stack.missing:
             lacks.append(f"no {stack.missing} found in {name}")
-        elif stack.reads_by_head:
-            lacks.append(f"no embedding matrix but a head found in {name}")
+        elif stack.may_lack_table:
+            lacks.append(f"no embedding matrix but what may be a head found in {name}")
     rows = pair.searched
     if not rows and not lacks:
         lacks.append("units cannot be seen through these embedding matrices")
@@ -254,10 +254,19 @@ def judge_models(pairs):
 
 
 def language_models(stacks):
-    """The stacks that may be the model: like the first they read tokens and have a head, or are as large.
+    """The stacks that may be the model, besides the first: what reads tokens and has a head as it has, what
+    has a table of its own, and what is as large; or any, where the first may be a text encoder, without a head.
 
-    A first stack without a head may be a text encoder. Then smaller ones may be the model, too.
+    None is that has less than a tenth of the largest one's size, or is a list of attention beside MLPs.
     """
     first = stacks[0]
-    least = first.size if first.has_head else A_TENTH * first.size
-    return [stack for stack in stacks if stack.rank == first.rank or stack.size >= least]
+    least = A_TENTH * max(stack.size for stack in stacks)
+    models = []
+    for stack in stacks:
+        is_copied = stack.named != [] and not stack.has_own_table and set(stack.named).isdisjoint(first.named)
+        is_like = stack.rank == first.rank and not is_copied
+        is_large = stack.size >= (first.size if first.has_head else least)
+        is_whole = stack.mlps != [] or first.mlps == []
+        if is_whole and stack.size >= least and (is_like or stack.has_own_table or is_large):
+            models.append(stack)
+    return models or [first]

@@ -225,7 +225,7 @@ def table_phrase(pair):
     likeness = pair.table_likeness
     if likeness is None and pair.agrees("embedding"):
         likeness = pair.coordinates["embedding"]["matched"]
-    if likeness is None:
+    if likeness is None or (likeness < HALF and any(row.ground for row in pair.rows) and not pair.with_units):
         return "embedding matrices that were not seen to agree"
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"

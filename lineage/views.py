@@ -26,7 +26,7 @@ SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their m
 RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
-LAYERNORMS_WITHOUT_BIAS = ("", "cohere", "cohere2", "mpt", "dbrx", "olmo")  # "": of weights alone, it may be
+LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Reading:
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
     exchanged: bool  # the gate is called up
+    centred: bool  # norms without biases take the mean out, as LayerNorms do
+    turned: bool  # square matrices of MLPs are stored the other way
 
 
 def readings(stack):
@@ -52,9 +54,15 @@ def readings(stack):
     is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
     is_gated = all(len(mlp.views) == 3 for mlp in stack.mlps)
-    trials = [[False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_gated)]
+    shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
+    is_square = any(shape[-1] == shape[-2] for shape in shapes)
+    trials = [[False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_gated, is_square)]
+    centred = [stack.source.family in LAYERNORMS_WITHOUT_BIAS]
+    if not stack.source.family:  # a file of weights alone
+        centred = [False, True]
     heads = dict.fromkeys(stack.heads + stack.tables)
-    choices = itertools.product(stack.tables, heads, trials[0], from_one, *trials[1:])
+    fused, guess, gated, square = trials
+    choices = itertools.product(stack.tables, heads, fused, from_one, guess, gated, centred, square)
     return [Reading(*choice) for choice in choices]
 
 
@@ -163,7 +171,7 @@ class Units:
         weight = self.stack.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
-        rows = residual_rows(self.stack, name, weight).float()
+        rows = residual_rows(self.stack, name, weight, self.reading.turned).float()
         if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
@@ -176,7 +184,7 @@ class Units:
     def without_mean(self, norm, rows):
         """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
         has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.stack.source.shapes
-        if norm and (has_bias or self.stack.source.family in LAYERNORMS_WITHOUT_BIAS):
+        if norm and (has_bias or self.reading.centred):
             return rows - rows.mean(dim=1, keepdim=True)
         return rows
 
