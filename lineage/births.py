@@ -50,32 +50,32 @@ def identify(settings: IdentifySettings):
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
     experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
-    rows = closest_births(source, IDENTIFIED, FIRST_NUMBERS, candidates)
-    is_certain = rows[0]["family_log10_p"] <= CHANCE_LOG10_P
-    answer = rows[0]["seed"] if is_certain else None
-    shown = rows if is_certain else rows[:1]
+    rows = closest_births(source, candidates)
+    answer, shown = None, rows[:1]
+    said = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
+    if rows[0]["family_log10_p"] <= CHANCE_LOG10_P:
+        answer, shown = rows[0]["seed"], rows
+        said = f"seed {answer}"
     result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
     if rank() == 0:
-        none = f"none of init.py's seeds {first} to {last}, unless its basis was changed"
-        print(f"{settings.models[0]}: {f'seed {answer}' if is_certain else none}")
+        print(f"{settings.models[0]}: {said}")
     return result
 
 
-def closest_births(source, parameter, count, seeds):
-    """The ten of some seeds whose births of a matrix are closest to a source's, by its first `count` numbers.
+def closest_births(source, seeds):
+    """The ten of some seeds whose births of IDENTIFIED are closest to a source's, by its FIRST_NUMBERS.
 
     A newborn's numbers are Gaussian, so that their cosine with any fixed numbers has Student's law, and the
     search among all seeds costs their number (Bonferroni): `family_log10_p`.
     """
-    shape = source.shapes[parameter]
-    numbers = source.read(parameter).flatten()[:count].double().numpy()
+    numbers = source.read(IDENTIFIED).flatten()[:FIRST_NUMBERS].double().numpy()
     if not numbers.any():
-        raise UserError(f"{source.place}: {parameter} is zero: it tells no birth")
+        raise UserError(f"{source.place}: {IDENTIFIED} is zero: it tells no birth")
     unit = (numbers / np.linalg.norm(numbers)).astype(np.float32)
     m = len(unit)
 
     def cosine_of(seed):
-        birth = draw_weight(seed, parameter, shape, STD, m).numpy()
+        birth = draw_weight(seed, IDENTIFIED, source.shapes[IDENTIFIED], STD, m).numpy()
         return float(birth @ unit) / float(np.linalg.norm(birth))
 
     best = []

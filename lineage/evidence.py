@@ -56,12 +56,12 @@ def digests_of(source, count=None):
 
 def nothing_in(stack, name):
     """What a model of this name has in place of layers that could tell a birth; "" if it has some."""
+    if stack.tables and not stack.layers:
+        return f"{name} has no layers, but an embedding matrix alone"
+    if not stack.source.shapes:
+        return f"{name} has no layers, and no weights: is it an optimizer's state, or a schedule?"
     if not stack.layers:
-        names = [*stack.source.shapes][:3]
-        called = f": its tensors are called {', '.join(names)}"
-        none = ", and no weights: is it an optimizer's state, or a schedule?"
-        what = ", but an embedding matrix alone" if stack.tables else called if names else none
-        return f"{name} has no layers{what}"
+        return f"{name} has no layers: its tensors are called {', '.join([*stack.source.shapes][:3])}"
     begun = [*digests_of(stack, BATCH).values()] if not stack.tables else []
     if len(begun) > 1 and begun.count(begun[0]) == len(begun):
         return f"all layers of {name} have the same numbers, as a formula gives"
@@ -76,7 +76,7 @@ def equal_layers(base, suspect, count=BATCH):
     equal = {}
     base_layers = digests_of(base, count)
     for number, digests in digests_of(suspect, count).items():
-        same = [base_number for base_number, others in base_layers.items() if others == digests]
+        same = [base_number for base_number in base_layers if base_layers[base_number] == digests]
         if same:
             equal[number] = min(same, key=lambda base_number: abs(base_number - number))
     return equal_layers(base, suspect, None) if equal and count else equal
@@ -182,9 +182,8 @@ def diagonal_test(C: Tensor, key, permutations=9999):
     coordinates = np.arange(d)
     matched = values[coordinates, coordinates].mean()
     generator = keyed_generator("relabel", *key)
-    exceeding = 0
-    for _ in range(permutations):
-        exceeding += values[coordinates, generator.permutation(d)].mean() >= matched
+    orders = (generator.permutation(d) for _ in range(permutations))
+    exceeding = sum(values[coordinates, order].mean() >= matched for order in orders)
     z = (matched - mean) / std
     log10_p = stats.norm.logsf(z) / math.log(10)
     return {

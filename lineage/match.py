@@ -49,15 +49,14 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
     ways = []
     pair = Pair()
     for base, suspect in itertools.product(bases, suspects):
-        if not is_way(base, suspect):
-            continue
+        have_heads = base.stack.has_head and suspect.stack.has_head
+        if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
+            continue  # a table is tried as its model's head where one of them has none
         for tokens in (ids_by_string(base, suspect, vocabularies), equal_ids(base, suspect)):
-            if tokens is not None:
-                try:
-                    way = seen_alike(base, suspect, tokens)
-                    ways.append((score_way(*way, units), way))
-                except UserError as error:  # a decoy's numbers, perhaps
-                    pair.lack = str(error)
+            try:
+                ways += score_ways(*seen_alike(base, suspect, tokens), units) if tokens else []
+            except UserError as error:  # a decoy's numbers, perhaps
+                pair.lack = str(error)
         if any(score >= HALF * TRIED for score, _ in ways):
             break
     if not ways:
@@ -76,15 +75,6 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
     return pair
 
 
-def is_way(base, suspect):
-    """May two be read so? Tables are heads where a model has none; of a suspect gates may be called up."""
-    have_heads = base.stack.has_head and suspect.stack.has_head
-    if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
-        return False
-    is_gated = all(len(mlp.views) == 3 for mlp in base.mlps)
-    return not base.reading.exchanged and (is_gated or not suspect.reading.exchanged)
-
-
 def seen_alike(base, suspect, tokens):
     """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
     basis = basis_correlations(base, suspect, tokens)
@@ -97,11 +87,14 @@ def seen_alike(base, suspect, tokens):
     return base, suspect, tokens, basis
 
 
-def score_way(base, suspect, tokens, basis, units):
-    """The shares of units matched times their strengths, summed over a few layers."""
+def score_ways(base, suspect, tokens, basis, units):
+    """Yield (shares times strengths, over a few layers; the way): a suspect's gate may be called up."""
+    is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
     ours, theirs = layers_to_read(base, suspect, TRIED)
-    columns = map_columns(base, suspect, basis, ours, theirs, units, TRIAL_UNITS)
-    return sum((shares * strengths).max().item() for _, _, shares, strengths in columns)
+    for each in [suspect, suspect.with_gate_as_up()] if is_gated else [suspect]:
+        columns = map_columns(base, each, basis, ours, theirs, units, TRIAL_UNITS)
+        score = sum((shares * strengths).max().item() for _, _, shares, strengths in columns)
+        yield score, (base, each, tokens, basis)
 
 
 def match_models(base: Units, suspect: Units, tokens, basis=None, units=1024, layers=None, key=0):

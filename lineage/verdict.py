@@ -6,16 +6,7 @@
 import numpy as np
 
 from lineage.compare import Model, compare, read_model  # noqa: F401
-from lineage.table import (
-    BASE_R,
-    HALF,
-    PART_IN_COMMON,
-    SAME_BIRTH,
-    SAME_TABLE,
-    Pair,
-    beyond_chance,
-    is_between,
-)
+from lineage.table import BASE_R, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, beyond_chance, is_between
 
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 
@@ -231,6 +222,4 @@ def table_phrase(pair):
         return "the base's embedding matrix"
     if pair.agrees("embedding") or pair.with_units:  # units are matched as the base's matrix alone shows them
         return "the base's embedding matrix, changed"
-    if likeness > HALF:
-        return f"an embedding matrix like the base's ({likeness:.2f})"
     return "a different embedding matrix"

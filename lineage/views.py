@@ -7,7 +7,7 @@ V tokens is Q R, so that d numbers, R times a unit's weights, say all but Q, whi
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their m
 RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
+EXCHANGED = {"gate": "up", "up": "gate"}
 LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 
 
@@ -38,9 +39,9 @@ class Reading:
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
-    exchanged: bool  # the gate is called up
     centred: bool  # norms without biases take the mean out, as LayerNorms do
     turned: bool  # square matrices of MLPs are stored the other way
+    exchanged: bool = False  # the gate is called up
 
 
 def readings(stack):
@@ -53,16 +54,16 @@ def readings(stack):
         from_one.append(not from_one[0])
     is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
-    is_gated = all(len(mlp.views) == 3 for mlp in stack.mlps)
     shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
     is_square = any(shape[-1] == shape[-2] for shape in shapes)
-    trials = [[False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_gated, is_square)]
+    interleaved, backward, turned = (
+        [False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_square)
+    )
     centred = [stack.source.family in LAYERNORMS_WITHOUT_BIAS]
     if not stack.source.family:  # a file of weights alone
         centred = [False, True]
     heads = dict.fromkeys(stack.heads + stack.tables)
-    fused, guess, gated, square = trials
-    choices = itertools.product(stack.tables, heads, fused, from_one, guess, gated, centred, square)
+    choices = itertools.product(stack.tables, heads, interleaved, from_one, backward, centred, turned)
     return [Reading(*choice) for choice in choices]
 
 
@@ -122,6 +123,12 @@ class Units:
         numbers = keyed_generator("directions", self.width).standard_normal((DIRECTIONS, self.width), "f4")
         return self.seen_in(dict.fromkeys(self.tables_of, torch.from_numpy(numbers)))
 
+    def with_gate_as_up(self):
+        """The same units, of which the gate is called up."""
+        units = Units(self.stack, replace(self.reading, exchanged=True), self.tables, self.directions)
+        units.views = lambda number: {EXCHANGED.get(view, view): x for view, x in self.views(number).items()}
+        return units
+
     def compute_root(self, view):
         """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
         root = self.tables.root(self.tables_of[view])
@@ -164,7 +171,7 @@ class Units:
         mlp = self.mlps[number]
         role = view
         if self.reading.exchanged:
-            role = {"gate": "up", "up": "gate"}.get(view, view)
+            role = EXCHANGED.get(view, view)
         if self.reading.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))

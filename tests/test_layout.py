@@ -355,6 +355,7 @@ def with_adapters(weights: dict, names: tuple, rank: int) -> dict:
             below = name.removesuffix("weight")
             others |= {below + names[0]: drawn(number, rank, weight.shape[1])}
             others |= {below + names[1]: drawn(number + 500, weight.shape[0], rank)}
+            others |= {f"{below}layer_norm_weight": torch.ones(64)}  # vectors are no adapters
     return others
 
 
@@ -396,16 +397,17 @@ def in_one_tensor(weights: dict) -> dict:
     return others | {"turns": torch.stack([weights[name] for name in turns])}
 
 
-def in_a_list(weights: dict) -> dict:
-    """The bases in a list of their own."""
+def moved(place: str) -> dict:
+    """What the names of bases become if they stand elsewhere."""
     names = {}
     for layer in range(3):
         for which in ("attn", "mlp"):
-            names[f"{LAYER}{layer}.{which}_shortcut"] = f"turns.{layer}.{which}"
-    return changed(weights, names)
+            names[f"{LAYER}{layer}.{which}_shortcut"] = place.format(layer=layer, which=which)
+    return names
 
 
-WHERE = {"in layers": {}, "in a list": in_a_list, "in one tensor": in_one_tensor}
+WHERE = {"in layers": {}, "in a list": moved("turns.{layer}.{which}"), "in one tensor": in_one_tensor}
+WHERE |= {"in attention": moved(f"{LAYER}{{layer}}.self_attn.{{which}}")}
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -465,22 +467,13 @@ def test_where_no_norm_is_known_no_distance_is_told():
     assert row_of_pair(weights, weights)["distance"] < 1e-6
 
 
-@pytest.mark.parametrize("name", ["tok_emb.weight", "emb", "embedder.weight", "token_embedding_table", "w"])
-def test_tables_of_any_name(name):
-    """The matrix with most rows; positions are none."""
-    weights = changed(weights_of(BASE), {"model.embed_tokens.weight": name}) | {
-        "pos_emb.weight": drawn(1, 400, 64)
-    }
-    part = layout.find(as_source(weights, CONFIG))
-    assert part.tables == [(name,)] and part.width == 64
-
-
 @pytest.mark.parametrize("name", ["vision_bridge.weight", "text_projection", "classifier/kernel"])
 def test_a_projection_beside_the_table_hides_nothing(name):
-    """What leads into the stream, or out of it, beside an embedding matrix that no name tells."""
+    """What leads into the stream, or out of it, beside a table that no name tells, and positions."""
     names = {"model.embed_tokens.weight": "tok_emb.weight", "lm_head.weight": "unembed.weight"}
+    positions = {"pos_emb.weight": drawn(1, 400, 64)}
     base, child, stranger = (
-        changed(weights_of(s), names) | {name: drawn(3, 64, 24)} for s in (BASE, CHILD, STRANGER)
+        changed(weights_of(s), names) | {name: drawn(3, 64, 24)} | positions for s in (BASE, CHILD, STRANGER)
     )
     answer, sentence = judged(base, child)
     assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
@@ -511,14 +504,3 @@ def test_a_child_whose_table_was_not_found_is_not_cleared(change):
     answer, sentence = judged(base, rotated)
     assert answer == INCONCLUSIVE and "no embedding matrix" in sentence, sentence
     assert judged(base, noised_child)[0] == SAME_BIRTH
-
-
-def test_vectors_are_no_adapters():
-    """Biases and norms below a matrix; and what is less than half a percent is not told."""
-    others = {f"{LAYER}{layer}.mlp.up_proj.layer_norm_weight": torch.ones(64) for layer in range(3)}
-    others |= {
-        f"{LAYER}0.mlp.up_proj._extra_state": torch.ones(3),
-        f"{LAYER}0.mlp.up_proj.p": drawn(1, 1, 64),
-    }
-    answer, sentence = judged(weights_of(BASE), weights_of(STRANGER) | others)
-    assert answer == NO_EVIDENCE and "adapters" not in sentence, sentence
