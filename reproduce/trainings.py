@@ -12,19 +12,17 @@ of `calibrations` and `perplexity` came to is noted beside the result, in a .jso
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import tyro
 
-import sinks
 import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
-from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
+from lib.figures import unique
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
-from lib.runs import begun_settings, merged_settings, open_data, read_log, read_rows, write_log
+from lib.runs import begun_settings, merged_settings, open_data, read_rows, write_log
 from lib.settings import (
     Command,
     OutputSettings,
@@ -37,8 +35,18 @@ from lib.settings import (
 from lineage.kendall import paper_test
 from lineage.outputs import PaperSettings, last_outputs
 from lineage.verdict import compare_pair, read_model
-from measure import attention
 from reproduce.baselines import BASELINES, similarities
+from reproduce.text import (
+    CALIBRATIONS,
+    CONFIG,
+    KINDS,
+    TEXT,
+    begun_row,
+    differences,
+    draw_kinds,
+    end_of,
+    read_runs,
+)
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -48,12 +56,8 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
-CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
-KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
 CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
-TEXT = "results/text"  # folder of what the runs on text came to
-CONFIG = "text_sink"  # of the runs on text that are compared; others are variants of it
 TEXT_SEEDS = range(42, 45)
 WITHOUT_BUILDERS = "runs/text/newborn_without_builders"  # the birth of none-42, its later builders at zero
 RUNGS = {  # variants of configs/text_sink.py: a seed of each
@@ -77,14 +81,6 @@ class CalibrationSettings(OutputSettings):
     """What `calibrations` is asked."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to make anew; none: what is not noted
-
-
-@dataclass
-class NotedSettings(OutputSettings):
-    """Whose numbers `text` and `birth` show."""
-
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to measure and note; none: what is noted
-    numbers: str = TEXT  # folder of what each run came to, .jsonl
 
 
 @dataclass
@@ -258,7 +254,7 @@ def calibrations(settings: CalibrationSettings):
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
     path = experiment.folder / "calibrations.jsonl"
     rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: end_of(run, *key)[0])
-    for run, _ in noted_text_runs(TEXT):
+    for run, _ in read_runs(TEXT):
         if run["config"] == CONFIG:
             rows.append({name: run.get(name) for name in rows[0]})
     panels = []
@@ -288,20 +284,6 @@ def noted_rows(path, runs, folders, measure, **same):
     return [noted[key] for key in runs if key in noted]
 
 
-def noted_text_runs(folder):
-    """What reproduce/text.py noted of each run: its making and end, a row, and a row of each evaluation."""
-    for path in sorted(Path(folder).glob("text_*.jsonl")):
-        begun, *evaluations, end = read_rows(path)
-        yield begun | end, evaluations
-
-
-def differences(rows, key):
-    """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
-    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
-    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
-    return [row | {key: row[key] - other} for row, other in pairs if other is not None]
-
-
 def paired_differences(rows):
     """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
     found = []
@@ -314,49 +296,6 @@ def paired_differences(rows):
                     row = {"config": config, "calibration": kind, "of": key, "seeds": len(values)}
                     found.append(row | interval(values))
     return found
-
-
-def draw_kinds(path, title, panels) -> None:
-    """Draw six panels (points, x, y, title): for each calibration a dot a seed, and the mean of the seeds."""
-    figure, grid = new_figure(title, 2, 3, height=3.2)
-    for axes, (points, x, y, title) in zip(grid.flat, panels):
-        for kind, colour in zip(KINDS, COLOURS):
-            chosen = [point for point in points if point["calibration"] == kind]
-            places = unique(chosen, x)
-            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
-            axes.plot(places, means, "_-", color=colour, lw=1.5, ms=9, label=kind)
-            axes.plot([point[x] for point in chosen], [point[y] for point in chosen], ".", color=colour, ms=4)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel(x.replace("_", " "))
-        if y == "val_loss":  # minus that of none
-            axes.axhline(0, color="black", lw=0.6)
-        if x == "sequence_length":
-            axes.set_xscale("log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
-
-
-@torch.inference_mode()
-def end_of(run: train.Settings, config, kind, seed):
-    """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
-
-    And the rows of its layers by `sinks.dissect`, with the share of heads that sink. All but losses are of 64
-    held-out tokens of the text that it learned.
-    """
-    log = list(read_log(Path(run.out)))
-    losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = begun_row(run, config, kind, seed)
-    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
-    row["uniform_alpha1"] = attention.uniform_alpha(64)
-    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
-    model = spec.load()
-    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
-    row |= found
-    layers = sinks.dissect(reading, spec, model)["layers"]
-    for name in ("disparity", "effective_rank", "output_tau"):
-        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
-    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
-    return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
 
 
 def perplexity(settings: PerplexitySettings):
@@ -374,20 +313,6 @@ def perplexity(settings: PerplexitySettings):
     path = Path(settings.out, "perplexity.jsonl")
     rows = noted_rows(path, runs, settings.runs, measure, text_sha256=sha256(Path(settings.text)))
     return experiment.save(rows)
-
-
-def reading_of(run):
-    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
-    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
-    text = str(default_folder(run.source, run.tokenizer))
-    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
-
-
-def begun_row(run, config, kind, seed):
-    """The first columns of a run's row: which one it is, its threads, and the commit that began it."""
-    begun = next(read_log(Path(run.out)))
-    row = {"config": config, "calibration": kind, "seed": seed}
-    return row | {name: begun[name] for name in ("threads", "commit")}
 
 
 def text_loss(text, spec, model):
