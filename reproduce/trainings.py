@@ -35,18 +35,8 @@ from lib.settings import (
 from lineage.kendall import paper_test
 from lineage.outputs import PaperSettings, last_outputs
 from lineage.verdict import compare_pair, read_model
+from reproduce import text
 from reproduce.baselines import BASELINES, similarities
-from reproduce.text import (
-    CALIBRATIONS,
-    CONFIG,
-    KINDS,
-    TEXT,
-    begun_row,
-    differences,
-    draw_kinds,
-    end_of,
-    read_runs,
-)
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -57,7 +47,7 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "qwen": ("9", "10", "11", "12"),
 }
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
-CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
+CALIBRATION_KINDS = {"backcopy": text.KINDS, "laptop": text.CALIBRATIONS}
 TEXT_SEEDS = range(42, 45)
 WITHOUT_BUILDERS = "runs/text/newborn_without_builders"  # the birth of none-42, its later builders at zero
 RUNGS = {  # variants of configs/text_sink.py: a seed of each
@@ -120,7 +110,7 @@ def lineage_runs():
 
 
 def calibrated(kind):
-    """The settings of one of KINDS."""
+    """The settings of a kind of `text.KINDS`."""
     return {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
 
 
@@ -142,11 +132,11 @@ def text_runs():
     """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and variants."""
     runs = {}
     for seed in TEXT_SEEDS:
-        for kind in KINDS:
+        for kind in text.KINDS:
             changes = calibrated(kind) | {"seed": seed}
-            runs[CONFIG, kind, seed] = training(f"text/{kind}-{seed}", CONFIG, **changes)
+            runs[text.CONFIG, kind, seed] = training(f"text/{kind}-{seed}", text.CONFIG, **changes)
     for rung, changes in RUNGS.items():
-        runs[rung, "none", 42] = training(f"text/{rung}-42", CONFIG, **changes)
+        runs[rung, "none", 42] = training(f"text/{rung}-42", text.CONFIG, **changes)
     return runs
 
 
@@ -192,7 +182,7 @@ def save_without_builders(run) -> None:
 
     No gradient reaches such a unit, so it stays at zero.
     """
-    sink = next(read_rows(Path(TEXT, "birth_none-42.jsonl")))
+    sink = next(read_rows(Path(text.TEXT, "birth_none-42.jsonl")))
     tokens = open_data(run, torch.device("cpu"))
     model, _, _ = train.load_model(replace(run, init_from=None), tokens)
     for builder in sink["builders"]:
@@ -214,7 +204,7 @@ def lineage(settings: RunSettings):
     experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
-    text = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
+    tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
     pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
     models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
     for folder in {folder for pair in pairs for folder in pair[1:3]}:
@@ -228,7 +218,7 @@ def lineage(settings: RunSettings):
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
         row |= compare_pair(weights[base], weights[suspect])[0]
         row |= paper_test(outputs[base], outputs[suspect])
-        rows.append(row | similarities(models[base], models[suspect], text))
+        rows.append(row | similarities(models[base], models[suspect], tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
 
@@ -253,19 +243,19 @@ def calibrations(settings: CalibrationSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
     path = experiment.folder / "calibrations.jsonl"
-    rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: end_of(run, *key)[0])
-    for run, _ in read_runs(TEXT):
-        if run["config"] == CONFIG:
+    rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: text.end_of(run, *key)[0])
+    for run, _ in text.read_runs(text.TEXT):
+        if run["config"] == text.CONFIG:
             rows.append({name: run.get(name) for name in rows[0]})
     panels = []
     for config in unique(rows, "config"):
         chosen = [row for row in rows if row["config"] == config]
         panels.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
     for config in unique(rows, "config"):
-        costs = differences([row for row in rows if row["config"] == config], "val_loss")
+        costs = text.differences([row for row in rows if row["config"] == config], "val_loss")
         panels.append((costs, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
-    draw_kinds(experiment.folder / "calibrations.png", title, panels)
+    text.draw_kinds(experiment.folder / "calibrations.png", title, panels)
     return experiment.save(rows, differences=paired_differences(rows))
 
 
@@ -289,7 +279,7 @@ def paired_differences(rows):
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
         for config in unique(rows, "config"):
-            paired = differences([row for row in rows if row["config"] == config], key)
+            paired = text.differences([row for row in rows if row["config"] == config], key)
             for kind in unique(paired, "calibration"):
                 values = [row[key] for row in paired if row["calibration"] == kind]
                 if len(values) > 1:
@@ -307,7 +297,7 @@ def perplexity(settings: PerplexitySettings):
     def measure(run, config, kind, seed):
         spec = checkpoint.parse_spec(run.out)
         loss = text_loss(settings.text, spec, spec.load(experiment.device, experiment.dtype))
-        return begun_row(run, config, kind, seed) | {"text_loss": loss}
+        return text.begun_row(run, config, kind, seed) | {"text_loss": loss}
 
     runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
     path = Path(settings.out, "perplexity.jsonl")
@@ -315,10 +305,10 @@ def perplexity(settings: PerplexitySettings):
     return experiment.save(rows)
 
 
-def text_loss(text, spec, model):
+def text_loss(file, spec, model):
     """Mean loss on 256 windows of a text file, nats/token."""
     device = model.lm_head.weight.device
-    reading = TextSettings(text=text, num_sequences=256, device=device.type)
+    reading = TextSettings(text=file, num_sequences=256, device=device.type)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 

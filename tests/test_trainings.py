@@ -163,7 +163,7 @@ def test_text_and_birth(quick, monkeypatch):
     """Two steps on letters in place of code: what is committed of a run is what its folder says."""
     monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
     monkeypatch.setattr(trainings, "RUNGS", {})
-    monkeypatch.setattr(trainings, "KINDS", ("none", "attenuate", "explicit"))
+    monkeypatch.setattr(text, "KINDS", ("none", "attenuate", "explicit"))
     runs = trainings.text_runs().values()
     trainings.train_named(trainings.TrainSettings(runs=("runs/text",)))
     numbers = text.NotedSettings(numbers="numbers", out="out")
@@ -207,9 +207,9 @@ def test_text_and_birth(quick, monkeypatch):
 def test_units_of_no_birth_stay_at_zero(quick):
     """Builders of a run at zero from birth on: other weights are those of its seed, and learn."""
     units = [(1, 3), (2, 7), (4, 100)]
-    Path(trainings.TEXT).mkdir(parents=True)
+    Path(text.TEXT).mkdir(parents=True)
     sink = {"builders": [{"layer": layer, "unit": unit} for layer, unit in units]}
-    Path(trainings.TEXT, "birth_none-42.jsonl").write_text(json.dumps(sink))
+    Path(text.TEXT, "birth_none-42.jsonl").write_text(json.dumps(sink))
     run = trainings.text_runs()["text_without_builders", "none", 42]
     trainings.train_all([run])
     first, *_, last = [checkpoint.load(step) for step in checkpoint.steps(run.out)]
