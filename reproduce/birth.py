@@ -22,7 +22,7 @@ from lib.runs import begun_settings, read_rows, write_log
 from lib.settings import Command, UserError, run_script
 from measure import attention
 from measure.units import observe
-from reproduce.trainings import NotedSettings, reading_of
+from reproduce.text import NotedSettings, reading_of
 from train import Settings as RunSettings
 
 DRAWS = 9999  # random sets of units, beside the builders

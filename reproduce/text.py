@@ -1,37 +1,55 @@
 """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)
 
     python -m reproduce.text                                              # from results/text/*.jsonl: seconds
-    python -m reproduce.text runs/text/none-42 --numbers mine --out mine  # trains a run: a quarter of an hour
-    python -m reproduce.text runs/text --numbers mine --out mine          # all 18: seven hours
+    python -m reproduce.trainings train runs/text/none-42                 # a run: a quarter of an hour
+    python -m reproduce.text runs/text/none-42 --numbers mine --out mine  # what it came to
 
 A file holds what one run of configs/text_sink.py came to: what it was made with; each evaluation, with the
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import tyro
 
-import train
+import sinks
 from lib import checkpoint
 from lib.data import TokenData, default_folder
+from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
+from lib.files import read_json
+from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import read_log, write_log
-from lib.settings import Command, UserError, run_script
-from reproduce import trainings
-from reproduce.trainings import CONFIG, NotedSettings, differences
+from lib.runs import read_log, read_rows, write_log
+from lib.settings import Command, OutputSettings, UserError, run_script
+from measure import attention
+
+CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
+KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
+TEXT = "results/text"  # folder of what the runs on text came to
+CONFIG = "text_sink"  # of the runs on text that are compared; others are variants of it
+
+
+@dataclass
+class NotedSettings(OutputSettings):
+    """Whose numbers `text` and `birth` show."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to measure and note; none: what is noted
+    numbers: str = TEXT  # folder of what each run came to, .jsonl
 
 
 def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
     experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
     Path(settings.numbers).mkdir(parents=True, exist_ok=True)
-    for key, run in trainings.named(settings.runs, trainings.text_runs()).items():
-        trainings.train_all([run])
-        write_log(Path(settings.numbers, "-".join(map(str, key)) + ".jsonl"), record(run, *key))
+    for folder in settings.runs:
+        key, rows = record(folder)
+        write_log(Path(settings.numbers, "-".join(map(str, key)) + ".jsonl"), rows)
     rows, ends = [], []
-    for run, evaluations in trainings.noted_text_runs(settings.numbers):
+    for run, evaluations in read_runs(settings.numbers):
         key = {name: run[name] for name in ("config", "calibration", "seed")}
         ends.append(run)
         for evaluation in evaluations:
@@ -44,32 +62,88 @@ def text(settings: NotedSettings):
     if not ends:
         raise UserError(f"nothing noted in {settings.numbers}: name runs, as runs/text/none-42")
     title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
-    trainings.draw_kinds(experiment.folder / "text.png", title, panels_of(rows, ends))
+    draw_kinds(experiment.folder / "text.png", title, panels_of(rows, ends))
     hours = sum(run["core_hours"] for run in ends)
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
     columns += ("max_alpha1", "disparity", "effective_rank")
     return experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
 
 
-def record(run: train.Settings, *key):
-    """A run in a few kB: how it was made, its evaluations with their sinks, and what it came to."""
-    log = list(read_log(Path(run.out)))
+def read_runs(folder):
+    """What was noted of each run: its making and its end, a row, and a row of each evaluation."""
+    for path in sorted(Path(folder).glob("text_*.jsonl")):
+        begun, *evaluations, end = read_rows(path)
+        yield begun | end, evaluations
+
+
+@torch.no_grad()
+def record(folder):
+    """A run's key, and the run in a few kB: how it was made, its evaluations with sinks, what it came to."""
+    run = SimpleNamespace(**read_json(Path(folder, "settings.json")) | {"out": folder})
+    name, _, _ = Path(folder).name.rpartition("-")
+    kind = "explicit" if run.explicit_sink else run.attn_calibration
+    key = (CONFIG if name == kind else name, kind, run.seed)
+    log = list(read_log(Path(folder)))
     T = run.sequence_length
     step_tokens = run.global_batch_size * T
     seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
     begun = {name: log[0][name] for name in ("commit", "dtype", "data")}
-    yield begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}
+    rows = [begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}]
     for row in log:
         if "sinks" in row:
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
-            yield {"step": row["step"], "val_loss": row["val_loss"], "sinks": shown}
-    model = checkpoint.load(run.out)
+            rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
+    model = checkpoint.load(folder)
     tokens = TokenData(default_folder(run.source, run.tokenizer), run.bos_first)
-    windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
-    loss = train.evaluate(model, *windows, run.micro_batch_size, torch.device("cpu"), torch.float32)
-    row, layers = trainings.end_of(run, *key)
-    yield row | {"text_loss": loss, "layers": layers}
+    inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
+    losses = [model(*windows).item() for windows in zip(inputs.split(8), targets.split(8))]  # sums
+    end, layers = end_of(run, *key)
+    return key, rows + [end | {"text_loss": sum(losses) / targets.numel(), "layers": layers}]
+
+
+@torch.inference_mode()
+def end_of(run, config, kind, seed):
+    """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
+
+    And the rows of its layers by `sinks.dissect`, with the share of heads that sink. All but losses are of 64
+    held-out tokens of the text that it learned.
+    """
+    log = list(read_log(Path(run.out)))
+    losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
+    row = begun_row(run, config, kind, seed)
+    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
+    row["uniform_alpha1"] = attention.uniform_alpha(64)
+    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
+    model = spec.load()
+    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
+    row |= found
+    layers = sinks.dissect(reading, spec, model)["layers"]
+    for name in ("disparity", "effective_rank", "output_tau"):
+        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
+    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
+    return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
+
+
+def begun_row(run, config, kind, seed):
+    """The first columns of a run's row: which one it is, its threads, and the commit that began it."""
+    begun = next(read_log(Path(run.out)))
+    row = {"config": config, "calibration": kind, "seed": seed}
+    return row | {name: begun[name] for name in ("threads", "commit")}
+
+
+def reading_of(run):
+    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
+    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
+    text = str(default_folder(run.source, run.tokenizer))
+    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
+
+
+def differences(rows, key):
+    """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
+    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
+    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
+    return [row | {key: row[key] - other} for row, other in pairs if other is not None]
 
 
 def panels_of(rows, ends):
@@ -88,6 +162,26 @@ def panels_of(rows, ends):
         (by_layer, "layer", "disparity", "disparity of the stream at position 1"),
         (by_layer, "layer", "effective_rank", "effective rank of the stream"),
     ]
+
+
+def draw_kinds(path, title, panels) -> None:
+    """Draw six panels (points, x, y, title): for each calibration a dot a seed, and the mean of the seeds."""
+    figure, grid = new_figure(title, 2, 3, height=3.2)
+    for axes, (points, x, y, title) in zip(grid.flat, panels):
+        for kind, colour in zip(KINDS, COLOURS):
+            chosen = [point for point in points if point["calibration"] == kind]
+            places = unique(chosen, x)
+            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
+            axes.plot(places, means, "_-", color=colour, lw=1.5, ms=9, label=kind)
+            axes.plot([point[x] for point in chosen], [point[y] for point in chosen], ".", color=colour, ms=4)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(x.replace("_", " "))
+        if y == "val_loss":  # minus that of none
+            axes.axhline(0, color="black", lw=0.6)
+        if x == "sequence_length":
+            axes.set_xscale("log")
+    legend_below(figure, grid[0, 0])
+    save_figure(figure, path)
 
 
 COMMANDS = {"": Command(text, NotedSettings())}

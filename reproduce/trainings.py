@@ -12,19 +12,17 @@ of `calibrations` and `perplexity` came to is noted beside the result, in a .jso
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import tyro
 
-import sinks
 import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
-from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
+from lib.figures import unique
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
-from lib.runs import begun_settings, merged_settings, open_data, read_log, read_rows, write_log
+from lib.runs import begun_settings, merged_settings, open_data, read_rows, write_log
 from lib.settings import (
     Command,
     OutputSettings,
@@ -36,7 +34,7 @@ from lib.settings import (
 )
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
-from measure import attention
+from reproduce import text
 from reproduce.baselines import BASELINES, similarities
 
 SEEDS = (42, 123, 1000, 2000)
@@ -47,12 +45,8 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
-CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
-KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
 CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
-CALIBRATION_KINDS = {"backcopy": KINDS, "laptop": CALIBRATIONS}
-TEXT = "results/text"  # folder of what the runs on text came to
-CONFIG = "text_sink"  # of the runs on text that are compared; others are variants of it
+CALIBRATION_KINDS = {"backcopy": text.KINDS, "laptop": text.CALIBRATIONS}
 TEXT_SEEDS = range(42, 45)
 WITHOUT_BUILDERS = "runs/text/newborn_without_builders"  # the birth of none-42, its later builders at zero
 RUNGS = {  # variants of configs/text_sink.py: a seed of each
@@ -76,14 +70,6 @@ class CalibrationSettings(OutputSettings):
     """What `calibrations` is asked."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to make anew; none: what is not noted
-
-
-@dataclass
-class NotedSettings(OutputSettings):
-    """Whose numbers `text` and `birth` show."""
-
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to measure and note; none: what is noted
-    numbers: str = TEXT  # folder of what each run came to, .jsonl
 
 
 @dataclass
@@ -123,7 +109,7 @@ def lineage_runs():
 
 
 def calibrated(kind):
-    """The settings of one of KINDS."""
+    """The settings of a kind of `text.KINDS`."""
     return {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
 
 
@@ -145,11 +131,11 @@ def text_runs():
     """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and variants."""
     runs = {}
     for seed in TEXT_SEEDS:
-        for kind in KINDS:
+        for kind in text.KINDS:
             changes = calibrated(kind) | {"seed": seed}
-            runs[CONFIG, kind, seed] = training(f"text/{kind}-{seed}", CONFIG, **changes)
+            runs[text.CONFIG, kind, seed] = training(f"text/{kind}-{seed}", text.CONFIG, **changes)
     for rung, changes in RUNGS.items():
-        runs[rung, "none", 42] = training(f"text/{rung}-42", CONFIG, **changes)
+        runs[rung, "none", 42] = training(f"text/{rung}-42", text.CONFIG, **changes)
     return runs
 
 
@@ -195,7 +181,7 @@ def save_without_builders(run) -> None:
 
     No gradient reaches such a unit, so it stays at zero.
     """
-    sink = next(read_rows(Path(TEXT, "birth_none-42.jsonl")))
+    sink = next(read_rows(Path(text.TEXT, "birth_none-42.jsonl")))
     tokens = open_data(run, torch.device("cpu"))
     model, _, _ = train.load_model(replace(run, init_from=None), tokens)
     for builder in sink["builders"]:
@@ -217,7 +203,7 @@ def lineage(settings: RunSettings):
     experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
-    text = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
+    tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
     pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
     models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
     for folder in {folder for pair in pairs for folder in pair[1:3]}:
@@ -231,7 +217,7 @@ def lineage(settings: RunSettings):
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
         row |= compare_pair(weights[base], weights[suspect])[0]
         row |= paper_test(outputs[base], outputs[suspect])
-        rows.append(row | similarities(models[base], models[suspect], text))
+        rows.append(row | similarities(models[base], models[suspect], tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
 
@@ -256,19 +242,19 @@ def calibrations(settings: CalibrationSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
     path = experiment.folder / "calibrations.jsonl"
-    rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: end_of(run, *key)[0])
-    for run, _ in noted_text_runs(TEXT):
-        if run["config"] == CONFIG:
+    rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: text.end_of(run, *key)[0])
+    for run, _ in text.read_runs(text.TEXT):
+        if run["config"] == text.CONFIG:
             rows.append({name: run.get(name) for name in rows[0]})
     panels = []
     for config in unique(rows, "config"):
         chosen = [row for row in rows if row["config"] == config]
         panels.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
     for config in unique(rows, "config"):
-        costs = differences([row for row in rows if row["config"] == config], "val_loss")
+        costs = text.differences([row for row in rows if row["config"] == config], "val_loss")
         panels.append((costs, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
-    draw_kinds(experiment.folder / "calibrations.png", title, panels)
+    text.draw_kinds(experiment.folder / "calibrations.png", title, panels)
     return experiment.save(rows, differences=paired_differences(rows))
 
 
@@ -287,75 +273,18 @@ def noted_rows(path, runs, folders, measure, **same):
     return [noted[key] for key in runs if key in noted]
 
 
-def noted_text_runs(folder):
-    """What reproduce/text.py noted of each run: its making and end, a row, and a row of each evaluation."""
-    for path in sorted(Path(folder).glob("text_*.jsonl")):
-        begun, *evaluations, end = read_rows(path)
-        yield begun | end, evaluations
-
-
-def differences(rows, key):
-    """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
-    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
-    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
-    return [row | {key: row[key] - other} for row, other in pairs if other is not None]
-
-
 def paired_differences(rows):
     """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
         for config in unique(rows, "config"):
-            paired = differences([row for row in rows if row["config"] == config], key)
+            paired = text.differences([row for row in rows if row["config"] == config], key)
             for kind in unique(paired, "calibration"):
                 values = [row[key] for row in paired if row["calibration"] == kind]
                 if len(values) > 1:
                     row = {"config": config, "calibration": kind, "of": key, "seeds": len(values)}
                     found.append(row | interval(values))
     return found
-
-
-def draw_kinds(path, title, panels) -> None:
-    """Draw six panels (points, x, y, title): for each calibration a dot a seed, and the mean of the seeds."""
-    figure, grid = new_figure(title, 2, 3, height=3.2)
-    for axes, (points, x, y, title) in zip(grid.flat, panels):
-        for kind, colour in zip(KINDS, COLOURS):
-            chosen = [point for point in points if point["calibration"] == kind]
-            places = unique(chosen, x)
-            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
-            axes.plot(places, means, "_-", color=colour, lw=1.5, ms=9, label=kind)
-            axes.plot([point[x] for point in chosen], [point[y] for point in chosen], ".", color=colour, ms=4)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel(x.replace("_", " "))
-        if y == "val_loss":  # minus that of none
-            axes.axhline(0, color="black", lw=0.6)
-        if x == "sequence_length":
-            axes.set_xscale("log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
-
-
-@torch.inference_mode()
-def end_of(run: train.Settings, config, kind, seed):
-    """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
-
-    And the rows of its layers by `sinks.dissect`, with the share of heads that sink. All but losses are of 64
-    held-out tokens of the text that it learned.
-    """
-    log = list(read_log(Path(run.out)))
-    losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = begun_row(run, config, kind, seed)
-    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
-    row["uniform_alpha1"] = attention.uniform_alpha(64)
-    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
-    model = spec.load()
-    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
-    row |= found
-    layers = sinks.dissect(reading, spec, model)["layers"]
-    for name in ("disparity", "effective_rank", "output_tau"):
-        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
-    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
-    return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
 
 
 def perplexity(settings: PerplexitySettings):
@@ -367,7 +296,7 @@ def perplexity(settings: PerplexitySettings):
     def measure(run, config, kind, seed):
         spec = checkpoint.parse_spec(run.out)
         loss = text_loss(settings.text, spec, spec.load(experiment.device, experiment.dtype))
-        return begun_row(run, config, kind, seed) | {"text_loss": loss}
+        return text.begun_row(run, config, kind, seed) | {"text_loss": loss}
 
     runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
     path = Path(settings.out, "perplexity.jsonl")
@@ -375,24 +304,10 @@ def perplexity(settings: PerplexitySettings):
     return experiment.save(rows)
 
 
-def reading_of(run):
-    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
-    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
-    text = str(default_folder(run.source, run.tokenizer))
-    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
-
-
-def begun_row(run, config, kind, seed):
-    """The first columns of a run's row: which one it is, its threads, and the commit that began it."""
-    begun = next(read_log(Path(run.out)))
-    row = {"config": config, "calibration": kind, "seed": seed}
-    return row | {name: begun[name] for name in ("threads", "commit")}
-
-
-def text_loss(text, spec, model):
+def text_loss(file, spec, model):
     """Mean loss on 256 windows of a text file, nats/token."""
     device = model.lm_head.weight.device
-    reading = TextSettings(text=text, num_sequences=256, device=device.type)
+    reading = TextSettings(text=file, num_sequences=256, device=device.type)
     tokens = read_tokens(reading, spec, model.config.context_length + 1)
     return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
 

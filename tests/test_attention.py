@@ -77,12 +77,6 @@ def test_attention_to_an_explicit_sink(T):
         torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
 
 
-def test_positions_that_are_not_there_are_refused():
-    for wrong in ((9,), (0, 1)):
-        with pytest.raises(ValueError, match="positions in 1 to 8"):
-            attention.attention_to(random_model(KINDS["llama"]), random_tokens(0, range(2), 8, 97), wrong)
-
-
 def test_what_does_not_vary():
     heads = torch.linspace(0.1, 1, 50, dtype=torch.float64)[:, None].expand(7, 2, 50, 4)
     spread = attention.RunningStd(7)

@@ -163,11 +163,14 @@ def test_text_and_birth(quick, monkeypatch):
     """Two steps on letters in place of code: what is committed of a run is what its folder says."""
     monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
     monkeypatch.setattr(trainings, "RUNGS", {})
-    monkeypatch.setattr(trainings, "KINDS", ("none", "attenuate", "explicit"))
-    numbers = trainings.NotedSettings(numbers="numbers", out="out")
-    text.text(replace(numbers, runs=("runs/text/attenuate-42",)))
-    assert len(list(Path("numbers").iterdir())) == 1  # the run that was named
-    found = text.text(replace(numbers, runs=("runs/text",)))
+    monkeypatch.setattr(text, "KINDS", ("none", "attenuate", "explicit"))
+    runs = trainings.text_runs().values()
+    trainings.train_named(trainings.TrainSettings(runs=("runs/text",)))
+    numbers = text.NotedSettings(numbers="numbers", out="out")
+    found = text.text(replace(numbers, runs=tuple(run.out for run in runs)))
+    assert {path.name for path in Path("numbers").iterdir()} == {
+        f"text_sink-{kind}-42.jsonl" for kind in ("none", "attenuate", "explicit")
+    }
     assert text.text(numbers)["rows"] == found["rows"]  # from what was noted
     run = trainings.text_runs()["text_sink", "attenuate", 42]
     log = list(read_log(Path(run.out)))
@@ -176,10 +179,16 @@ def test_text_and_birth(quick, monkeypatch):
         assert (row["sequence_length"], row["bos_first"]) == (sinks["sequence_length"], sinks["bos_first"])
         assert row["max_alpha1"] == np.max(sinks["alpha1"]) and row["val_loss"] == log[-1]["val_loss"]
         assert row["tokens"] == 2 * 4 * 32
+    tokens = data.TokenData(data.default_folder(run.source, run.tokenizer), bos_first=True)
+    ours = next(row for row in found["runs"] if row["calibration"] == "attenuate")
+    loss = train.evaluate(
+        checkpoint.load(run.out), *tokens.held_out(10**6, 32), 9, torch.device("cpu"), torch.float32
+    )
+    assert ours["text_loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums
     # birth: the later builders, asked of the newborn
     found = birth.birth(replace(numbers, runs=("runs/text/none-42",)))
     assert {row["step"] for row in found["rows"]} == {0, 1, 2}
-    windows = data.TokenData(data.default_folder(run.source, run.tokenizer)).held_out(100, 64)[0]
+    windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
     windows[:, 0] = 256
     steps = checkpoint.steps("runs/text/none-42")
     newborn_activity, activity = (observe(checkpoint.load(step), windows) for step in (steps[0], steps[-1]))
@@ -198,9 +207,9 @@ def test_text_and_birth(quick, monkeypatch):
 def test_units_of_no_birth_stay_at_zero(quick):
     """Builders of a run at zero from birth on: other weights are those of its seed, and learn."""
     units = [(1, 3), (2, 7), (4, 100)]
-    Path(trainings.TEXT).mkdir(parents=True)
+    Path(text.TEXT).mkdir(parents=True)
     sink = {"builders": [{"layer": layer, "unit": unit} for layer, unit in units]}
-    Path(trainings.TEXT, "birth_none-42.jsonl").write_text(json.dumps(sink))
+    Path(text.TEXT, "birth_none-42.jsonl").write_text(json.dumps(sink))
     run = trainings.text_runs()["text_without_builders", "none", 42]
     trainings.train_all([run])
     first, *_, last = [checkpoint.load(step) for step in checkpoint.steps(run.out)]
