@@ -277,8 +277,7 @@ class Transformer(nn.Module):
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         if config.positions == "learned":
-            table = torch.full((config.context_length, d), torch.nan)
-            self.model["embed_positions"] = nn.Embedding.from_pretrained(table, freeze=False)
+            self.model["embed_positions"] = nn.Embedding(config.context_length, d)
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
         self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32, in no checkpoint
@@ -301,6 +300,13 @@ class Transformer(nn.Module):
             self.make_angles(T)
         return self.cos_sin[:, :T].to(x.dtype).unbind()
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The stream (B, T, d) in front of the first block: tokens (B, T), and learned positions."""
+        x = self.model.embed_tokens(tokens)
+        if self.config.positions == "learned":
+            x = x + self.model.embed_positions.weight[: tokens.shape[1]]  # (T, d)
+        return x
+
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
         self.model.layers.to(dtype)
@@ -310,20 +316,17 @@ class Transformer(nn.Module):
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
-        that position. Blocks below `start` do not run: `inputs` is then the stream in front of block `start`,
-        to which learned positions were added before.
+        that position. Blocks below `start` do not run: `inputs` is then the stream in front of block `start`.
         `on_state(layer, x)` is called with the stream (B, T, d) in front of block `start`, as layer
         start - 1, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
         outputs of the heads (B, H, T, Dh), and with q and k after their rotation. If it returns a tensor,
         this replaces the outputs. Where only the last position is computed, T is 1 in x, heads and q.
         ValueError if T exceeds the context.
         """
-        x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
-        T = x.shape[1]
+        T = inputs.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
-        if self.config.positions == "learned" and start == 1:
-            x = x + self.model.embed_positions.weight[:T]  # (T, d)
+        x = inputs if inputs.is_floating_point() else self.embed(inputs)
         device = x.device.type
         dtype = next(self.model.layers.parameters()).dtype
         if torch.is_autocast_enabled(device):

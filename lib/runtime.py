@@ -156,6 +156,8 @@ def training_flops(model, T):
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
     if not config.tie_embeddings:
         weights -= config.vocab_size * config.d_model  # a look-up is no product
+    if config.positions == "learned":
+        weights -= config.context_length * config.d_model
     attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
     return 6 * (weights + attention)
 
