@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-ACTIVATIONS["gelu_tanh"] = partial(F.gelu, approximate="tanh")  # OpenAI's GPT-2
+ACTIVATIONS["gelu_new"] = ACTIVATIONS["gelu_pytorch_tanh"] = partial(F.gelu, approximate="tanh")  # GPT-2
 GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
 FIRST_POSITIONS = 2048  # positions whose angles a model has from the start: the presets' longest context
 CHOICES = {

@@ -29,7 +29,7 @@ import torch
 from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json
 from lib.gguf import GGUF, LazyTensor
 from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
-from model import ModelConfig, Transformer
+from model import GPT2, ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
@@ -46,7 +46,7 @@ FAMILIES = {  # model_type: what its configurations leave out
     "mistral": {"norm_epsilon": 1e-6},
     "qwen2": {"norm_epsilon": 1e-6, "qkv_bias": True},
     "qwen3": {"norm_epsilon": 1e-6, "qk_norm": True, "head_dim": 128},
-    "gpt2": {"norm": "layernorm", "tie_embeddings": True, "positions": "learned", "biases": True},
+    "gpt2": {**GPT2, "mlp": "gelu_new", "positions": "learned", "biases": True},
 }
 KEYS = {  # our name: Hugging Face's
     "vocab_size": "vocab_size",
@@ -60,13 +60,14 @@ KEYS = {  # our name: Hugging Face's
     "context_length": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
 }
-GPT2_KEYS = {"d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head"}  # our name: a GPT-2's
+GPT2_KEYS = KEYS | {"d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "d_ff": "n_inner"}
+GPT2_KEYS |= {"norm_epsilon": "layer_norm_epsilon", "context_length": "n_positions"}
+GPT2_KEYS["mlp"] = "activation_function"
 GPT2_PARTS = {  # of a tensor's name, in a GPT-2: in ours
-    "model.lm_head": "lm_head",
-    ".h.": ".layers.",
-    ".wte.": ".embed_tokens.",
-    ".wpe.": ".embed_positions.",
-    ".ln_f.": ".norm.",
+    "h.": "model.layers.",
+    "wte.": "model.embed_tokens.",
+    "wpe.": "model.embed_positions.",
+    "ln_f.": "model.norm.",
     ".ln_1.": ".input_layernorm.",
     ".ln_2.": ".post_attention_layernorm.",
     ".attn.c_proj.": ".self_attn.o_proj.",
@@ -257,7 +258,7 @@ def gpt2_tensors(tensors):
     """A GPT-2's tensors by our names; what it stores as (inputs, outputs) is turned."""
     found = {}
     for name, tensor in tensors.items():
-        ours = f"model.{name.removeprefix('transformer.')}"
+        ours = name.removeprefix("transformer.")
         for theirs, part in GPT2_PARTS.items():
             ours = ours.replace(theirs, part)
         if ".c_" not in name:
@@ -284,13 +285,11 @@ def with_scales(place, raw, tensors):
         return tensors
     said = BLOCK_SIZE.search(json.dumps(raw))
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
-    bare = []
     for name in packed:
-        shape, _, read = tensors[name]
         scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
-        if scale is None:
-            bare.append(name)
-        weights[name] = LazyTensor(shape, "F32", partial(multiplied, f"{place}: {name}", read, scale, blocks))
+        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale, blocks)
+        weights[name] = LazyTensor(tensors[name].shape, "F32", read)
+    bare = [name for name in packed if not {f"{name}_scale_inv", f"{name}_scale"} & tensors.keys()]
     if bare and is_first_process():
         print(f"{place}: {bare[0]} is in FP8 without a scale: it is read as it is", file=sys.stderr)
     return weights
@@ -410,10 +409,10 @@ def config_from_hf(raw, place):
         value = rope.get(key, raw.get(key, plain))
         if value != plain:
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
-    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
-    if family == "gpt2" and not is_gguf(place):
-        with as_user_error(place):
-            values |= gpt2_values(raw)
+    keys = GPT2_KEYS if family == "gpt2" and not is_gguf(place) else KEYS
+    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in keys.items() if theirs in raw}
+    if family == "gpt2" and values.get("d_ff") is None:
+        values["d_ff"] = 4 * values.get("d_model", 0)
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
@@ -425,16 +424,6 @@ def config_from_hf(raw, place):
         if window is not None:  # up to it, all is plain
             config = replace(config, context_length=min(window, config.context_length))
     return config
-
-
-def gpt2_values(raw):
-    """What config.json says of a GPT-2 in words of its own, in ours."""
-    values = {ours: raw[theirs] for ours, theirs in GPT2_KEYS.items()}
-    activation = raw.get("activation_function", "gelu_new")
-    values["mlp"] = "gelu_tanh" if activation in ("gelu_new", "gelu_pytorch_tanh") else activation
-    values["d_ff"] = raw.get("n_inner") or 4 * raw["n_embd"]
-    values["norm_epsilon"] = raw.get("layer_norm_epsilon", 1e-5)
-    return values | {"context_length": raw["n_positions"]}
 
 
 def window_of(raw, num_layers, place):
@@ -544,8 +533,7 @@ def own_checkpoint(place, raw, tensors):
         raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
     expected = parameter_shapes(config)
     if raw["model_type"] == "gpt2":
-        with as_user_error(place):
-            tensors = gpt2_tensors(tensors)
+        tensors = gpt2_tensors(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not NO_PARAMETER.search(name)}
     if config.tie_embeddings and HEAD in tensors:
         head = tensors.pop(HEAD)

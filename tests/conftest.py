@@ -30,7 +30,7 @@ KINDS = {
     "qwen2": ModelConfig(**SMALL, num_kv_heads=2, qkv_bias=True, norm_epsilon=1e-6),
     "qwen3": ModelConfig(**SMALL, num_kv_heads=2, head_dim=20, qk_norm=True),
     "gpt2": ModelConfig(**SMALL, norm="layernorm", mlp="gelu", tie_embeddings=True),
-    "gpt2_itself": ModelConfig(**SMALL, **{**GPT2, "mlp": "gelu_tanh"}, positions="learned", biases=True),
+    "gpt2_itself": ModelConfig(**SMALL, **{**GPT2, "mlp": "gelu_new"}, positions="learned", biases=True),
 }
 
 
