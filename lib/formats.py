@@ -35,6 +35,7 @@ FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
+NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
 SCALE = re.compile(r"_scale(?:_inv|_ub)?$")  # beside FP8: of a matrix, of its inputs, of keys, ...
 BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
@@ -286,8 +287,8 @@ def with_scales(place, raw, tensors):
     said = BLOCK_SIZE.search(json.dumps(raw))
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
     for name in packed:
-        scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
-        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale, blocks)
+        scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale", NO_SCALE))
+        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, blocks)
         weights[name] = LazyTensor(tensors[name].shape, "F32", read)
     bare = [name for name in packed if not {f"{name}_scale_inv", f"{name}_scale"} & tensors.keys()]
     if bare and is_first_process():
@@ -295,13 +296,11 @@ def with_scales(place, raw, tensors):
     return weights
 
 
-def multiplied(label, read, scale, blocks, part=...):
+def multiplied(label, read, read_scale, blocks, part=...):
     """A part of a tensor in FP8, in float32, times its scales: one for all, one for each row or block."""
-    weight = read().float()
-    if scale is None:
-        return weight[part]
     with as_user_error(label):
-        factors = scale.read().float()
+        weight = read().float()
+        factors = read_scale().float()
         factors = factors.view(*factors.shape, *[1] * (weight.ndim - factors.ndim))
         for axis, block in enumerate(([1] * weight.ndim + blocks)[2:]):
             n, count = weight.shape[axis], factors.shape[axis]
