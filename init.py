@@ -7,7 +7,7 @@
 
 | parameters                            | scheme `gpt2`           | scheme `normal` (Hugging Face's) |
 |---------------------------------------|-------------------------|----------------------------------|
-| embedding, head, q, k, v, gate, up    | N(0, 0.02^2)            | N(0, 0.02^2)                     |
+| embeddings, head, q, k, v, gate, up   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
@@ -70,7 +70,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
         return torch.zeros(shape)
     if "norm" in name:
         return torch.ones(shape)
-    if name.startswith(("model.embed_tokens", "lm_head")):
+    if name.startswith(("model.embed_", "lm_head")):  # of tokens, and of learned positions
         return draw_weight(seed if embedding_seed is None else embedding_seed, name, shape, STD)
     if not name.endswith(("o_proj.weight", "down_proj.weight")):
         return draw_weight(seed, name, shape, STD)

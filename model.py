@@ -1,4 +1,4 @@
-"""What is the architecture? One pre-norm decoder: by its settings a RoPE GPT-2, a LLaMA, a Qwen2 or a Qwen3.
+"""What is the architecture? One pre-norm decoder: by its settings a GPT-2, a LLaMA, a Qwen2 or a Qwen3.
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
+ACTIVATIONS["gelu_new"] = ACTIVATIONS["gelu_pytorch_tanh"] = partial(F.gelu, approximate="tanh")  # GPT-2
 GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
 FIRST_POSITIONS = 2048  # positions whose angles a model has from the start: the presets' longest context
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
+    "positions": ("rope", "learned"),
     "mlp": ACTIVATIONS,
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
@@ -67,6 +69,8 @@ class ModelConfig:
     sublayers: str = "full"  # the sublayers of a block (BB 4.1)
     attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
     explicit_sink: bool = False  # constant keys and values, which heads can attend to (arXiv 2410.10781)
+    positions: str = "rope"  # or "learned": a vector for each, added to its token's (OpenAI's GPT-2)
+    biases: bool = False  # of all projections in the blocks (OpenAI's GPT-2)
 
     @property
     def kv_heads(self):
@@ -164,17 +168,18 @@ def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE (BB Equation 2, once per head)."""
+    """Causal multi-head attention, with RoPE if positions are not learned (BB Equation 2, once per head)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         d = config.d_model
         Dh = config.head_size
-        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
+        qkv_bias = config.qkv_bias or config.biases
+        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=qkv_bias)
+        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=qkv_bias)
+        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=config.biases)
         self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
@@ -187,12 +192,15 @@ class Attention(nn.Module):
         T = x.shape[1]
         Dh = self.config.head_size
         first = T - 1 if last_only else 0  # index of the first of Q = 1 or T queries
-        cos, sin = rope  # (T, 1, Dh/2) each
-        q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
-        k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
+        q = self.q_norm(self.q_proj(x[:, first:]).unflatten(2, (-1, Dh)))  # (B, Q, H, Dh)
+        k = self.k_norm(self.k_proj(x).unflatten(2, (-1, Dh)))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
-        q = rotate(self.q_norm(q), cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
-        k = rotate(self.k_norm(k), cos, sin).transpose(1, 2)  # (B, G, T, Dh)
+        if rope is not None:
+            cos, sin = rope  # (T, 1, Dh/2) each
+            q = rotate(q, cos[first:], sin[first:])
+            k = rotate(k, cos, sin)
+        q = q.transpose(1, 2)  # (B, H, Q, Dh)
+        k = k.transpose(1, 2)  # (B, G, T, Dh)
         heads = causal_attention(q, in_front(self.sink_key, k), in_front(self.sink_value, v))
         heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
         if on_heads is not None:
@@ -223,9 +231,9 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
         is_gated = config.mlp in GATED
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if is_gated else None
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.biases) if is_gated else None
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.biases)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
@@ -268,6 +276,8 @@ class Transformer(nn.Module):
         table = torch.full((V, d), torch.nan)  # no numbers are drawn: init.py fills it
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
+        if config.positions == "learned":
+            self.model["embed_positions"] = nn.Embedding(config.context_length, d)
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
         self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32, in no checkpoint
@@ -280,13 +290,22 @@ class Transformer(nn.Module):
             self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
 
     def rope(self, x: Tensor):
-        """Cosine and sine of every position's angles, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
+        """RoPE's cosines and sines, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d); None without RoPE."""
+        if self.config.positions == "learned":
+            return None
         T = x.shape[1]
         if self.cos_sin is None:
             raise RuntimeError("this model has no angles: call make_angles() when its weights are in place")
         if T > self.cos_sin.shape[1]:
             self.make_angles(T)
         return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # small, and no view of the buffer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The stream (B, T, d) in front of the first block: tokens (B, T), and learned positions."""
+        x = self.model.embed_tokens(tokens)
+        if self.config.positions == "learned":
+            x = x + self.model.embed_positions.weight[: tokens.shape[1]]  # (T, d)
+        return x
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
@@ -304,10 +323,10 @@ class Transformer(nn.Module):
         this replaces the outputs. Where only the last position is computed, T is 1 in x, heads and q.
         ValueError if T exceeds the context.
         """
-        x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
-        T = x.shape[1]
+        T = inputs.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
+        x = inputs if inputs.is_floating_point() else self.embed(inputs)
         device = x.device.type
         dtype = next(self.model.layers.parameters()).dtype
         if torch.is_autocast_enabled(device):

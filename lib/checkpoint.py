@@ -3,7 +3,7 @@
 >>> from lib import checkpoint
 >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
->>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3; or a .gguf file of these
+>>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3, GPT-2; or a .gguf
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
 >>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 """
@@ -68,11 +68,9 @@ class Spec:
         if formats.is_gguf(self.folder):
             values = formats.open_gguf(self.folder).values
             return self.folder if gguf_tokenizers.is_known(values) else None
-        for name in ("tokenizer.model", "tokenizer.json", "tokenizer.txt"):
-            path = formats.folder_of(self.folder) / name
-            if isfile(path):
-                return path
-        return None
+        names = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
+        paths = [formats.folder_of(self.folder) / name for name in names]
+        return next(filter(isfile, paths), None)
 
     def open(self, any_architecture=False):
         """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""

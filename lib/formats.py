@@ -1,7 +1,7 @@
 """What is in a stranger's checkpoint?
 
     >>> from pathlib import Path
-    >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or Mistral, Qwen2, Qwen3; or our own
+    >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or others of FAMILIES; or our own
     >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
     torch.Size([4096])
     >>> open_any(Path("/models/pythia-70m")).shapes["gpt_neox.final_layer_norm.weight"]
@@ -29,19 +29,25 @@ import torch
 from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json
 from lib.gguf import GGUF, LazyTensor
 from lib.settings import UserError, from_values, is_first_process
-from model import ModelConfig, Transformer
+from model import GPT2, ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
+FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
+NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
+SCALE = re.compile(r"_scale(?:_inv|_ub)?$")  # beside FP8: of a matrix, of its inputs, of keys, ...
+BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
+NO_PARAMETER = re.compile(r"inv_freq$|\.attn\.(?:masked_)?bias$")  # nor a mask
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
     "mistral": {"norm_epsilon": 1e-6},
     "qwen2": {"norm_epsilon": 1e-6, "qkv_bias": True},
     "qwen3": {"norm_epsilon": 1e-6, "qk_norm": True, "head_dim": 128},
+    "gpt2": {**GPT2, "mlp": "gelu_new", "positions": "learned", "biases": True},
 }
 KEYS = {  # our name: Hugging Face's
     "vocab_size": "vocab_size",
@@ -55,6 +61,21 @@ KEYS = {  # our name: Hugging Face's
     "context_length": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
 }
+GPT2_KEYS = KEYS | {"d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "d_ff": "n_inner"}
+GPT2_KEYS |= {"norm_epsilon": "layer_norm_epsilon", "context_length": "n_positions"}
+GPT2_KEYS["mlp"] = "activation_function"
+GPT2_PARTS = {  # of a tensor's name, in a GPT-2: in ours
+    "h.": "model.layers.",
+    "wte.": "model.embed_tokens.",
+    "wpe.": "model.embed_positions.",
+    "ln_f.": "model.norm.",
+    ".ln_1.": ".input_layernorm.",
+    ".ln_2.": ".post_attention_layernorm.",
+    ".attn.c_proj.": ".self_attn.o_proj.",
+    ".attn.c_attn.": ".self_attn.{}_proj.",  # q, k and v side by side
+    ".mlp.c_fc.": ".mlp.up_proj.",
+    ".mlp.c_proj.": ".mlp.down_proj.",
+}
 PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
     "attention_bias": False,
@@ -62,6 +83,9 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
     "is_causal": True,
     "per_layer_config": None,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -226,6 +250,61 @@ def unstacked(tensors):
     return layers
 
 
+def gpt2_tensors(tensors):
+    """A GPT-2's tensors by our names; what it stores as (inputs, outputs) is turned."""
+    found = {}
+    for name, tensor in tensors.items():
+        ours = name.removeprefix("transformer.")
+        for theirs, part in GPT2_PARTS.items():
+            ours = ours.replace(theirs, part)
+        if ".c_" not in name:
+            found[ours] = tensor
+            continue
+        letters = "qkv" if "{}" in ours else "-"
+        size = tensor.shape[-1] // len(letters)
+        for number, letter in enumerate(letters):
+            read = partial(turned, tensor.read, slice(size * number, size * (number + 1)))
+            found[ours.replace("{}", letter)] = LazyTensor((size, *tensor.shape[:-1]), tensor.kind, read)
+    return found
+
+
+def turned(read, columns):
+    """Some columns of a matrix, as rows; or some numbers of a vector."""
+    return read((..., columns)).t().contiguous()
+
+
+def with_scales(place, raw, tensors):
+    """Tensors, of which those in FP8 are multiplied by the scales beside them, which are no weights."""
+    weights = {name: tensor for name, tensor in tensors.items() if not SCALE.search(name)}
+    packed = [name for name, tensor in weights.items() if tensor.kind in FP8]
+    if not packed:
+        return tensors
+    said = BLOCK_SIZE.search(json.dumps(raw))
+    blocks = [int(size) for size in said.groups()] if said else [128, 128]
+    for name in packed:
+        scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale", NO_SCALE))
+        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, blocks)
+        weights[name] = LazyTensor(tensors[name].shape, "F32", read)
+    bare = [name for name in packed if not {f"{name}_scale_inv", f"{name}_scale"} & tensors.keys()]
+    if bare and is_first_process():
+        print(f"{place}: {bare[0]} is in FP8 without a scale: it is read as it is", file=sys.stderr)
+    return weights
+
+
+def multiplied(label, read, read_scale, blocks, part=...):
+    """A part of a tensor in FP8, in float32, times its scales: one for all, one for each row or block."""
+    with as_user_error(label):
+        weight = read().float()
+        factors = read_scale().float()
+        factors = factors.view(*factors.shape, *[1] * (weight.ndim - factors.ndim))
+        for axis, block in enumerate(([1] * weight.ndim + blocks)[2:]):
+            n, count = weight.shape[axis], factors.shape[axis]
+            if not (count - 1) * block < n <= count * block:
+                block = n // count
+            factors = factors.repeat_interleave(block, axis).narrow(axis, 0, n)
+        return weight.mul_(factors)[part]
+
+
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
@@ -304,7 +383,7 @@ def config_from_hf(raw, place):
         values = {key: value for key, value in raw.items() if key != "model_type"}
         return from_values(ModelConfig, values, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        known = f"expected {', '.join(FAMILIES)}"
+        known = f"`sinks.py` and all that runs a model read {', '.join(FAMILIES)}"
         raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -314,7 +393,10 @@ def config_from_hf(raw, place):
         value = rope.get(key, raw.get(key, plain))
         if value != plain:
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
-    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
+    keys = GPT2_KEYS if family == "gpt2" and not is_gguf(place) else KEYS
+    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in keys.items() if theirs in raw}
+    if family == "gpt2" and values.get("d_ff") is None:
+        values["d_ff"] = 4 * values.get("d_model", 0)
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
@@ -331,7 +413,7 @@ def config_from_hf(raw, place):
 def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
-    if family == "llama":
+    if family in ("llama", "gpt2"):
         return None
     window = raw.get("sliding_window", 4096)
     before = 0  # layers before the first that slides
@@ -399,8 +481,9 @@ def contents(place):
     """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
+    tensors = with_scales(place, raw, tensors)
     for name, tensor in tensors.items():
-        if tensor.shape == (0,):
+        if tensor.shape == (0,) and tensor.kind in FLOATS:
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
         if is_packed(name, tensor):
@@ -423,7 +506,9 @@ def own_checkpoint(place, raw, tensors):
     if config.num_layers > len(tensors):  # building the layers might take all memory
         raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
     expected = parameter_shapes(config)
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("inv_freq")}
+    if raw["model_type"] == "gpt2":
+        tensors = gpt2_tensors(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if not NO_PARAMETER.search(name)}
     if config.tie_embeddings and HEAD in tensors:
         head = tensors.pop(HEAD)
         table = tensors.setdefault(TOKEN_TABLE, head)

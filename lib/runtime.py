@@ -153,9 +153,8 @@ def listening_for_signals():
 def training_flops(model, T):
     """FLOPs of a token in a training step: six for each weight of a product, and attention's causal half."""
     config = model.config
-    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
-    if not config.tie_embeddings:
-        weights -= config.vocab_size * config.d_model  # a look-up is no product
+    weights = config.vocab_size * config.d_model  # the head's; a look-up is no product
+    weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
     attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
     return 6 * (weights + attention)
 

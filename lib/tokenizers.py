@@ -253,6 +253,9 @@ def train_bpe(name, texts, sample=400_000):
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
+        largest = str(error).partition("to a value <= ")[2].rstrip(".")
+        if largest:
+            raise UserError(f"use --tokenizer bpe:{largest} or bytes: {name} takes more text") from None
         reason = str(error).split("] ")[-1] or "its N is too small, or the source empty"
         raise UserError(f"cannot train {name} (bpe:N, N tokens) on this source: {reason}") from None
     return model.getvalue()

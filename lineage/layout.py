@@ -114,7 +114,7 @@ class Stack:
 
     @property
     def may_lack_table(self):
-        """May the only matrix of tokens be a head, whose table was not found? Only if the two are not tied."""
+        """May the only matrix of tokens be a head, whose table was not found?"""
         return len(self.tables) == 1 and not self.has_head and not TABLE.search(self.tables[0][0])
 
     @property

@@ -254,8 +254,8 @@ def judge_models(pairs):
 
 
 def language_models(stacks):
-    """The stacks that may be the model, besides the first: what reads tokens and has a head as it has, what
-    has a table of its own, and what is as large; or any, where the first may be a text encoder, without a head.
+    """The stacks that may be the model: the first, what reads tokens and has a head as it has, what has a
+    table of its own, and what is as large; or any, where the first may be a text encoder, without a head.
 
     None is that has less than a tenth of the largest one's size, or is a list of attention beside MLPs.
     """

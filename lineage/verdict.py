@@ -6,7 +6,16 @@
 import numpy as np
 
 from lineage.compare import Model, compare, read_model  # noqa: F401
-from lineage.table import BASE_R, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, beyond_chance, is_between
+from lineage.table import (
+    BASE_R,
+    HALF,
+    PART_IN_COMMON,
+    SAME_BIRTH,
+    SAME_TABLE,
+    Pair,
+    beyond_chance,
+    is_between,
+)
 
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 
@@ -216,7 +225,7 @@ def table_phrase(pair):
     likeness = pair.table_likeness
     if likeness is None and pair.agrees("embedding"):
         likeness = pair.coordinates["embedding"]["matched"]
-    if likeness is None or (likeness < HALF and any(row.ground for row in pair.rows) and not pair.with_units):
+    if likeness is None:
         return "embedding matrices that were not seen to agree"
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"

@@ -35,13 +35,17 @@ def check_scheme(scheme) -> None:
 
 
 def check_known(config) -> None:
-    """Raise Unknown for what theory does not describe: a norm, a calibration or an explicit sink."""
+    """Raise Unknown for what theory does not describe: a norm, a calibration, biases, positions, ..."""
     if config.norm not in KNOWN_NORMS:
         raise Unknown(f"the norm {config.norm}")
     if config.attn_calibration != "none":
         raise Unknown(f"the calibration {config.attn_calibration}")
     if config.explicit_sink:
         raise Unknown("an explicit sink")
+    if config.biases:
+        raise Unknown("biases of all projections")
+    if config.positions != "rope":
+        raise Unknown(f"positions that are {config.positions}")
 
 
 def gaussian_grid(points, device="cpu"):
