@@ -231,4 +231,6 @@ def table_phrase(pair):
         return "the base's embedding matrix"
     if pair.agrees("embedding") or pair.with_units:  # units are matched as the base's matrix alone shows them
         return "the base's embedding matrix, changed"
+    if likeness > HALF or any(row.ground for row in pair.rows):
+        return "embedding matrices that were not seen to agree"
     return "a different embedding matrix"
