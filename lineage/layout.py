@@ -115,7 +115,10 @@ class Stack:
     @property
     def may_lack_table(self):
         """May the only matrix of tokens be a head, whose table was not found?"""
-        return len(self.tables) == 1 and not self.has_head and not TABLE.search(self.tables[0][0])
+        if len(self.tables) != 1 or self.has_head:
+            return False
+        name = self.tables[0][0]
+        return HEAD.search(name) is not None or "emb" not in end_of(name)
 
     @property
     def may_have_units(self):
@@ -260,7 +263,12 @@ def is_table(name, shape):
 
 def may_be_table(name, shape):
     """May a tensor be one, by the last two parts of its name?"""
-    return len(shape) == 2 and not NO_TABLE.search(".".join(re.split("[./]", name)[-2:]))
+    return len(shape) == 2 and not NO_TABLE.search(end_of(name))
+
+
+def end_of(name):
+    """The last two parts of a name."""
+    return ".".join(re.split("[./]", name)[-2:])
 
 
 def has_other_input(stack, outside, reach):
@@ -393,8 +401,14 @@ def without_adapters(names, shapes, adapters):
         if changes and len(shapes[name]) > 1:
             adapters.append(name)
         else:
-            kept[rest.replace(".base_layer", "")] = name
+            kept[numbered_first(rest.replace(".base_layer", ""))] = name
     return kept
+
+
+def numbered_first(rest):
+    """A name whose last part is an expert's number, `experts.up.3` or `fc1.weight3`: `experts.3.up`."""
+    found = re.fullmatch(r"(?:(.*)\.)?([^.]+)\.(?:weight)?(\d+)", rest)
+    return f"{found[1] or ''}.{found[3]}.{found[2]}".lstrip(".") if found else rest
 
 
 def mlps_of_layer(shapes, names, width, layer):
@@ -418,7 +432,7 @@ def mlps_of_layer(shapes, names, width, layer):
                 alike[rest] = shape
         for owner, roles in mlps_by_shape(alike, width).items():
             is_named = DOWN.search(roles["down"]) is not None
-            number = re.search(r"\.experts\.(\d+)$", f".{owner}")
+            number = re.search(r"\.experts?\.(\d+)$", f".{owner}")
             for expert in [None] if axes == 2 else range(alike[roles["down"]][0]):
                 label = f"layer {layer}"
                 if number or expert is not None:
