@@ -26,17 +26,14 @@ class SampleSettings:
 
 @torch.no_grad()
 def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None, signals=()):
-    """What a model goes on with after BOS (none: token 0) and a prompt: up to `count` tokens, as text.
-
-    The text ends early where `signals`, a list that may grow, has an element.
-    """
+    """What a model goes on with after BOS (none: token 0) and a prompt: up to `count` tokens, as text."""
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)  # either may have more
     (prompt_tokens,) = tokenizer.encode([prompt])
     device = model.model.norm.weight.device
     tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=device)  # (1, T)
     start = tokens.shape[1]
     for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
-        if signals:
+        if signals:  # to stop, which came meanwhile
             break
         state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
         logits = model.unembed(state)[0, :vocab_size].float().cpu()
