@@ -411,7 +411,8 @@ def config_from_hf(raw, place):
     keys = GPT2_KEYS if family == "gpt2" and not is_gguf(place) else KEYS
     values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in keys.items() if theirs in raw}
     if family == "gpt2" and values.get("d_ff") is None:
-        values["d_ff"] = 4 * values.get("d_model", 0)
+        with as_user_error(place):
+            values["d_ff"] = 4 * values["d_model"]
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
