@@ -310,15 +310,6 @@ def multiplied(label, read, read_scale, blocks, part=...):
         return weight.mul_(factors)[part]
 
 
-def check_shapes(tensors, expected, place, remedy="") -> None:
-    """UserError unless the tensors are the `expected` ones, by name and shape; it ends with a `remedy`."""
-    for name in sorted(expected.keys() | tensors):
-        here = tensors[name].shape if name in tensors else "missing"
-        wanted = expected.get(name, "no such tensor")
-        if here != wanted:
-            raise UserError(f"{place}: {name} is {here}, expected {wanted}{remedy}")
-
-
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
@@ -410,16 +401,15 @@ def config_from_hf(raw, place):
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
     keys = GPT2_KEYS if family == "gpt2" and not is_gguf(place) else KEYS
     values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in keys.items() if theirs in raw}
-    if family == "gpt2" and values.get("d_ff") is None:
-        with as_user_error(place):
-            values["d_ff"] = 4 * values["d_model"]
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
         rope = rope | {length: raw.get(length, rope.get(length))}
         values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
-    config = checked_config(values, place)
     with as_user_error(place):
+        if family == "gpt2" and values.get("d_ff") is None:
+            values["d_ff"] = 4 * values["d_model"]
+        config = checked_config(values, place)
         window = window_of(raw, config.num_layers, place)
         if window is not None:  # up to it, all is plain
             config = replace(config, context_length=min(window, config.context_length))
@@ -544,7 +534,10 @@ def own_checkpoint(place, raw, tensors):
     differing = expected.keys() ^ tensors.keys()
     if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
-    check_shapes(tensors, expected, place, " by config.json: correct what it says")
+    for name, shape in sorted(expected.items()):
+        if tensors[name].shape != shape:
+            said = f"{name} is {tensors[name].shape}, expected {shape} by config.json: correct what it says"
+            raise UserError(f"{place}: {said}")
     return CheckpointReader(place, tensors, config)
 
 
