@@ -395,15 +395,15 @@ def config_from_hf(raw, place):
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
     keys = GPT2_KEYS if family == "gpt2" and not is_gguf(place) else KEYS
     values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in keys.items() if theirs in raw}
-    if family == "gpt2" and values.get("d_ff") is None:
-        values["d_ff"] = 4 * values.get("d_model", 0)
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
     if rope_type == "llama3":
         length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
         rope = rope | {length: raw.get(length, rope.get(length))}
         values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
-    config = from_values(ModelConfig, values, place)
     with as_user_error(place):
+        if family == "gpt2" and values.get("d_ff") is None:
+            values["d_ff"] = 4 * values["d_model"]
+        config = from_values(ModelConfig, values, place)
         window = window_of(raw, config.num_layers, place)
         if window is not None:  # up to it, all is plain
             config = replace(config, context_length=min(window, config.context_length))
@@ -518,10 +518,10 @@ def own_checkpoint(place, raw, tensors):
     differing = expected.keys() ^ tensors.keys()
     if differing:
         raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
-    for name, shape in expected.items():
+    for name, shape in sorted(expected.items()):
         if tensors[name].shape != shape:
-            said = f"{name} is {tensors[name].shape}, expected {shape} by config.json"
-            raise UserError(f"{place}: {said}: correct what it says")
+            said = f"{name} is {tensors[name].shape}, expected {shape} by config.json: correct what it says"
+            raise UserError(f"{place}: {said}")
     return CheckpointReader(place, tensors, config)
 
 

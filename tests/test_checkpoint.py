@@ -201,7 +201,7 @@ def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
     """A key that a new version of `transformers` brings fails here: what does it do to logits?"""
     known = {"model_type", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers"}
     known |= {"layer_types"} | set(formats.KEYS.values()) | formats.PLAIN.keys() | NEUTRAL.keys()
-    for family in formats.FAMILIES:
+    for family in formats.FAMILIES.keys() - {"gpt2"}:  # whose keys test_gpt2.py tries
         assert set(transformers.AutoConfig.for_model(family).to_dict()) <= known, family
     folder, model = saved(tmp_path / "a", KINDS["qwen3"])
     edit_config(folder, **NEUTRAL)

@@ -159,7 +159,7 @@ def test_shards_may_not_lead_elsewhere(folder):
 @pytest.mark.parametrize(
     "name, kind",
     [
-        ("model.layers.0.self_attn.q_proj.weight", torch.float8_e4m3fn),
+        ("model.layers.0.self_attn.q_proj.weight", torch.float8_e5m2),
         ("model.layers.0.mlp.down_proj.weight_packed", torch.int32),  # compressed-tensors
         ("model.layers.0.mlp.down_proj.qweight", torch.int32),  # GPTQ, AWQ
         ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8),  # MXFP4
@@ -173,7 +173,7 @@ def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     assert "model.norm.weight" in formats.open_any(folder).shapes  # masks and positions are no weights
     safetensors.torch.save_file(tensors | {name: torch.ones(32, 32).to(kind)}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E4M3|I32|U8|I64): .*dequantize"):
+    with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E5M2|I32|U8|I64): .*dequantize"):
         formats.open_any(folder)
 
 
@@ -185,6 +185,90 @@ def test_integers_that_are_no_weights(folder):
     safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
     assert formats.open_any(folder).shapes.keys() == tensors.keys()
     assert formats.open_checkpoint(folder).config is not None
+
+
+def in_fp8(weight, kind):
+    """A matrix in FP8, its scales as several libraries keep them, and what torch makes of the two."""
+    if kind == "none":
+        return weight.to(torch.float8_e4m3fn), None, weight.to(torch.float8_e4m3fn).float()
+    rows, columns = {"block": (13, 17), "share": (8, 16), "row": (1, 999), "number": (999, 999)}[kind]
+    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    expected = torch.empty(weight.shape)
+    scales = []
+    for i in range(0, weight.shape[0], rows):
+        for j in range(0, weight.shape[1], columns):
+            block = (slice(i, i + rows), slice(j, j + columns))
+            scale = weight[block].abs().max() / 448
+            packed[block] = (weight[block] / scale).to(torch.float8_e4m3fn)
+            expected[block] = packed[block].float() * scale
+            scales.append(scale)
+    shape = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+    return packed, torch.stack(scales).view(shape), expected
+
+
+FP8_FOLDERS = [  # how scales are kept, their name, and what config.json says
+    ("block", "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [13, 17]}),  # DeepSeek, Qwen
+    ("share", "weight_scale", {}),
+    ("row", "weight_scale", {"quant_method": "compressed-tensors"}),
+    ("number", "weight_scale", {"quant_method": "modelopt"}),
+    ("none", "", {}),
+]
+
+
+@pytest.mark.parametrize("kind, scale_name, said", FP8_FOLDERS)
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_fp8_is_read_with_its_scales(kind, scale_name, said, is_pickled, folder, tmp_path, capsys):
+    """By the scripts that run a model, and by those that compare; scales are no weights."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    stored, expected = dict(tensors), dict(tensors)
+    for name in tensors:
+        if "_proj" in name:
+            stored[name], scale, expected[name] = in_fp8(tensors[name], kind)
+            module = name.removesuffix("weight")
+            stored |= {
+                f"{module}input_scale": torch.ones(()),
+                "model.layers.0.self_attn.k_scale": torch.ones(1),
+            }
+            if scale is not None:
+                stored[module + scale_name] = scale[:, 0] if kind == "row" and "q_proj" in name else scale
+            if scale is not None and kind == "number":
+                stored[module + scale_name] = scale.view(()) if "k_proj" in name else scale.view(1)
+    config = read_json(folder / "config.json") | {"quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    if is_pickled:
+        (folder / "model.safetensors").unlink()
+        torch.save(stored, folder / "pytorch_model.bin")
+    else:
+        safetensors.torch.save_file(stored, folder / "model.safetensors")
+    for source in (formats.open_any(folder), formats.open_checkpoint(folder)):
+        assert source.config is not None and source.shapes.keys() == tensors.keys()
+        for name in tensors:
+            assert torch.equal(source.read(name), expected[name]), name
+    assert ("is in FP8 without a scale: it is read as it is" in capsys.readouterr().err) == (kind == "none")
+    words = ("--num-sequences", 2, "--sequence-length", 8, "--out", tmp_path)
+    assert run_here("sinks", "--model", folder, *words).returncode == 0
+    checkpoint.save(tmp_path / "base", random_model(KINDS["llama"]))
+    done = run_here("seedprint", "compare", tmp_path / "base", folder, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_json(tmp_path / "compare.json")["rows"][0]["verdict"] == "same birth"
+
+
+def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
+    weight = torch.randn(3, 256, 200)  # of three experts
+    scale = torch.rand(3, 2, 2)
+    kept = {"a.experts.up_proj": weight.to(torch.float8_e4m3fn), "a.experts.up_proj_scale_inv": scale}
+    safetensors.torch.save_file(kept | {"b.weight": torch.ones(3)}, tmp_path / "x")
+    source = formats.open_any(tmp_path / "x")
+    read = source.read("a.experts.up_proj")
+    for expert, i, j in np.ndindex(3, 2, 2):  # blocks of 128, where nothing tells their size
+        block = (expert, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+        exact = kept["a.experts.up_proj"].float()[block] * scale[expert, i, j]
+        assert torch.equal(read[block], exact)
+    assert source.shapes.keys() == {"a.experts.up_proj", "b.weight"}
+    kept["a.experts.up_proj_scale_inv"] = torch.rand(3, 7, 2)
+    safetensors.torch.save_file(kept, tmp_path / "x")
+    with pytest.raises(UserError, match="x: a.experts.up_proj"):
+        formats.open_any(tmp_path / "x").read("a.experts.up_proj")
 
 
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
@@ -206,6 +290,14 @@ def test_weights_that_were_never_gathered(folder):
     for open_folder in (formats.open_any, formats.open_checkpoint):
         with pytest.raises(UserError, match="up_proj.weight is empty; it was saved under ZeRO-3 without"):
             open_folder(folder)
+
+
+def test_an_empty_buffer_of_integers(folder):
+    """As Megatron keeps the state of modules that have none."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    more = {"model.layers.0.mlp._extra_state": torch.zeros(0, dtype=torch.uint8)}
+    safetensors.torch.save_file(tensors | more, folder / "model.safetensors")
+    assert formats.open_checkpoint(folder).shapes.keys() == tensors.keys()
 
 
 def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder):

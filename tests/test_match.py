@@ -201,6 +201,7 @@ def test_nan_in_a_token_table_is_told():
 
 KINDS = {"gated": GATED, "plain": PLAIN, "qwen3": replace(GATED, qk_norm=True, head_dim=20)}
 KINDS["tied_qwen2"] = replace(GATED, tie_embeddings=True, qkv_bias=True)
+KINDS["gpt2"] = replace(KINDS["plain"], mlp="gelu_new", positions="learned", biases=True)
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)

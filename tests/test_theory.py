@@ -153,3 +153,9 @@ def test_mean_field_against_the_model(name):
         mean = F.normalize(model.hidden(tokens, last_only=True).double()).mean(0)
     # what the theory neglects is not small here; chance would give 0 +- 0.18
     assert torch.dot(direction, mean / mean.norm()) > 0.9
+
+
+@pytest.mark.parametrize("changes", [{"biases": True}, {"positions": "learned"}])
+def test_a_gpt2_itself_is_not_known(changes):
+    with pytest.raises(theory.Unknown, match="biases|positions that are learned"):
+        theory.kernel_recursion(replace(PRESETS["tiny_gpt2"], **changes), 8)

@@ -8,6 +8,7 @@ import transformers
 from conftest import LINES, TEXTS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lib.settings import UserError
 from lib.tokenizers import load_tokenizer, train_bpe
 
 
@@ -49,6 +50,14 @@ def test_numbers_that_no_token_has_count(tmp_path):
 
 STRANGE = ["  two   blanks ", "\n\n\n\t\t", "-----=====#######", "👩‍👩‍👧 café ﬁ 日本語"]
 STRANGE += ["<s> and </s>", "1234567", "", " "]
+
+
+def test_a_text_too_small_for_the_default_is_told_what_suffices():
+    texts = [f"Document {number} says a short thing.\n" for number in range(18)]
+    with pytest.raises(UserError, match=r"^use --tokenizer bpe:\d+ or bytes: bpe:4096 takes more") as error:
+        train_bpe("bpe:4096", texts)
+    name = str(error.value).split()[2]
+    assert load_tokenizer(name, texts).vocab_size == int(name.removeprefix("bpe:"))
 
 
 def test_our_bpe_in_transformers(tmp_path):

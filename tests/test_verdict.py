@@ -300,7 +300,10 @@ UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "MLPs in factors": (factored, "no MLPs found in A"),
     "the same, other names": (factored_as_svd_llm, "no MLPs found in A"),
     "a narrow table": (with_a_narrow_table, "no embedding matrix found in A"),
-    "a head alone": ({"model.embed_tokens.weight": ""}, "no embedding matrix but what may be a head found in A"),
+    "a head alone": (
+        {"model.embed_tokens.weight": ""},
+        "no embedding matrix but what may be a head found in A",
+    ),
 }
 
 
