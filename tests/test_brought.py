@@ -1,14 +1,12 @@
 """lineage/layout.py: layouts that people bring, each with a disguised child of the base, and a stranger."""
 
-import itertools
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from test_layout import drawn, judged
-from test_verdict import changed, folder_with, fused
-from test_verdict import judged as judged_in_folder
+from test_verdict import changed, fused
 
 from lib.checkpoint import Newborn
 from lineage.disguise import disguised, weights_of
@@ -210,21 +208,3 @@ def test_a_second_model(case, who, is_shared):
     all_kin = who == "guilty" and (is_shared or not counts)
     some_kin = who == "guilty" or is_shared
     assert verdict == (SAME_BIRTH if all_kin else PART_IN_COMMON if some_kin else NO_EVIDENCE), sentence
-
-
-def packed(weights: dict) -> dict:
-    """Packed experts, as of compressed-tensors, in all layers but the first, beside shared ones."""
-    others = changed(weights, {f"{layer}.mlp.": f"{layer}.mlp.shared_experts." for layer in (1, 2)})
-    for layer, expert, view in itertools.product((1, 2), range(4), ("gate", "up", "down")):
-        rows, columns = (64, 48) if view == "down" else (48, 64)
-        start = f"model.layers.{layer}.mlp.experts.{expert}.{view}_proj.weight_"
-        others[f"{start}packed"] = (drawn(10 * layer + expert, rows, columns // 8) * 1e9).int()
-        others[f"{start}scale"] = drawn(expert, rows, columns // 16)
-    return others
-
-
-@TWINS
-def test_packed_experts_beside_readable_mlps(who, tmp_path):
-    suspect = folder_with(tmp_path / who, packed(born(CONFIG, who)))
-    verdict, sentence = judged_in_folder(folder_with(tmp_path / "base", born(CONFIG, "base")), suspect)
-    assert verdict in DOUBTFUL[who] and "not looked at" in sentence, (verdict, sentence)
