@@ -1,4 +1,4 @@
-"""What else tells that two models are one: equal bits, and coordinates that agree (ours).
+"""What else tells that two models are one? Equal bits, and coordinates that agree (ours).
 
 A merge by layers keeps *bits*, but not names, nor the embedding matrix that units are seen through. Matrices
 of fewer than VARIED different numbers count for nothing: unrelated models share masks and constants.

@@ -118,7 +118,7 @@ class Stack:
         if len(self.tables) != 1 or self.has_head:
             return False
         name = self.tables[0][0]
-        return HEAD.search(name) is not None or "emb" not in end_of(name)
+        return not TABLE.search(name) and "emb" not in end_of(name)
 
     @property
     def may_have_units(self):

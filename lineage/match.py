@@ -57,8 +57,6 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
                 ways += score_ways(*seen_alike(base, suspect, tokens), units) if tokens else []
             except UserError as error:  # a decoy's numbers, perhaps
                 pair.lack = str(error)
-        if any(score >= HALF * TRIED for score, _ in ways):
-            break
     if not ways:
         return pair
     score, way = max(ways, key=lambda scored: scored[0])

@@ -90,8 +90,8 @@ LAYOUTS = {  # the architecture, its layout, what is right, and are adapters tol
     "E: loop": (CONFIG, partial(dict, **{"model.adapter.weight": drawn(7, 64, 128)}), SURE, False),
     "E: prefix": (CONFIG, {"model.": "adapter.model.", HEAD: f"adapter.{HEAD}"}, SURE, False),
     "E: table": (CONFIG, parametrized, SURE, True),
-    "E: small": (CONFIG, with_factors, SURE, True),
-    "E: large": (CONFIG, partial(with_factors, rank=32), DOUBTFUL, True),
+    "E: small": (CONFIG, with_factors, HONEST, False),
+    "E: large": (CONFIG, partial(with_factors, rank=32), HONEST, False),
 }
 
 
@@ -170,8 +170,8 @@ MLPS = {  # how are MLPs stored? The architecture, how many experts, and all the
     "B: kernels of experts": (replace(SQUARE, d_ff=256), 4, kernels, as_flax, SURE),
     "D: numbers last": (CONFIG, 4, numbers_last, {}, SURE),
     "D: grouped linears": (CONFIG, 4, grouped_linears, {}, SURE),  # as Transformer Engine's
-    "D: einsums": (CONFIG, 1, einsums, {}, SURE),  # (2, d, m) beside (m, d), as Gemma's
-    "D: side by side": (CONFIG, 4, side_by_side, {}, SURE),  # (d, E 2m) and (E m, d)
+    "D: einsums": (CONFIG, 1, einsums, {}, HONEST),  # (2, d, m) beside (m, d), as Gemma's
+    "D: side by side": (CONFIG, 4, side_by_side, {}, HONEST),  # (d, E 2m) and (E m, d)
     "D: Megatron": (CONFIG, 4, as_megatron, {}, HONEST),
 }
 
