@@ -30,6 +30,7 @@ from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, at_least, check_choice, run_script
 from measure import theory
 from measure.cosines import floored_cosine, pairwise_cosine
+from measure.mean_field import mean_field
 from model import PRESETS
 from probe import SHOWN, count_predictions, preference
 
@@ -234,7 +235,7 @@ def predict(settings: LengthSettings):
         row = key | {"sequence_length": T} | preference(model, counts)
         row["direction_count"] = int(counts.tokens[row["direction_token"]])
         row |= {"predicted_token": None, "direction_cosine": None}
-        foreseen = predicted(None, theory.mean_field, model, T)  # (d,), from the weights
+        foreseen = predicted(None, mean_field, model, T)  # (d,), from the weights
         if foreseen is not None:
             row["predicted_token"] = int(model.unembed(foreseen.to(model.head_weight)).argmax())
             row["direction_cosine"] = float(foreseen @ direction)

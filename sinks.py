@@ -20,7 +20,6 @@ sequences.
 """
 
 import itertools
-import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from os.path import lexists
@@ -34,16 +33,26 @@ from msgspec import Meta
 from init import keyed_generator
 from lib import figures
 from lib.checkpoint import check_lengths, chosen_models, save, shortest_context
-from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens, text_of
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure import attention
-from measure.units import ablate, alpha_and_loss, hidden_units, observe, replace_units, rounded_inputs, watch
+from measure.first import draw_first_tokens, first_token_rows
+from measure.rounding import rounded_losses
+from measure.units import (
+    ablate,
+    by_token,
+    effects,
+    hidden_units,
+    layer_rows,
+    names_of,
+    observe,
+    replace_units,
+    watch,
+)
 
-FIRST_TOKENS = 24  # `first` tries this many tokens
 LISTED = 10  # `anatomy` lists this many builders, and half as many removers
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
 CHAINED = ("unchanged", "transplanted")  # `transplant` measures SO's chain in these cases
@@ -80,7 +89,6 @@ class SilenceSettings(Settings):
     """The settings of `silence`."""
 
     num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
-    hidden_units: tuple[str, ...] | None = None  # LAYER/UNIT, at zero in place of builders
 
 
 @dataclass
@@ -109,9 +117,6 @@ def measure_models(name, paper, settings: Settings, measure):
         for key, rows in measure(experiment.settings, spec, model).items():
             lists[key] += [{"checkpoint": spec.label} | row for row in rows]
         del model  # the next one needs its memory
-        if spec.folder is not None and spec.folder.is_file():
-            source = {"checkpoint": spec.label, "file": spec.folder.name, "sha256": sha256(spec.folder)}
-            lists["sources"].append(source)
     lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
     return experiment, lists
 
@@ -146,39 +151,13 @@ def first(settings: Settings):
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
     experiment, lists = measure_models("first", "ours", settings, by_first_token)
-    question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
-    labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
-    keys = {"x": "alpha1", "y": "least", "series": "checkpoint"}
-    figures.curves(lists["rows"], experiment.folder / "first.png", question, **keys, style="o", **labels)
+    draw_first_tokens(experiment.folder / "first.png", lists["rows"])
     return experiment.save(**lists)
 
 
 def by_first_token(settings: Settings, spec, model):
-    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens at position 1."""
-    tokens = read_tokens(settings, spec, settings.sequence_length)
-    found = tokens[:, 1:].unique().cpu()
-    places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
-    candidates = found[places.astype(int)]
-    alphas = []
-    for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
-        tokens[:, 0] = candidate
-        alphas.append(attention.sink_statistics(model, tokens)[1].mean(0))
-    alphas = torch.stack(alphas)  # (candidates, L, H)
-    rows = []
-    for layer, head in np.ndindex(alphas.shape[1:]):
-        alpha = alphas[:, layer, head]
-        row = {
-            "layer": layer + 1,
-            "head": head + 1,
-            "alpha1": alpha.mean().item(),
-            "least": alpha.min().item(),
-            "least_token": candidates[alpha.argmin()].item(),
-            "largest": alpha.max().item(),
-            "token_share": (alpha > attention.EPSILON).float().mean().item(),
-            "uniform_alpha1": attention.uniform_alpha(settings.sequence_length),
-        }
-        rows.append(row)
-    return {"rows": rows}
+    """The rows of measure/first.py."""
+    return {"rows": first_token_rows(model, read_tokens(settings, spec, settings.sequence_length))}
 
 
 def anatomy(settings: Settings):
@@ -207,37 +186,6 @@ def dissect(settings: Settings, spec, model):
     units = activity.builders(activity.layer, LISTED)
     units += reversed(activity.removers(LISTED // 2))  # the strongest remover is last
     return {"rows": rows, "layers": layer_rows(model, chain, activity), "builders": activity.describe(units)}
-
-
-def layer_rows(model, chain, activity):
-    """A row for each layer: its links at position 1, and its builders if it makes a dimension dominate."""
-    links = chain.links()
-    rows = []
-    for layer, block in enumerate(model.model.layers, start=1):
-        at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
-        row = {
-            "layer": layer,
-            "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
-            "disparity": at_1["disparity"],
-            "norm_ratio": chain.norm_ratio.means[layer].item(),
-            "value_ratio": chain.value_ratio.means[layer].item(),
-            "key_alignment": at_1["key_alignment"],
-            "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
-            "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.heads.std(layer, 1)),
-            "alpha1": at_1["alpha"],
-            "dimension": None,
-            "builders": None,
-        }
-        if layer in activity.jumps():
-            row["dimension"] = activity.dimension(layer)
-            row["builders"] = names_of(activity.builders(layer, 4))
-        rows.append(row)
-    return rows
-
-
-def names_of(units):
-    """Hidden units, (layer, unit) each, as LAYER/UNIT."""
-    return " ".join(f"{layer}/{unit}" for layer, unit in units)
 
 
 @torch.inference_mode()
@@ -290,8 +238,6 @@ def every_intervention(settings: InterveneSettings, spec, model):
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; three minutes)"""
-    if settings.hidden_units and settings.num_builders:
-        raise UserError("--num-builders takes builders, --hidden-units others: leave one of them out")
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     figures.draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
@@ -307,7 +253,7 @@ def every_silence(settings: SilenceSettings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
     count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
-    units = named_units(settings, spec) or activity.builders(activity.layer, count)
+    units = activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, units)
     cases = [(units, activity.at_1 if kind == "constant" else None) for kind, units in sets]
     results = ablate(model, tokens, activity.layer, cases)
@@ -321,24 +267,13 @@ def every_silence(settings: SilenceSettings, spec, model):
     return {"rows": rows}
 
 
-def named_units(settings: SilenceSettings, spec):
-    """(layer, unit) of each --hidden-units; UserError for one that the model does not have."""
-    units = []
-    for word in settings.hidden_units or ():
-        match = re.fullmatch(r"([1-9]\d{0,5})/(\d{1,9})", word)
-        if not (match and int(match[1]) <= spec.config.num_layers and int(match[2]) < spec.config.d_ff):
-            raise UserError(f"--hidden-units {word}: expected LAYER/UNIT of {spec.label}, as in 12/1229")
-        units.append((int(match[1]), int(match[2])))
-    return list(dict.fromkeys(units))  # each once
-
-
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
     `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` sets
-    all to their mean at position 1, only there. Three controls have as many units. If any unit that changes
-    the dimension ended the sink, `removers` would; if any strong unit did, those that write most `elsewhere`
-    would; if any unit of these layers did, `random` ones would.
+    all to their mean at position 1, only there. Three controls of as many units should leave the sink as it
+    is: the `removers`, which change the same dimension; those that write most `elsewhere`; and `random` ones
+    of the builders' layers.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
@@ -384,17 +319,18 @@ def transplants(settings: TransplantSettings, spec, model):
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(model, activity, others)
-        rounded = [kind for kind, *_ in cases]
+        in_8_bits = [kind for kind, *_ in cases]
         if settings.controls:
             cases += control_cases(settings, model, activity, others)
-        for kind, changed, units, in_front in progress(cases, desc="transplant", unit=" cases", leave=False):
+        for kind, changed, units, prefix in progress(cases, desc="transplant", unit=" cases", leave=False):
             key = {"kind": kind, "sequence_length": T}
-            in_front = tokens.new_tensor(in_front)
-            reading = torch.cat((in_front.expand(len(tokens), -1), tokens), dim=1)
+            before = len(prefix)  # tokens in front of the text
+            prefix = tokens.new_tensor(prefix).expand(len(tokens), -1)  # (n, 0) or (n, 1)
+            reading = torch.cat((prefix, tokens), dim=1)
             with hidden_units(changed, replace_units(units)):
-                row, largest = effects(changed, reading, builder, len(in_front))
-                if kind in rounded:
-                    row |= rounded_losses(changed, reading, len(in_front))
+                row, largest = effects(changed, reading, builder, before)
+                if kind in in_8_bits:
+                    row |= rounded_losses(changed, reading, before)
                 if kind in CHAINED:
                     chain = attention.Chain(changed, len(tokens))
                     links = layer_rows(changed, chain, observe(changed, tokens, chain))
@@ -463,9 +399,11 @@ def control_cases(settings: TransplantSettings, model, activity, others):
     ]
     if G > 1:
         constants.append(("constants of other heads", keys.roll(1, 1), values.roll(1, 1), every))
-    drawn = [drawn_like(means, generator) for means in (keys, values)]
-    for kind, keys, values, layers in [*constants, ("drawn constants", *drawn, every)]:
-        cases.append((kind, attention.with_constants(model, keys, values, layers), [], []))
+    drawn_keys = drawn_like(keys, generator)
+    drawn_values = drawn_like(values, generator)
+    constants.append(("drawn constants", drawn_keys, drawn_values, every))
+    for kind, some_keys, some_values, layers in constants:
+        cases.append((kind, attention.with_constants(model, some_keys, some_values, layers), [], []))
     return cases
 
 
@@ -473,51 +411,6 @@ def drawn_like(vectors, generator):
     """Random vectors, (L, G, Dh), each as long as the one in its place."""
     drawn = torch.from_numpy(generator.standard_normal(vectors.shape, np.float32))
     return drawn / drawn.norm(dim=-1, keepdim=True) * vectors.norm(dim=-1, keepdim=True)
-
-
-def effects(model, tokens, builder, before):
-    """A case's row, and the stream's largest |number| by layer.
-
-    `before` tokens are in front of the text: then position 1 is the first of them. Losses are of the text.
-    """
-    disparities = attention.LayerMean(len(tokens))
-    largest = defaultdict(float)  # by layer
-
-    def on_state(layer, x):
-        if layer > 0:  # 0 is the input
-            largest[layer] = max(largest[layer], x.abs().amax().item())
-            disparities.add(layer, attention.disparity(x[:, 0]))
-
-    with watch(model, builder) as activations:
-        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before=before)
-    row = {
-        "sink_rate": attention.sink_share(alpha).mean().item(),
-        "alpha1": alpha.mean().item(),
-        "constant_alpha": constant_alpha.mean().item(),
-        "builder_activation": torch.cat(activations).mean().item(),
-        "disparity": disparities.stack().max().item(),
-        "largest": max(largest.values()),
-    }
-    return row | losses, largest
-
-
-def by_token(model, tokens, builder):
-    """A row for each token of the text: the builder's |activation| if this token is the first."""
-    found = tokens.unique()
-    with watch(model, builder) as activations:
-        for part in attention.batches(found[:, None]):
-            model.hidden(part)
-    sizes = torch.cat(activations).tolist()
-    return [{"token": token, "builder_activation": size} for token, size in zip(found.tolist(), sizes)]
-
-
-def rounded_losses(model, tokens, before):
-    """The losses with 8-bit inputs of all projections, which huge numbers make coarse."""
-    losses = {}
-    for scale in ("tensor", "token"):
-        with rounded_inputs(model, scale):
-            losses[f"loss_8bit_{scale}"] = alpha_and_loss(model, tokens, before=before)[2]["loss"]
-    return losses
 
 
 COMMANDS = {

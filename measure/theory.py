@@ -15,13 +15,11 @@ import math
 
 import torch
 from numpy.polynomial.polynomial import polyval
-from torch import nn
 
 from init import STD, residual_std
 from model import ACTIVATIONS, GATED
 
 KNOWN_SCHEMES = ("gpt2", "normal", "centered")
-KNOWN_NORMS = ("rmsnorm", "layernorm")
 
 
 class Unknown(Exception):
@@ -35,17 +33,13 @@ def check_scheme(scheme) -> None:
 
 
 def check_known(config) -> None:
-    """Raise Unknown for what theory does not describe: a norm, a calibration, biases, positions, ..."""
-    if config.norm not in KNOWN_NORMS:
+    """Raise Unknown for an architecture that theory does not describe."""
+    if config.norm not in ("rmsnorm", "layernorm"):
         raise Unknown(f"the norm {config.norm}")
     if config.attn_calibration != "none":
         raise Unknown(f"the calibration {config.attn_calibration}")
-    if config.explicit_sink:
-        raise Unknown("an explicit sink")
-    if config.biases:
-        raise Unknown("biases of all projections")
-    if config.positions != "rope":
-        raise Unknown(f"positions that are {config.positions}")
+    if config.explicit_sink or config.biases or config.positions != "rope":
+        raise Unknown("explicit sinks, biases of all projections, and learned positions")
 
 
 def gaussian_grid(points, device="cpu"):
@@ -213,108 +207,3 @@ def covariances(config, T, scheme="gpt2", residual=True):
 def kernel_recursion(config, T, scheme="gpt2"):
     """Cosine of two sequences' last states, R_TT / S_TT, before (0) and after each block."""
     return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]
-
-
-@torch.inference_mode()
-def mean_field(model, T):
-    """The contraction direction from the weights, (d,) of norm 1, for sequences of T random tokens.
-
-    A state is a mean (d,), which all sequences share, plus Gaussian noise e. K (T, T) is the covariance of
-    e at two positions, the same in every dimension.
-
-        norm:       m = g mean / sqrt(P)      C = K / P                  P = [mean^2] + K_TT + epsilon
-        attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M C M^T
-        MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]
-                                              h = phi(W_up (m + g e / sqrt(P)))
-
-    Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
-    of the norm. The formulas neglect that early positions have another mean and P, that attention is
-    uneven, and biases of q, k and v. Raises Unknown.
-    """
-    check_known(model.config)
-    embedding = model.model.embed_tokens.weight
-    mean = embedding.mean(0).double()
-    K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
-    for block in model.model.layers:
-        m, g, C = normed(block.input_layernorm, mean, K)
-        added, covariance = attention_update(block.self_attn, m, g, C)
-        mean = mean + added
-        K = K + covariance
-        m, g, C = normed(block.post_attention_layernorm, mean, K)
-        added, covariance = mlp_update(block.mlp, m, g, C)
-        mean = mean + added
-        K = K + covariance
-    m, _, _ = normed(model.model.norm, mean, K)
-    return (m / m.norm()).cpu()
-
-
-def normed(norm, mean, K):
-    """m (d,), the gains g (d,), and C (T, T). LayerNorm subtracts the mean of `mean` and adds a bias."""
-    g = norm.weight.double()
-    bias = 0.0
-    if isinstance(norm, nn.LayerNorm):
-        mean = mean - mean.mean()
-        bias = norm.bias.double()
-    P = mean.square().mean() + K[-1, -1] + norm.eps
-    m = g * mean / P.sqrt() + bias
-    return m, g, K / P
-
-
-def attention_update(attention, m, g, C):
-    """The terms that attention adds to mean (d,) and to K (T, T)."""
-    config = attention.config
-    W_O = attention.o_proj.weight.double()  # (d, H Dh)
-    W_V = attention.v_proj.weight.double()  # (G Dh, d)
-    W_V = W_V.view(config.kv_heads, config.head_size, -1)  # (G, Dh, d)
-    W_V = W_V.repeat_interleave(config.num_heads // config.kv_heads, dim=0)  # (H, Dh, d)
-    W_V = W_V.flatten(0, 1)  # (H Dh, d)
-    power = W_O.square() @ (W_V.square() @ g.square())  # (d,)
-    return W_O @ (W_V @ m), power.mean() * average(C)
-
-
-def mlp_update(mlp, m, g, C):
-    """The terms that an MLP adds to mean (d,) and to K (T, T).
-
-    Cov(h, h') is Var h at one position, and at two positions about `slope` times the cosine of their noise.
-    """
-    expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
-    W_down = mlp.down_proj.weight.double()  # (d, d_ff)
-    power = W_down.square().mean(0)  # (d_ff,)
-    covariance = (power @ slope) * C / scales(C)
-    covariance.diagonal().add_(power @ (variance - slope))
-    return W_down @ expected, covariance
-
-
-def hidden_moments(mlp, m, noise):
-    """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs x ~ N(m, diag(noise)).
-
-    `noise` has variances, (d,). Two inputs whose noise has a small correlation rho have hidden units of
-    covariance slope * rho. A gated unit h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable
-    `rest` that is independent of z:
-
-        gate x = gate m + s z                      s^2 = gate^2 noise
-        u = up x = up m + (c / s) z + rest         c = gate noise up        Var rest = up^2 noise - (c / s)^2
-        slope = (E h z)^2 + Var rest (E phi)^2
-
-    Without a gate, `up` takes the place of `gate`, and u = 1.
-    """
-    z, weight = gaussian_grid(61, noise.device)
-    up = mlp.up_proj.weight.double()  # (d_ff, d)
-    gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
-    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); s is 0 if a gate was pruned
-    gate_x = (gate @ m)[:, None] + s[:, None] * z  # (d_ff, nodes)
-    phi = mlp.activation(gate_x)
-    u = torch.ones_like(phi)  # the mean of u for each z
-    u_variance = torch.zeros_like(s)  # Var rest
-    if mlp.gate_proj is not None:
-        c = (gate * noise * up).sum(1)
-        of_z = c / s  # (d_ff,)
-        u = (up @ m)[:, None] + of_z[:, None] * z
-        u_variance = up.square() @ noise - of_z.square()
-    h = phi * u  # the mean of h for each z
-    square = phi.square() * (u.square() + u_variance[:, None])  # the mean of h^2 for each z
-    expected = h @ weight
-    variance = square @ weight - expected.square()
-    slope_of_z = (h @ (weight * z)).square()
-    slope_of_rest = u_variance * (phi @ weight).square()
-    return expected, variance, slope_of_z + slope_of_rest

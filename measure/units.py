@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lib import kernels
-from measure.attention import LayerMean, batches, disparity, mean_attention, sink_key
+from measure import attention
 from model import Transformer
 
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
@@ -146,11 +146,11 @@ class Activity:
 @torch.inference_mode()
 def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
     """The Activity of a model on tokens (n, T). A `measure.attention.Chain` can watch the same pass."""
-    state, disparities, at_1, elsewhere = [LayerMean(len(tokens)) for _ in range(4)]
+    state, disparities, at_1, elsewhere = [attention.LayerMean(len(tokens)) for _ in range(4)]
 
     def on_state(layer, x):
         state.add(layer, x[:, 0].float())
-        disparities.add(layer, disparity(x[:, 0]))
+        disparities.add(layer, attention.disparity(x[:, 0]))
         if chain is not None:
             chain.on_state(layer, x)
 
@@ -159,7 +159,7 @@ def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
         elsewhere.add(layer, units[:, 1:].float().abs().mean(1))
 
     with hidden_units(model, on_units):
-        for part in batches(tokens):
+        for part in attention.batches(tokens):
             model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
     down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]
     return Activity(down, state.stack(), disparities.stack(), at_1.stack(), elsewhere.stack())
@@ -190,26 +190,6 @@ def replace_units(units, means=None):
     return on_units
 
 
-@contextlib.contextmanager
-def rounded_inputs(model: Transformer, scale):
-    """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
-
-    With `token` each position has its own step; with `tensor` one step serves a whole sequence.
-    """
-    dims = {"token": (2,), "tensor": (1, 2)}[scale]
-
-    def hook(module, inputs):
-        (x,) = inputs  # (B, T, d)
-        step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
-        return (x / step).round() * step
-
-    with contextlib.ExitStack() as stack:
-        for module in model.model.layers.modules():
-            if isinstance(module, torch.nn.Linear):
-                stack.enter_context(module.register_forward_pre_hook(hook))
-        yield
-
-
 @torch.inference_mode()
 def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=None, start=1, before=0):
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
@@ -222,9 +202,9 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v):
-        by_layer.append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
+        by_layer.append(attention.mean_attention(q, k, (1, 0), attention.sink_key(model, layer)).cpu())
 
-    for number, part in enumerate(batches(tokens)):
+    for number, part in enumerate(attention.batches(tokens)):
         by_layer = []
         inputs = part if streams is None else streams[number]
         states = model.hidden(inputs, on_heads=on_heads, on_state=on_state, start=start)[:, before:-1]
@@ -269,3 +249,70 @@ def ablate(model: Transformer, tokens: Tensor, seen, cases):
             alpha, _, losses = alpha_and_loss(model, tokens, see, streams.get(start), start)
         changed = torch.cat(at_1) if start <= seen else state
         yield torch.cat((whole[:, : start - 1], alpha), dim=1), losses["loss"], changed
+
+
+def effects(model, tokens, builder, before):
+    """A case's row, and the stream's largest |number| by layer.
+
+    `before` tokens are in front of the text: then position 1 is the first of them. Losses are of the text.
+    """
+    disparities = attention.LayerMean(len(tokens))
+    largest = defaultdict(float)  # by layer
+
+    def on_state(layer, x):
+        if layer > 0:  # 0 is the input
+            largest[layer] = max(largest[layer], x.abs().amax().item())
+            disparities.add(layer, attention.disparity(x[:, 0]))
+
+    with watch(model, builder) as activations:
+        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before=before)
+    row = {
+        "sink_rate": attention.sink_share(alpha).mean().item(),
+        "alpha1": alpha.mean().item(),
+        "constant_alpha": constant_alpha.mean().item(),
+        "builder_activation": torch.cat(activations).mean().item(),
+        "disparity": disparities.stack().max().item(),
+        "largest": max(largest.values()),
+    }
+    return row | losses, largest
+
+
+def by_token(model, tokens, builder):
+    """A row for each token of the text: the builder's |activation| if this token is the first."""
+    found = tokens.unique()
+    with watch(model, builder) as activations:
+        for part in attention.batches(found[:, None]):
+            model.hidden(part)
+    sizes = torch.cat(activations).tolist()
+    return [{"token": token, "builder_activation": size} for token, size in zip(found.tolist(), sizes)]
+
+
+def names_of(units):
+    """Hidden units, (layer, unit) each, as LAYER/UNIT."""
+    return " ".join(f"{layer}/{unit}" for layer, unit in units)
+
+
+def layer_rows(model, chain, activity):
+    """A row for each layer: its links at position 1, and its builders if it makes a dimension dominate."""
+    links = chain.links()
+    rows = []
+    for layer, block in enumerate(model.model.layers, start=1):
+        at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
+        row = {
+            "layer": layer,
+            "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
+            "disparity": at_1["disparity"],
+            "norm_ratio": chain.norm_ratio.means[layer].item(),
+            "value_ratio": chain.value_ratio.means[layer].item(),
+            "key_alignment": at_1["key_alignment"],
+            "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
+            "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.heads.std(layer, 1)),
+            "alpha1": at_1["alpha"],
+            "dimension": None,
+            "builders": None,
+        }
+        if layer in activity.jumps():
+            row["dimension"] = activity.dimension(layer)
+            row["builders"] = names_of(activity.builders(layer, 4))
+        rows.append(row)
+    return rows

@@ -16,6 +16,7 @@ from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from lib.settings import RunSettings
 from measure import theory
+from measure.mean_field import mean_field
 from model import CHOICES, NORMS, PRESETS, Transformer
 
 SEEDS = (1, 2)
@@ -179,7 +180,7 @@ def test_predictions(name, kind, results):
             assert tokens.count(row["top1_token"]) == largest
             assert row["direction_token"] == (head @ direction).argmax()
             assert row["direction_count"] == tokens.count(row["direction_token"])
-            foreseen = theory.mean_field(model, LENGTH)
+            foreseen = mean_field(model, LENGTH)
             cosine = F.cosine_similarity(foreseen, direction, dim=0).item()
             assert row["direction_cosine"] == pytest.approx(cosine, abs=1e-6)  # float32 states
             assert row["predicted_token"] == (head @ foreseen).argmax()

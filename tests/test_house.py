@@ -13,9 +13,10 @@ FLOORS = """
 lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_tokenizers / lib.gguf
 / lib.formats / lib.hub lib.tokenizers / lib.data / lib.checkpoint / lib.inputs lib.sampling / lib.results
 / lib.figures / lib.runs / measure.cosines measure.matching / measure.theory / measure.attention
-/ measure.units / lineage.table / lineage.layout / lineage.views / lineage.evidence lineage.match
-/ lineage.compare / lineage.disguise lineage.outputs lineage.verdict / lineage.births
-/ probe train sinks seedprint / contraction / reproduce lesson
+/ measure.mean_field measure.first measure.units / measure.rounding / lineage.table / lineage.layout
+/ lineage.views / lineage.evidence lineage.match / lineage.compare
+/ lineage.disguise lineage.outputs lineage.verdict / lineage.births / probe train sinks seedprint
+/ contraction / reproduce lesson
 """.split("/")
 
 

@@ -21,7 +21,7 @@ from lib.checkpoint import Spec, parse_spec
 from lib.files import read_json
 from lib.inputs import TextSettings, random_tokens, random_vectors, read_tokens
 from lib.settings import UserError
-from measure import attention
+from measure import attention, first
 from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import mechanisms
@@ -79,7 +79,7 @@ def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
 
 def test_every_first_token_in_turn(tmp_path, monkeypatch):
     """alpha_1 with each of three tokens at the first position of seven sequences."""
-    monkeypatch.setattr(sinks, "FIRST_TOKENS", 3)
+    monkeypatch.setattr(first, "FIRST_TOKENS", 3)
     model = random_model(KINDS["llama"])
     tokens = random_tokens(0, range(7), 20, 97)
     tried = sorted(set(tokens[:, 1:].flatten().tolist()))
@@ -307,10 +307,6 @@ def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
     most = sinks.every_silence(replace(settings, num_builders=10**6), saved(model, tmp_path), model)["rows"]
     by_kind = {row["kind"]: set(parse(row["units"])) for row in most}
     assert not by_kind["first"] & by_kind.get("random", set())
-    named = replace(settings, hidden_units=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
-    again = sinks.every_silence(named, saved(model, tmp_path), model)["rows"]
-    assert (again[1]["kind"], again[1]["units"]) == ("first", rows[4]["units"])
-    assert again[1]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-6)
 
 
 def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
@@ -391,8 +387,6 @@ def test_commands(name, text, tmp_path):
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
-        (["silence", "--hidden-units", "1/704"], ["--hidden-units 1/704", "LAYER/UNIT"]),
-        (["silence", "--hidden-units", "1/7", "--num-builders", 2], ["leave one of them out"]),
         (["rate", "--epsilon", "1.5"], ["epsilon", "1.0"]),
     ],
 )

@@ -18,7 +18,8 @@ from lib.checkpoint import parse_spec
 from lib.files import read_json
 from lib.inputs import random_tokens
 from measure import attention
-from measure.units import Activity, hidden_units, observe, replace_units, rounded_inputs
+from measure.rounding import rounded_inputs
+from measure.units import Activity, effects, hidden_units, observe, replace_units
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
 
@@ -110,7 +111,7 @@ def test_effects_against_a_plain_recomputation():
         whole = model(tokens)
         model.hidden(tokens, on_state=lambda layer, x: states.append(x.numpy()))
     for before in (0, 1):
-        row, largest = sinks.effects(model, tokens, builder, before)
+        row, largest = effects(model, tokens, builder, before)
         logits = whole[:, before:-1].flatten(0, 1)
         losses = F.cross_entropy(logits, tokens[:, before + 1 :].flatten(), reduction="none").view(5, -1)
         assert losses.shape[1] == 13 - before
@@ -124,7 +125,7 @@ def test_effects_against_a_plain_recomputation():
         assert row["disparity"] == pytest.approx((first.max(2) / first.mean(2)).mean(1).max(), rel=1e-5)
         assert row["builder_activation"] == pytest.approx(units[2][:, 0, 7].abs().mean().item(), rel=1e-5)
         assert row["constant_alpha"] == 0
-    short, _ = sinks.effects(model, tokens[:, :8], builder, 0)
+    short, _ = effects(model, tokens[:, :8], builder, 0)
     assert short["loss_from_ninth"] is None
 
 
@@ -153,20 +154,20 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     activity = observe(model, tokens)
     builder = activity.builders(activity.layer, 1)[0]
     changed = attention.with_constants(model, *attention.constants_at(model, others))
-    expected, _ = sinks.effects(changed, tokens, builder, 0)
+    expected, _ = effects(changed, tokens, builder, 0)
     assert rows["transplanted", 12].items() >= expected.items()
-    expected, _ = sinks.effects(model, tokens, builder, 0)
+    expected, _ = effects(model, tokens, builder, 0)
     assert rows["unchanged", 12].items() >= expected.items()
     needed = activity.num_needed(activity.layer, 0.99)
     zero = replace_units(activity.builders(activity.layer, needed))
     with hidden_units(model, zero):
-        expected, _ = sinks.effects(model, tokens, builder, 0)
+        expected, _ = effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     heads = [means[:, [1, 0]] for means in attention.constants_at(model, others)]
-    expected, _ = sinks.effects(attention.with_constants(model, *heads), tokens, builder, 0)
+    expected, _ = effects(attention.with_constants(model, *heads), tokens, builder, 0)
     assert rows["constants of other heads", 12].items() >= expected.items()
     with rounded_inputs(changed, "token"):
-        expected, _ = sinks.effects(changed, tokens, builder, 0)
+        expected, _ = effects(changed, tokens, builder, 0)
     assert rows["transplanted", 12]["loss_8bit_token"] == expected["loss"]
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
     assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)

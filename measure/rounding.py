@@ -1,0 +1,40 @@
+"""What does rounding to 8 bits cost a model, where some numbers of its stream are huge? (ours)
+
+`sinks.py transplant` asks it of a model with its sink and without.
+"""
+
+import contextlib
+
+import torch
+
+from measure.units import alpha_and_loss
+from model import Transformer
+
+
+def rounded_losses(model, tokens, before):
+    """The losses with 8-bit inputs of all projections, which huge numbers make coarse."""
+    losses = {}
+    for scale in ("tensor", "token"):
+        with rounded_inputs(model, scale):
+            losses[f"loss_8bit_{scale}"] = alpha_and_loss(model, tokens, before=before)[2]["loss"]
+    return losses
+
+
+@contextlib.contextmanager
+def rounded_inputs(model: Transformer, scale):
+    """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
+
+    With `token` each position has its own step; with `tensor` one step serves a whole sequence.
+    """
+    dims = {"token": (2,), "tensor": (1, 2)}[scale]
+
+    def hook(module, inputs):
+        (x,) = inputs  # (B, T, d)
+        step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
+        return (x / step).round() * step
+
+    with contextlib.ExitStack() as stack:
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                stack.enter_context(module.register_forward_pre_hook(hook))
+        yield
