@@ -40,22 +40,18 @@ coordinates agree, and each of its matrices correlates by at least 0.1 with its 
 """
 
 import itertools
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from scipy.spatial.distance import squareform
-
 from init import SCHEMES
 from lib.checkpoint import parse_spec
-from lib.figures import family_tree, lineage_figure
+from lib.figures import lineage_figure
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Command, OutputSettings, UserError, at_least, run_script
 from lineage.births import IdentifySettings, identify
+from lineage.family import draw_family
 from lineage.outputs import Names, PaperSettings, PersistenceSettings, check_several, paper, persistence
-from lineage.table import PART_IN_COMMON, SAME_BIRTH
 from lineage.verdict import compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
@@ -110,29 +106,12 @@ def matrix(settings: CompareSettings):
     check_several(settings.models)
     experiment = Experiment("matrix", "BB Table 4", settings)
     models = [open_model(name, settings) for name in settings.models]
-    rows, closeness = [], []
+    rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = judged(a, b, settings)
         rows.append({"a": a.name, "b": b.name} | row)
-        closeness.append(kinship(row))
-    names = [model.name for model in models]
-    bare = [model.name for model in models if not next(iter(model.stacks)).layers]
-    if bare and rank() == 0:
-        print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
-    label = "closeness: 1 - distance (o: a part in common)"
-    closeness = squareform(closeness) + np.eye(len(names))
-    have_part = squareform([row["verdict"] == PART_IN_COMMON for row in rows])
-    family_tree(experiment.folder / "matrix.png", names, closeness, label, bare, have_part)
+    draw_family(experiment.folder / "matrix.png", models, rows)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
-
-
-def kinship(row):
-    """How close two models are: 0 unless of one birth, since strangers share units and parts, too."""
-    if row["verdict"] != SAME_BIRTH:
-        return 0.0
-    if row["distance"] is not None:
-        return 1 - row["distance"]
-    return 1.0 if row["body_r"] is None else row["body_r"]  # None: the bits are equal, the names are not
 
 
 def judged(base, suspect, settings: CompareSettings):

@@ -1,7 +1,7 @@
 """What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs.
 
     python train.py configs/laptop.py                          # learns something visible in five minutes
-    python train.py configs/laptop.py --source books --num-layers 4 --d-model 192     # your text, your size
+    python train.py configs/laptop.py --source 'books/*.txt' --num-layers 4 --d-model 192     # text, size
     python train.py --resume --out runs/laptop                 # goes on where it was stopped or killed
     python train.py sample runs/laptop --prompt "def "         # prints what a checkpoint writes
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
@@ -34,7 +34,7 @@ from init import SCHEMES, newborn
 from lib import checkpoint, data, runs, runtime
 from lib.inputs import check_tokenizer
 from lib.sampling import SampleSettings, generate, sample
-from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import attention
 from model import CHOICES, FIRST_POSITIONS, PRESETS
 
@@ -345,15 +345,7 @@ def completed_settings(settings: Settings, flags, in_files):
     if not settings.resume:
         return settings
     begun = runs.begun_settings(settings, may_begin=bool(in_files or flags - MAY_CHANGE))
-    settings = runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_files)
-    if settings.max_iters != begun.max_iters and is_first_process():
-        folders = checkpoint.steps(settings.out)
-        step = int(folders[-1].name.removeprefix("step_")) if folders else 0
-        before = learning_rate(max(0, step - 1), begun)
-        after = learning_rate(step, settings)
-        change = f"--max-iters {settings.max_iters} in place of {begun.max_iters} changes the schedule"
-        print(f"{change}: the learning rate was {before:.3g} at step {step}, and is {after:.3g} at the next")
-    return settings
+    return runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_files)
 
 
 COMMANDS = {

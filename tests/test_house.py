@@ -14,8 +14,8 @@ lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_t
 / lib.formats / lib.hub lib.tokenizers / lib.data / lib.checkpoint / lib.inputs lib.sampling / lib.results
 / lib.figures / lib.runs / measure.cosines measure.matching / measure.theory / measure.attention
 / measure.mean_field measure.first measure.units / measure.rounding / lineage.table / lineage.layout
-/ lineage.views / lineage.evidence lineage.match / lineage.compare
-/ lineage.disguise lineage.outputs lineage.verdict / lineage.births / probe train sinks seedprint
+/ lineage.views / lineage.evidence lineage.match / lineage.compare / lineage.disguise lineage.family
+/ lineage.outputs lineage.verdict / lineage.births / probe train sinks seedprint
 / contraction / reproduce lesson
 """.split("/")
 

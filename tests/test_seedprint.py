@@ -12,12 +12,12 @@ import torch
 from conftest import assert_refused, random_model, run_here
 
 import init
-import seedprint
 from lib import checkpoint
 from lib.checkpoint import Newborn
 from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from lineage import births, disguise
+from lineage.family import kinship
 from lineage.outputs import kendall, paper_test
 from model import ModelConfig
 from reproduce.changes import noised
@@ -126,7 +126,7 @@ def test_matrix_leaves_out_what_has_no_layers(family, tmp_path):
     verdicts = [row["verdict"] for row in read_json(tmp_path / "matrix.json")["rows"]]
     assert verdicts == ["inconclusive", "same birth", "inconclusive"]
     row = {"verdict": "same birth", "distance": None, "body_r": None}
-    assert seedprint.kinship(row) == 1 and seedprint.kinship(row | {"verdict": "part in common"}) == 0
+    assert kinship(row) == 1 and kinship(row | {"verdict": "part in common"}) == 0
 
 
 # ---- the paper's test --------------------------------------------------------------------------------------
