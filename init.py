@@ -17,9 +17,9 @@ projection loses its mean. If all hidden units have the same mean, this mean the
 (`contraction.py cure`). The scheme does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES`
 and a line to `birth_value`.
 
-A draw depends on (seed, parameter name, shape) alone. Each parameter has its own stream of numpy's Philox. It
-is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the same
-bits on any device and for any number of processes and threads.
+A draw depends on (seed, parameter name, shape) alone. Each parameter has its own generator, a Philox of numpy.
+It is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
+same bits on any device and for any number of processes and threads.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ STD = 0.02
 
 
 def keyed_generator(*key) -> np.random.Generator:
-    """A random stream that depends on `key` alone: Philox, seeded with the key's 128-bit hash."""
+    """A generator of numbers that depend on `key` alone: Philox, seeded with the key's 128-bit hash."""
     text = "/".join(map(str, key))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
@@ -99,16 +99,9 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights in the same memory under another configuration: what changes one changes both.
-
-    ValueError if the model lacks a weight that is needed, or has it in another shape.
-    """
+    """The same weights in the same memory under another configuration: what changes one changes both."""
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
-    weights = model.state_dict()
-    for name, parameter in other.named_parameters():
-        if name not in weights or weights[name].shape != parameter.shape:
-            raise ValueError(f"{changes} needs a weight {name} {tuple(parameter.shape)}: the model has none")
-    other.load_state_dict(weights, strict=False, assign=True)
+    other.load_state_dict(model.state_dict(), strict=False, assign=True)
     other.make_angles()
     return other.eval()

@@ -312,13 +312,12 @@ class Transformer(nn.Module):
         self.model.layers.to(dtype)
         return self
 
-    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, start=1) -> Tensor:
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
-        that position. Blocks below `start` do not run: `inputs` is then the stream in front of block `start`.
-        `on_state(layer, x)` is called with the stream (B, T, d) in front of block `start`, as layer
-        start - 1, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
+        that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the first block,
+        as layer 0, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
         outputs of the heads (B, H, T, Dh), and with q and k after their rotation. If it returns a tensor,
         this replaces the outputs. Where only the last position is computed, T is 1 in x, heads and q.
         ValueError if T exceeds the context.
@@ -336,10 +335,8 @@ class Transformer(nn.Module):
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # without attention, no earlier position is needed
         if on_state is not None:
-            on_state(start - 1, x)
+            on_state(0, x)
         for layer, block in enumerate(self.model.layers, start=1):
-            if layer < start:
-                continue
             hook = None if on_heads is None else partial(on_heads, layer)
             x = block(x, rope, last_only and layer == self.config.num_layers, hook)
             if on_state is not None:

@@ -24,11 +24,10 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from os.path import lexists
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from msgspec import Meta
 
 from init import keyed_generator
 from lib import figures
@@ -73,7 +72,6 @@ class RateSettings(Settings):
     """The settings of `rate`."""
 
     sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
-    epsilon: Annotated[float, Meta(ge=0, le=1)] = attention.EPSILON  # alpha_1 of a sink head is above this
 
 
 @dataclass
@@ -137,9 +135,9 @@ def sink_rates(settings: RateSettings, spec, model):
     rows, heads = [], []
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
-        row, alpha = attention.sink_statistics(model, tokens, settings.epsilon)  # alpha (n, L, H)
-        row |= {"sequence_length": T, "epsilon": settings.epsilon}
-        row |= interval(attention.sink_share(alpha, settings.epsilon), "sink_rate", 0, 1)
+        row, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
+        row |= {"sequence_length": T, "epsilon": attention.EPSILON}
+        row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
         rows.append(row | {"uniform_alpha1": attention.uniform_alpha(T)})
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
@@ -255,11 +253,10 @@ def every_silence(settings: SilenceSettings, spec, model):
     count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
     units = activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, units)
-    cases = [(units, activity.at_1 if kind == "constant" else None) for kind, units in sets]
-    results = ablate(model, tokens, activity.layer, cases)
-    sets = progress([("none", []), *sets], desc="silence", unit=" sets", leave=False)
     rows = []
-    for (kind, units), (alpha, loss, state) in zip(sets, results):
+    for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
+        means = activity.at_1 if kind == "constant" else None
+        alpha, loss, state = ablate(model, tokens, activity.layer, units, means)
         row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
         row |= {"left": activity.left(state), "disparity": attention.disparity(state).mean().item()}
         row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
@@ -270,14 +267,15 @@ def every_silence(settings: SilenceSettings, spec, model):
 def sets_of_units(settings: SilenceSettings, activity, units):
     """The kind and the units of each set that `silence` changes.
 
-    `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth. `constant` sets
-    all to their mean at position 1, only there. Three controls of as many units should leave the sink as it
-    is: the `removers`, which change the same dimension; those that write most `elsewhere`; and `random` ones
-    of the builders' layers.
+    `none` is empty. `first` has the first 1, 2, 4, ... builders; `alone` the second, the third or the fourth.
+    `constant` holds all at their mean at position 1, only there. Three controls have as many units: the
+    `removers`, which change the same dimension; those that write most `elsewhere`; and `random` ones of the
+    builders' layers.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    sets = [("first", units[:size]) for size in sizes]
+    sets = [("none", [])]
+    sets += [("first", units[:size]) for size in sizes]
     sets += [("alone", [unit]) for unit in units[1:4]]
     sets.append(("constant", units))
     sets.append(("removers", activity.removers(count)))
@@ -291,7 +289,7 @@ def sets_of_units(settings: SilenceSettings, activity, units):
         if others:
             drawn.append(others[generator.integers(len(others))])
     sets.append(("random", drawn))
-    return [(kind, some) for kind, some in sets if some]
+    return [(kind, some) for kind, some in sets if some or kind == "none"]
 
 
 def transplant(settings: TransplantSettings):
@@ -311,8 +309,6 @@ def transplants(settings: TransplantSettings, spec, model):
     if spec.config.explicit_sink:
         raise UserError(f"{spec.label} has an explicit sink already")
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
-    if spec.config.positions == "learned":
-        print(f"{spec.label} has learned positions: its constants stand for a token and for position 1")
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)

@@ -46,11 +46,7 @@ def sink_key(model: Transformer, layer):
 
 @torch.inference_mode()
 def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha of K positions in every head, (B, L, H, K); ValueError for a position that does not exist."""
-    T = tokens.shape[1]
-    least = 0 if model.config.explicit_sink else 1
-    if min(positions) < least or max(positions) > T:
-        raise ValueError(f"expected positions in {least} to {T}, not {tuple(positions)}")
+    """alpha of K positions in every head, (B, L, H, K)."""
     layers = []
 
     def watch(layer, heads, q, k, v):
@@ -67,7 +63,7 @@ def uniform_alpha(T):
     return (1 / torch.arange(1, T + 1).double()).mean().item()
 
 
-def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
+def sink_statistics(model: Transformer, tokens: Tensor):
     """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H).
 
     `norm_ratio` and `value_ratio` are `ratio_of_first` of the stream and of the heads' values, averaged over
@@ -87,7 +83,7 @@ def sink_statistics(model: Transformer, tokens: Tensor, epsilon=EPSILON):
         alphas.append(attention_to(model, part, positions, on_heads, on_state))
     alpha, *constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
-        "sink_rate": sink_share(alpha, epsilon).mean().item(),
+        "sink_rate": sink_share(alpha).mean().item(),
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
         "constant_alpha": constant[0].mean().item() if constant else 0.0,
@@ -109,9 +105,9 @@ def batches(tokens: Tensor):
     return progress(parts, desc="sequences", unit=" batches", leave=False)
 
 
-def sink_share(alpha: Tensor, epsilon=EPSILON) -> Tensor:
+def sink_share(alpha: Tensor) -> Tensor:
     """Each sequence's share of sink heads, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
-    return (alpha > epsilon).float().mean(dim=(1, 2))
+    return (alpha > EPSILON).float().mean(dim=(1, 2))
 
 
 class LayerMean:

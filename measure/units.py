@@ -191,12 +191,11 @@ def replace_units(units, means=None):
 
 
 @torch.inference_mode()
-def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=None, start=1, before=0):
+def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
     alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
-    the text; the first prediction is always that of the text's second token. If `streams` are given,
-    (B, T, d) for each batch, layer `start` reads them, and the layers below do not run.
+    the text; the first prediction is always that of the text's second token.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
@@ -204,10 +203,9 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     def on_heads(layer, heads, q, k, v):
         by_layer.append(attention.mean_attention(q, k, (1, 0), attention.sink_key(model, layer)).cpu())
 
-    for number, part in enumerate(attention.batches(tokens)):
+    for part in attention.batches(tokens):
         by_layer = []
-        inputs = part if streams is None else streams[number]
-        states = model.hidden(inputs, on_heads=on_heads, on_state=on_state, start=start)[:, before:-1]
+        states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
         targets = part[:, before + 1 :]
         for place, some in enumerate(PREDICTIONS):
             chosen = states[:, some].flatten(0, 1)
@@ -221,34 +219,20 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, streams=No
     return alpha_1, alpha_0, losses
 
 
-def ablate(model: Transformer, tokens: Tensor, seen, cases):
-    """Yield alpha_1 (n, L, H), the loss, and the stream (n, d) at position 1 after layer `seen`.
+def ablate(model: Transformer, tokens: Tensor, seen, units, means=None):
+    """alpha_1 (n, L, H), the loss, and the stream (n, d) at position 1 after layer `seen`.
 
-    The unchanged model comes first, then each case, (units, means) for `replace_units`. Layers below a case's
-    units run only once.
+    `units` and `means` are those of `replace_units`.
     """
-    starts = [min(units)[0] for units, _ in cases]
-    streams = {start: [] for start in starts if start > 1}  # in front of a layer, (B, T, d) of each batch
-    at_1 = []
+    states = []
 
-    def see(layer, x):
+    def on_state(layer, x):
         if layer == seen:
-            at_1.append(x[:, 0].float().cpu())
+            states.append(x[:, 0].float().cpu())
 
-    def see_and_keep(layer, x):
-        see(layer, x)
-        if layer + 1 in streams:
-            streams[layer + 1].append(x)
-
-    whole, _, losses = alpha_and_loss(model, tokens, see_and_keep)
-    state = torch.cat(at_1)
-    yield whole, losses["loss"], state
-    for start, (units, means) in zip(starts, cases):
-        at_1.clear()
-        with hidden_units(model, replace_units(units, means)):
-            alpha, _, losses = alpha_and_loss(model, tokens, see, streams.get(start), start)
-        changed = torch.cat(at_1) if start <= seen else state
-        yield torch.cat((whole[:, : start - 1], alpha), dim=1), losses["loss"], changed
+    with hidden_units(model, replace_units(units, means)):
+        alpha, _, losses = alpha_and_loss(model, tokens, on_state)
+    return alpha, losses["loss"], torch.cat(states)
 
 
 def effects(model, tokens, builder, before):

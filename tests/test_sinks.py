@@ -59,12 +59,12 @@ def ratio(norms: torch.Tensor) -> float:
 def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 6 and 3, and of 2
     model = random_model(KINDS[kind])
-    settings = given(RateSettings, sequence_length=(6, 20), epsilon=0.25, num_sequences=9)
+    settings = given(RateSettings, sequence_length=(6, 20), num_sequences=9)
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
     for row, by_head, T in zip(lists["rows"], lists["heads"], (6, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
         alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
-        shares = (alpha > 0.25).double().mean((1, 2))
+        shares = (alpha > 0.3).double().mean((1, 2))
         assert row["sink_rate"] == pytest.approx(shares.mean().item(), abs=NEAR)
         assert (row["low"], row["high"]) == pytest.approx(np.clip(t_interval(shares), 0, 1), abs=NEAR)
         assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
@@ -387,7 +387,6 @@ def test_commands(name, text, tmp_path):
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
-        (["rate", "--epsilon", "1.5"], ["epsilon", "1.0"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
