@@ -17,7 +17,7 @@ projection loses its mean. If all hidden units have the same mean, this mean the
 (`contraction.py cure`). The scheme does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES`
 and a line to `birth_value`.
 
-A draw depends on (seed, parameter name, shape) alone. Each parameter has its own generator, a Philox of numpy.
+A draw depends on (seed, parameter name, shape) alone. Each parameter has its own generator of numpy's Philox.
 It is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
 same bits on any device and for any number of processes and threads.
 """
