@@ -3,8 +3,10 @@
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
 Parameter names and the half-split rotation are those of Hugging Face's LLaMA: its checkpoints load as they
-are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter. On a
-CPU, lib/kernels.py computes rotation and attention; tests compare it with the lines here.
+are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter.
+lib/kernels.py computes the loss, and on a CPU rotation and attention; tests compare it with the lines here.
+
+The *stream* x is what blocks add to; a *state* is the final norm of the stream at one position.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -68,7 +70,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     sublayers: str = "full"  # the sublayers of a block (BB 4.1)
     attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # constant keys and values, which heads can attend to (arXiv 2410.10781)
+    explicit_sink: bool = False  # a key and a value of each head's own, in front of the text (2410.10781)
     positions: str = "rope"  # or "learned": a vector for each, added to its token's (OpenAI's GPT-2)
     biases: bool = False  # of all projections in the blocks (OpenAI's GPT-2)
 
@@ -159,12 +161,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
 
 
-def in_front(constant: Tensor | None, x: Tensor) -> Tensor:
-    """Put an explicit sink's key or value (G Dh,), if any, in front of x (B, G, T, Dh): (B, G, 1 + T, Dh)."""
-    if constant is None:
+def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
+    """Put an explicit sink's key or value (G Dh,), if any, in front of x (B, G, T, Dh): (B, G, 1 + T, Dh).
+
+    The key is not rotated. At position 1 RoPE's angle is 0, so that keys there are not rotated either: to
+    every query an explicit sink stands where position 1 does, and can take the place of its key.
+    """
+    if sink is None:
         return x
-    constant = constant.to(x.dtype).view(1, x.shape[1], 1, -1)  # (1, G, 1, Dh)
-    return torch.cat((constant.expand(len(x), -1, -1, -1), x), dim=2)
+    sink = sink.to(x.dtype).view(1, x.shape[1], 1, -1)  # (1, G, 1, Dh)
+    return torch.cat((sink.expand(len(x), -1, -1, -1), x), dim=2)
 
 
 class Attention(nn.Module):
@@ -201,7 +207,7 @@ class Attention(nn.Module):
             k = rotate(k, cos, sin)
         q = q.transpose(1, 2)  # (B, H, Q, Dh)
         k = k.transpose(1, 2)  # (B, G, T, Dh)
-        heads = causal_attention(q, in_front(self.sink_key, k), in_front(self.sink_value, v))
+        heads = causal_attention(q, with_sink(self.sink_key, k), with_sink(self.sink_value, v))
         heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
         if on_heads is not None:
             replacement = on_heads(heads, q, k, v)
@@ -212,6 +218,7 @@ class Attention(nn.Module):
         """Scale the heads' outputs at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
 
         `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is RMSNorm (SO).
+        (The `amplify` of contraction.py is an experiment, that of sinks.py an intervention at one position.)
         """
         kind = self.config.attn_calibration
         if kind == "none":

@@ -7,7 +7,7 @@
 
 The model reads random sequences, and predicts the token with the largest logit after the last position. If a
 newborn had no preference, N sequences would give N uniform draws; instead a few tokens come up far too often.
-Each model, seed and length gets a row. README.md explains its columns.
+Each model, seed and length gets a row; `preference` makes its columns.
 """
 
 import math
@@ -47,7 +47,7 @@ class Settings(RunSettings):
 
 
 def probe(settings: Settings):
-    """Which tokens do untrained models prefer? By default a minute a seed, on 2 cores."""
+    """Which tokens do untrained models prefer? By default three minutes a seed, on one thread."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
@@ -148,13 +148,13 @@ def preference(model, counts: Counts):
         "top1_token": top1_token,
         "top1_count": top1_count,
         "top1_frequency": top1_count / n,
-        "uniform_max_count": uniform_max_count,
+        "uniform_max_count": uniform_max_count,  # of the most frequent token, were draws uniform
         "ratio": top1_count / uniform_max_count,
         "log10_p": binomial_log10_p(top1_count, n, vocab_size),
-        "direction_token": direction_token,
+        "direction_token": direction_token,  # what the mean direction of the final states predicts
         "direction_matches": direction_token == top1_token,
-        **counts.cosines.summary(),
-        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10
+        **counts.cosines.summary(),  # mean_cosine and std_cosine over all pairs of final states
+        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10, as `ratio`
     }
 
 

@@ -15,7 +15,8 @@ lineage/outputs.py. The columns of a row:
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
     units_found     matched of `units`. Of a child the row tells the layer with the smallest share of those
                     that are the base's; of others the layer with the largest share
-    distance        how far matched units' input weights moved, in any basis: 0 is a copy, 1 a stranger
+    distance        how far matched units' input weights moved: 0 is a copy, 1 a stranger. Cosines between the
+                    units of one model are compared with those of the other, and no rotation changes these
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
     body_z          how many standard deviations body_r lies above what relabelled coordinates give
     embedding_z     the same of the embedding matrix

@@ -56,7 +56,7 @@ class Settings(RunSettings):
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # give every head a constant key and value to attend to
+    explicit_sink: bool = False  # give each key-value head a learnt key and value, in front of the text
     data: str | None = None  # data set; None: the one of source and tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m lib.data
     tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m lib.data
@@ -260,7 +260,10 @@ def learning_rate(step, settings: Settings):
 
 
 def micro_batches(count, size):
-    """This rank's share of range(count), in parts of `size`; the last part may be smaller."""
+    """This rank's share of range(count), in parts of `size`; the last part may be smaller.
+
+    Ranks take consecutive shares: of 32 sequences and two ranks, rank 0 takes the first 16.
+    """
     shard = runtime.shard(count)
     return [shard[start : start + size] for start in range(0, len(shard), size)]
 

@@ -9,7 +9,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 from lib.runtime import default_batch_size, progress
-from model import Transformer, causal_attention, in_front
+from model import Transformer, causal_attention, with_sink
 
 EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
 
@@ -21,7 +21,7 @@ def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor
     fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence K <= Dh.
     `sink_key` (G Dh,) is the key of an explicit sink, which has position 0.
     """
-    keys = in_front(sink_key, k)
+    keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
     (there,) = torch.nonzero(positions >= first, as_tuple=True)
     values = torch.zeros_like(keys)
@@ -181,12 +181,12 @@ class RunningStd:
 class Chain:
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
-    SO: a head's output is a mean of values. At position 1 it is one value, so its `std` over sequences, heads
-    and dimensions is largest. W_O writes most strongly what varies most (`output_tau`). So only position 1
-    wakes the builders, a few hidden units of an early MLP. They make one dimension of the stream very large
-    (`norm`, `disparity`). RMSNorm divides by the norm, so that all other dimensions become small. So the keys
-    of all first tokens are alike (`key_alignment`), their values are small (`value_norm`), and queries find
-    them (`alpha`).
+    What the paper SO says: a head's output is a mean of values. At position 1 it is one value, and its `std`
+    over sequences, heads and dimensions is largest. W_O writes most strongly what varies most (`output_tau`),
+    which wakes the builders at position 1 alone: a few hidden units of an early MLP. They make one dimension
+    of the stream very large (`norm`, `disparity`). RMSNorm divides by the norm, and all others become small.
+    That makes the keys of first tokens alike (`key_alignment`) and their values small (`value_norm`), and
+    queries find them (`alpha`).
     """
 
     def __init__(self, model: Transformer, num_sequences):
@@ -234,7 +234,7 @@ class Chain:
 def replace_heads(model, k, changed, kind, factor):
     """An `on_heads` that replaces the heads' outputs o_k at position k, in the `changed` layer or in "all".
 
-    With `self_mask` o_k becomes the value at k, as if k saw nothing else. With `amplify` it becomes
+    With `self_mask` o_k becomes the value at k, as if k saw nothing else. With `amplify`, SO's, it becomes
     mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
     """
 

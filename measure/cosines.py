@@ -81,15 +81,15 @@ def binomial_log10_p(count, n, num_choices):
 
 
 @functools.cache
-def uniform_counts(n, num_choices, ranks, repetitions=1000):
-    """Expected counts of the 1st, 2nd, ... most frequent of n uniform draws, (ranks,), by simulation.
+def uniform_counts(n, num_choices, places, repetitions=1000):
+    """How often the most frequent of n uniform draws comes up, the second, ...: simulated means, (places,).
 
     The first one is the baseline of BB Figure 1a. Its standard error is below 1 % for 1,000 draws of a token.
     """
     generator = keyed_generator("uniform", n, num_choices)
-    total = np.zeros(ranks)
+    total = np.zeros(places)
     for _ in range(repetitions):
         _, counts = np.unique(generator.integers(num_choices, size=n), return_counts=True)
-        counts = np.sort(counts)[::-1][:ranks]
+        counts = np.sort(counts)[::-1][:places]
         total[: len(counts)] += counts
     return total / repetitions

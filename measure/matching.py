@@ -5,12 +5,16 @@ that scores t, and W the unit's weights. A unit with a gate has three *views*, v
 
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
-Rotating the residual stream rotates E and U, too, and changes no view. Shuffling units only renames them.
-Flipping a unit's signs only flips signs of its views. In one view, a unit of the base and one of the
-suspect are *mutual neighbours* if each has its largest |correlation| with the other. In unrelated models half
-of the units have a mutual neighbour, too, but in another view it is usually another one. So a unit is
-*matched* if two views name the same neighbour. Of a layer's three pairs of views, that counts which matches
-most units. Nearly all units of a child are matched, and less than one in a layer of an unrelated newborn.
+The gain of the norm before a matrix counts as part of the matrix: W_gate, W_up and U have absorbed it. A unit
+without a gate has two views. Rotating the residual stream rotates E and U, too, and changes no view.
+Shuffling units only renames them. Flipping a unit's signs only flips signs of its views.
+
+In one view, a unit of the base and one of the suspect are *mutual neighbours* if each has its largest
+|correlation| with the other. One view is not enough: in unrelated models half of the units have a mutual
+neighbour, too. But another view then usually names another unit, so a unit is *matched* if two views name one
+neighbour. Of a layer's pairs of views that counts which matches most units. Nearly all units of a child are
+matched, and less than one in a layer of an unrelated newborn. The null, `by_chance`, is measured: the same
+count, after the tokens of one model have been permuted.
 
 `lineage/views.py` computes the views of any architecture, and `lineage/match.py` compares all layers.
 """

@@ -79,8 +79,8 @@ def hermite_kernel(phi, terms=64):
 
 
 def mlp_kernel(mlp, s, d, scheme="gpt2"):
-    """The k_n, (terms,), of an MLP: two Gaussian inputs of correlation rho give units of which the mean
-    product is sum k_n rho^n.
+    """The k_n, (terms,), of an MLP: for two Gaussian inputs of correlation rho, a hidden unit's two values
+    have the mean product sum k_n rho^n.
 
     `s` is the standard deviation of a pre-activation. The outputs for orthogonal inputs have the cosine
     k_0 / sum(k), so k_0 > 0 makes states contract. The scheme `centered` removes k_0.
@@ -157,10 +157,10 @@ def scales(S, epsilon=0.0):
 
 
 def covariances(config, T, scheme="gpt2", residual=True):
-    """S and R, (2, T, T), before and after each block, in the limit of infinite width.
+    """S and R, (2, T, T), before and after each block of a wide model (of a gated MLP with its terms of 1/d).
 
     S_ij is the covariance of positions i and j of one sequence, R_ij that of position i of one sequence and
-    position j of another. Each block turns these two matrices into the next two; `stream` holds both.
+    position j of another. Each block turns these two matrices into the next two; `both` holds them.
 
         start:      S = 0.02^2 I                R = 0
         norm:       C = S / sqrt(D_i D_j)       D_i = S_ii + epsilon
@@ -181,12 +181,12 @@ def covariances(config, T, scheme="gpt2", residual=True):
     t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: std(q) std(k), sqrt(d) 0.02 each
     v = math.expm1(t**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
-    stream = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
-    stream[0].fill_diagonal_(STD**2)
-    yield stream
+    both = torch.zeros(2, T, T, dtype=torch.float64)  # S and R
+    both[0].fill_diagonal_(STD**2)
+    yield both
     for _ in range(config.num_layers):
         if config.sublayers != "mlp":
-            C = stream / scales(stream[0], config.norm_epsilon)
+            C = both / scales(both[0], config.norm_epsilon)
             # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # (RoPE is neglected; it makes the covariance smaller.)
@@ -195,12 +195,12 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
-            stream = residual * stream + g_a * (uniform + v * C * uneven)
+            both = residual * both + g_a * (uniform + v * C * uneven)
         if config.sublayers != "attention":
-            C = stream / scales(stream[0], config.norm_epsilon)
+            C = both / scales(both[0], config.norm_epsilon)
             kappa = torch.from_numpy(polyval(C.numpy(), k.numpy()))
-            stream = residual * stream + g_m * kappa
-        yield stream
+            both = residual * both + g_m * kappa
+        yield both
 
 
 @functools.cache

@@ -23,15 +23,20 @@ from lib import kernels
 from measure import attention
 from model import Transformer
 
-PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))  # the first, the second to eighth, and the rest
-SELECTIVITY = 20  # a selective builder is this many times as active at position 1 as elsewhere (ours)
-LEAST_SHARE = 0.001  # a selective builder makes at least this share of the dimension (ours)
+# The first prediction has one token to go by, and gains from anything in front of the text; the next seven
+# have little more. Losses of models with and without something in front are compared from the ninth on.
+PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
+SELECTIVITY = 20  # a *selective* builder is at least so many times as active at position 1 as elsewhere,
+LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to above this (ours)
 
 
 @contextlib.contextmanager
 def hidden_units(model: Transformer, on_units):
-    """Within this context `on_units(layer, units)` sees, and may replace, each MLP's units (B, T, d_ff)."""
+    """Within this context `on_units(layer, units)` sees, and may replace, each MLP's units (B, T, d_ff).
+
+    `with hidden_units(model, replace_units(chosen)):` is a model with some units at zero.
+    """
 
     def hook(layer, module, inputs):
         return on_units(layer, *inputs)
