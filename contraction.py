@@ -1,6 +1,6 @@
 """Why does a newborn prefer tokens? Its states contract, by the mechanisms of BB section 4.
 
-    python contraction.py                        # all five, two to six minutes on 2 cores
+    python contraction.py                        # all five: 18 minutes on one thread, as all times below
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
@@ -70,7 +70,7 @@ class Births(Experiment):
         self.rows = []
 
     def each(self, scheme=None, **changes):
-        """Yield the first columns of a row, the model, and T, for each newborn and each length T.
+        """Yield (key, model, T) for each newborn model and each length T; the key begins a row of results.
 
         `changes` are made in each newborn's configuration: vocab_size=1 makes the embedding small where the
         inputs are vectors. `scheme` replaces --init.
@@ -120,7 +120,7 @@ def say_once(line) -> None:
         print(line)
 
 
-def recursion(config, T, scheme):
+def predicted_cosines(config, T, scheme):
     """The cosine that theory predicts before (0) and after each block; None for each if it is unknown."""
     return predicted([None] * (config.num_layers + 1), theory.kernel_recursion, config, T, scheme)
 
@@ -142,13 +142,13 @@ def states_along(functions, x):
 
 @torch.inference_mode()
 def layers(settings: LengthSettings):
-    """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; a minute)"""
+    """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; five minutes)"""
     births = Births("layers", "BB Figures 2, 7", settings, (64, 256))
     for key, model, T in births.each(vocab_size=1):
         for kind, part, counts in sublayers_apart(settings, model, T):
-            foreseen = recursion(part.config, T, settings.init)
+            prediction = predicted_cosines(part.config, T, settings.init)
             for layer, statistics in enumerate(counts.layers):
-                row = {"variant": kind, "sequence_length": T, "layer": layer, "theory": foreseen[layer]}
+                row = {"variant": kind, "sequence_length": T, "layer": layer, "theory": prediction[layer]}
                 births.rows.append(key | row | statistics.summary())
     question = "Which sublayer makes unrelated sequences alike? (shaded: std of pairs)"
     theories = {"theory": "kernel recursion"}
@@ -165,13 +165,13 @@ def sublayers_apart(settings, model, T):
 
 @torch.inference_mode()
 def mlp(settings: NewbornSettings):
-    """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a quarter minute)"""
+    """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a minute)"""
     births = Births("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
     for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
         x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
-        for stack, functions, foreseen in mlp_stacks(model, settings.init):
+        for stack, functions, prediction in mlp_stacks(model, settings.init):
             for layer, state in enumerate(states_along(functions, x)):
-                row = key | {"stack": stack, "layer": layer, "theory": foreseen[layer]}
+                row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
                 births.rows.append(row | pairwise_cosine(state))
                 # Deep states are so short that torch's epsilon lowers their cosines (BB footnote 5).
                 if stack == "mlp0_relu":
@@ -192,12 +192,12 @@ def mlp_stacks(standard, scheme):
     yield "mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * (L + 1)
     for stack, model in (("standard", standard), ("standard_relu", relu)):
         # These blocks have a norm and a residual, but no attention.
-        yield stack, model.model.layers, recursion(model.config, 1, scheme)
+        yield stack, model.model.layers, predicted_cosines(model.config, 1, scheme)
 
 
 @torch.inference_mode()
 def amplify(settings: LengthSettings):
-    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a quarter minute)"""
+    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a minute)"""
     births = Births("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
     changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
     for key, model, T in births.each(**changes):
@@ -210,8 +210,8 @@ def amplify(settings: LengthSettings):
             ("mlp0_mlp0", second_mlp(states[:, -1]), twice),
             ("mlp0_attn0", states.mean(1), averaged),
         ]
-        for stack, last, foreseen in stacks:
-            row = {"stack": stack, "sequence_length": T, "theory": foreseen}
+        for stack, last, prediction in stacks:
+            row = {"stack": stack, "sequence_length": T, "theory": prediction}
             births.rows.append(key | row | pairwise_cosine(last))
     question = "Does averaging over positions amplify what a ReLU MLP began?"
     theories = {"theory": "Propositions 2 and 4"}
@@ -226,7 +226,7 @@ def amplified_cosines(T, scheme):
 
 @torch.inference_mode()
 def predict(settings: LengthSettings):
-    """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; a minute)"""
+    """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; seven minutes)"""
     births = Births("predict", "BB Finding 2.2, and ours", settings)
     points = []
     for key, model, T in births.each():
@@ -235,28 +235,29 @@ def predict(settings: LengthSettings):
         row = key | {"sequence_length": T} | preference(model, counts)
         row["direction_count"] = int(counts.tokens[row["direction_token"]])
         row |= {"predicted_token": None, "direction_cosine": None}
-        foreseen = predicted(None, mean_field, model, T)  # (d,), from the weights
-        if foreseen is not None:
-            row["predicted_token"] = int(model.unembed(foreseen.to(model.head_weight)).argmax())
-            row["direction_cosine"] = float(foreseen @ direction)
-            for x, y in zip(foreseen.tolist(), direction.tolist()):
+        prediction = predicted(None, mean_field, model, T)  # (d,), from the weights
+        if prediction is not None:
+            row["predicted_token"] = int(model.unembed(prediction.to(model.head_weight)).argmax())
+            row["direction_cosine"] = float(prediction @ direction)
+            for x, y in zip(prediction.tolist(), direction.tolist()):
                 points.append({"model": key["model"], "predicted": x, "measured": y})
-        row["predicted_cosine"] = recursion(model.config, T, settings.init)[-1]
+        row["predicted_cosine"] = predicted_cosines(model.config, T, settings.init)[-1]
         births.rows.append(row)
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
-    plot(births, points, question, "predicted", "model", {"predicted": "exactly"}, "measured", style=".")
+    diagonal = {"predicted": "exactly"}  # the column over itself
+    plot(births, points, question, "predicted", "model", diagonal, "measured", style=".")
     return births.save(births.rows, (*SHOWN, "predicted_token", "direction_cosine"))
 
 
 @torch.inference_mode()
 def cure(settings: LengthSettings):
-    """Does removing the mean that all hidden units share cure a newborn? (ours; a minute)"""
+    """Does removing the mean that all hidden units share cure a newborn? (ours; four minutes)"""
     births = Births("cure", "ours", settings)
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in births.each(scheme):
             counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
-            foreseen = recursion(model.config, T, scheme)
-            key |= {"init": scheme, "sequence_length": T, "predicted_cosine": foreseen[-1]}
+            prediction = predicted_cosines(model.config, T, scheme)
+            key |= {"init": scheme, "sequence_length": T, "predicted_cosine": prediction[-1]}
             births.rows.append(key | preference(model, counts))
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
     theories = {"predicted_cosine": "kernel recursion"}
@@ -264,7 +265,7 @@ def cure(settings: LengthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment with its own defaults, where no flag is given (two to six minutes)"""
+    """Run every experiment with its own defaults, where no flag is given (18 minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
     for command in EXPERIMENTS.values():
         command.function(replace(command.defaults, **given))
