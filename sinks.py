@@ -5,24 +5,21 @@
     python sinks.py intervene                     # can position 10 be made a sink?
     python sinks.py silence --model smollm2 M.gguf         # which hidden units build the sinks of two models?
     python sinks.py transplant                    # does a constant key and value end the sink?
-    python sinks.py first --model runs/backcopy --text data/backcopy-bytes       # a position, or a token?
 
 Positions count from 1. A head's alpha_k is its weight on position k, averaged over the queries i >= k. A head
-is a sink head of a sequence if its alpha_1 is above 0.3. The sink rate is the share of sink heads,
-averaged over sequences. A hidden unit of an MLP is named LAYER/UNIT: layers count from 1, units from 0.
-*Builders* are the units that make one dimension large at position 1 (SO: super neurons), and *removers* take
-it away again. A *selective* builder is at least 20 times as active there as elsewhere.
+is a sink head of a sequence if its alpha_1 is above 0.3. The sink rate is the share of sink heads, averaged
+over sequences. A hidden unit is named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the units
+that make one dimension large at position 1 (SO: super neurons), and *removers* take it away again.
 
 Each subcommand gives `measure_models` a function that returns one model's lists of rows, by name. The list
 `rows` is printed (`anatomy`: `layers`), and the JSON holds all. A model with a tokenizer reads docstrings of
-Python's standard library, or --text; another reads random tokens. `interval` is Student's 95 % interval over
-sequences.
+Python's standard library, or --text; another reads random tokens. `low` and `high` are the ends of Student's
+95 % interval over sequences. Times are of smollm2 on one thread.
 """
 
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from os.path import lexists
 from pathlib import Path
 from typing import Literal
 
@@ -121,7 +118,7 @@ def measure_models(name, paper, settings: Settings, measure):
 
 @torch.inference_mode()
 def rate(settings: RateSettings):
-    """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; three minutes)"""
+    """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     figures.draw_alpha1(experiment.folder / "rate.png", lists["heads"])
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
@@ -145,7 +142,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 @torch.inference_mode()
 def first(settings: Settings):
-    """Do heads sink on position 1, or on a token that stands there? (ours; four minutes)"""
+    """Do heads sink on position 1, or on a token that stands there? (ours; 12 minutes)"""
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
     experiment, lists = measure_models("first", "ours", settings, by_first_token)
@@ -159,7 +156,7 @@ def by_first_token(settings: Settings, spec, model):
 
 
 def anatomy(settings: Settings):
-    """Which links of SO's chain single out position 1? By layer, and builders (SO; a minute)"""
+    """Which links of SO's chain single out position 1? By layer, and builders (SO; half a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
     figures.draw_chain(experiment.folder / "anatomy.png", lists["rows"])
     for row in lists["layers"]:
@@ -188,7 +185,7 @@ def dissect(settings: Settings, spec, model):
 
 @torch.inference_mode()
 def intervene(settings: InterveneSettings):
-    """Can a position be made a sink? SO's interventions, beside the first builder (SO; two minutes)"""
+    """Can a position be made a sink? SO's interventions, beside the first builder (SO; three minutes)"""
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
@@ -235,7 +232,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
 
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
-    """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; three minutes)"""
+    """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     figures.draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
@@ -293,8 +290,8 @@ def sets_of_units(settings: SilenceSettings, activity, units):
 
 
 def transplant(settings: TransplantSettings):
-    """Does a constant end the sink? Heads get position 1's mean key and value (ours; two minutes)"""
-    if settings.save and (len(settings.model) > 1 or lexists(settings.save)):
+    """Does a constant end the sink? Heads get position 1's mean key and value (ours; minutes)"""
+    if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
         raise UserError(f"--save {settings.save}: expected a new folder, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants)
     figures.draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
@@ -315,7 +312,7 @@ def transplants(settings: TransplantSettings, spec, model):
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(model, activity, others)
-        in_8_bits = [kind for kind, *_ in cases]
+        in_8_bits = [kind for kind, *_ in cases]  # one use: without huge numbers, rounding costs less
         if settings.controls:
             cases += control_cases(settings, model, activity, others)
         for kind, changed, units, prefix in progress(cases, desc="transplant", unit=" cases", leave=False):
