@@ -118,7 +118,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # makes no wide copy of x
-        return x * (norm.square() / x.shape[-1] + self.eps).rsqrt().to(x.dtype) * self.weight.to(x.dtype)
+        mean_square = norm.square() / x.shape[-1]
+        scale = (mean_square + self.eps).rsqrt()
+        return x * scale.to(x.dtype) * self.weight.to(x.dtype)
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
@@ -198,9 +200,11 @@ class Attention(nn.Module):
         T = x.shape[1]
         Dh = self.config.head_size
         first = T - 1 if last_only else 0  # index of the first of Q = 1 or T queries
-        q = self.q_norm(self.q_proj(x[:, first:]).unflatten(2, (-1, Dh)))  # (B, Q, H, Dh)
-        k = self.k_norm(self.k_proj(x).unflatten(2, (-1, Dh)))  # (B, T, G, Dh)
+        q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
+        k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
         if rope is not None:
             cos, sin = rope  # (T, 1, Dh/2) each
             q = rotate(q, cos[first:], sin[first:])
@@ -228,7 +232,8 @@ class Attention(nn.Module):
         first = T - heads.shape[2] + 1  # the position of the first query, counted from 1
         position = torch.arange(first, T + 1, device=heads.device)
         length = {"amplify": 1, "attenuate": self.config.context_length}[kind]
-        return heads * (position / length).sqrt().to(heads.dtype)[:, None]
+        factor = (position / length).sqrt().to(heads.dtype)
+        return heads * factor[:, None]
 
 
 class MLP(nn.Module):

@@ -7,11 +7,10 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-newest two, and the steps that --keep selects. A checkpoint gets its name when it is whole, so that a kill
-leaves no half of one. --resume loads the newest whole checkpoint, and cuts the log off there. It takes the
-settings with which the run began; flags can change only those in MAY_CHANGE. Where there is no run yet,
---resume begins one if given a config file or settings beyond MAY_CHANGE. Every script that takes a model
-takes a run folder, and reads its newest step.
+newest two, and the steps that --keep selects. --resume loads the newest whole checkpoint, and cuts the log
+off there. It takes the settings with which the run began; flags can change only those in MAY_CHANGE. Given a
+config file, it begins a run that is not there yet. Every script that takes a model takes a run folder, and
+reads its newest step.
 
 `TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
 whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it

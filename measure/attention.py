@@ -1,13 +1,13 @@
 """Where does a model attend, and what singles a position out? (BB 6.2, SO)"""
 
 from collections import defaultdict
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from scipy.stats import kendalltau
 from torch import Tensor
 
+from init import variant
 from lib.runtime import default_batch_size, progress
 from model import Transformer, causal_attention, with_sink
 
@@ -24,8 +24,9 @@ def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor
     keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
     (there,) = torch.nonzero(positions >= first, as_tuple=True)
+    places = positions[there] - first
     values = torch.zeros_like(keys)
-    values[:, :, positions[there] - first, there] = 1
+    values[:, :, places, there] = 1
     return causal_attention(q, keys, values)[..., : len(positions)]
 
 
@@ -34,7 +35,8 @@ def mean_attention(q: Tensor, k: Tensor, positions, sink_key=None) -> Tensor:
     positions = torch.as_tensor(positions, device=k.device)
     parts = []
     for part in positions.split(k.shape[3]):
-        parts.append(weights_on(q, k, part, sink_key).sum(2, dtype=torch.float32))
+        weights = weights_on(q, k, part, sink_key)
+        parts.append(weights.sum(2, dtype=torch.float32))
     queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,); earlier queries do not see the position
     return torch.cat(parts, dim=2) / queries
 
@@ -107,7 +109,8 @@ def batches(tokens: Tensor):
 
 def sink_share(alpha: Tensor) -> Tensor:
     """Each sequence's share of sink heads, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
-    return (alpha > EPSILON).float().mean(dim=(1, 2))
+    is_sink = alpha > EPSILON
+    return is_sink.float().mean(dim=(1, 2))
 
 
 class LayerMean:
@@ -146,10 +149,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
 
     Their keys and values are the constants `keys` and `values`, (L, G, Dh) each.
     """
-    with torch.device("meta"):
-        other = Transformer(replace(model.config, explicit_sink=True))
-    other.load_state_dict(model.state_dict(), strict=False, assign=True)
-    other.make_angles()
+    other = variant(model, explicit_sink=True)
     for layer, (block, key, value) in enumerate(zip(other.model.layers, keys, values), start=1):
         attention = block.self_attn
         attention.sink_key = attention.sink_value = None
@@ -157,7 +157,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
             like = attention.k_proj.weight
             attention.sink_key = torch.nn.Parameter(key.flatten().to(like, copy=True))
             attention.sink_value = torch.nn.Parameter(value.flatten().to(like, copy=True))
-    return other.eval()
+    return other
 
 
 class RunningStd:
@@ -263,7 +263,8 @@ def disparity(states: Tensor) -> Tensor:
 
 def output_tau(weight: Tensor, std: Tensor):
     """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of their inputs, or None."""
-    tau = kendalltau(weight.float().norm(dim=0).cpu().numpy(), std.flatten().numpy()).statistic
+    norms = weight.float().norm(dim=0).cpu().numpy()
+    tau = kendalltau(norms, std.flatten().numpy()).statistic
     return None if tau != tau else float(tau)
 
 
@@ -273,5 +274,7 @@ def effective_rank(mean: Tensor, product: Tensor):
     It is exp of the entropy of their singular values, scaled to sum 1. `mean` (d,) is the mean state and
     `product` (d, d) the mean outer product of states, both in float64.
     """
-    values = torch.linalg.eigvalsh(product - torch.outer(mean, mean)).clamp(min=0).sqrt()
-    return torch.special.entr(values / values.sum()).sum().exp().item()
+    covariance = product - torch.outer(mean, mean)
+    values = torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt()
+    entropy = torch.special.entr(values / values.sum()).sum()
+    return entropy.exp().item()

@@ -15,8 +15,6 @@ neighbour, too. But another view then usually names another unit, so a unit is *
 neighbour. Of a layer's pairs of views that counts which matches most units. Nearly all units of a child are
 matched, and less than one in a layer of an unrelated newborn. The null, `by_chance`, is measured: the same
 count, after the tokens of one model have been permuted.
-
-`lineage/views.py` computes the views of any architecture, and `lineage/match.py` compares all layers.
 """
 
 import itertools

@@ -104,20 +104,22 @@ class Activity:
         """The builders of LEAST_SHARE or more that are active at position 1 alone, the strongest first."""
         added = self.contributions(self.layer)[: self.layer]
         needed = LEAST_SHARE * self.state[self.layer].abs().max()
-        is_selective = self.at_1.abs()[: self.layer] >= SELECTIVITY * self.elsewhere[: self.layer]
-        count = int((is_selective & (added >= needed)).sum())
-        return ranked(added * is_selective, count)
+        is_active_at_1 = self.at_1.abs() >= SELECTIVITY * self.elsewhere
+        is_selective = is_active_at_1[: self.layer] & (added >= needed)
+        return ranked(added * is_selective, int(is_selective.sum()))
 
     def num_needed(self, layer, share):
         """How many builders make a share of the dimension after a layer."""
         added = self.contributions(layer)[:layer].clamp(min=0)
         sums = added.flatten().sort(descending=True).values.cumsum(0)
-        return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
+        needed = share * self.state[layer].abs().max()
+        return 1 + (sums < needed).sum().item()
 
     def left(self, states: Tensor):
         """The share of the sink's dimension that states (n, d) after `self.layer` keep."""
         dimension = self.dimension(self.layer)
-        return (states[:, dimension].mean() / self.state[self.layer, dimension]).item()
+        size = states[:, dimension].mean()
+        return (size / self.state[self.layer, dimension]).item()
 
     def removers(self, count):
         """The strongest removers of `self.layer`'s dimension, in any layer."""
