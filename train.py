@@ -1,6 +1,6 @@
 """What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs.
 
-    python train.py configs/laptop.py                          # learns something visible in five minutes
+    python train.py configs/laptop.py                          # learns something visible in minutes
     python train.py configs/laptop.py --source 'books/*.txt' --num-layers 4 --d-model 192     # text, size
     python train.py --resume --out runs/laptop                 # goes on where it was stopped or killed
     python train.py sample runs/laptop --prompt "def "         # prints what a checkpoint writes

@@ -1,4 +1,4 @@
-# A LLaMA of 6 layers x 256 on this Python's own source: writes almost-Python after five minutes on 2 cores.
+# A LLaMA of 6 layers x 256 on this Python's own source: writes almost-Python after minutes.
 out = "runs/laptop"
 model = "tiny_llama"
 sequence_length = 256
