@@ -16,8 +16,8 @@ def mean_field(model, T):
     A state is a mean (d,), which all sequences share, plus Gaussian noise e. K (T, T) is the covariance of
     e at two positions, the same in every dimension.
 
-        norm:       m = g mean / sqrt(P)      C = K / P                  P = [mean^2] + K_TT + epsilon
-        attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M C M^T
+        norm:       m = g mean / sqrt(P)      Q = K / P                  P = [mean^2] + K_TT + epsilon
+        attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M Q M^T
         MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]
                                               h = phi(W_up (m + g e / sqrt(P)))
 
@@ -30,12 +30,12 @@ def mean_field(model, T):
     mean = embedding.mean(0).double()
     K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()
     for block in model.model.layers:
-        m, g, C = normed(block.input_layernorm, mean, K)
-        added, covariance = attention_update(block.self_attn, m, g, C)
+        m, g, Q = normed(block.input_layernorm, mean, K)
+        added, covariance = attention_update(block.self_attn, m, g, Q)
         mean = mean + added
         K = K + covariance
-        m, g, C = normed(block.post_attention_layernorm, mean, K)
-        added, covariance = mlp_update(block.mlp, m, g, C)
+        m, g, Q = normed(block.post_attention_layernorm, mean, K)
+        added, covariance = mlp_update(block.mlp, m, g, Q)
         mean = mean + added
         K = K + covariance
     m, _, _ = normed(model.model.norm, mean, K)
@@ -43,7 +43,7 @@ def mean_field(model, T):
 
 
 def normed(norm, mean, K):
-    """m (d,), the gains g (d,), and C (T, T). LayerNorm subtracts the mean of `mean` and adds a bias."""
+    """m (d,), the gains g (d,), and Q (T, T). LayerNorm subtracts the mean of `mean` and adds a bias."""
     g = norm.weight.double()
     bias = 0.0
     if isinstance(norm, nn.LayerNorm):
@@ -54,7 +54,7 @@ def normed(norm, mean, K):
     return m, g, K / P
 
 
-def attention_update(attention, m, g, C):
+def attention_update(attention, m, g, Q):
     """The terms that attention adds to mean (d,) and to K (T, T)."""
     config = attention.config
     W_O = attention.o_proj.weight.double()  # (d, H Dh)
@@ -63,18 +63,18 @@ def attention_update(attention, m, g, C):
     W_V = W_V.repeat_interleave(config.num_heads // config.kv_heads, dim=0)  # (H, Dh, d)
     W_V = W_V.flatten(0, 1)  # (H Dh, d)
     power = W_O.square() @ (W_V.square() @ g.square())  # (d,)
-    return W_O @ (W_V @ m), power.mean() * average(C)
+    return W_O @ (W_V @ m), power.mean() * average(Q)
 
 
-def mlp_update(mlp, m, g, C):
+def mlp_update(mlp, m, g, Q):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
     Cov(h, h') is Var h at one position, and at two positions about `slope` times the cosine of their noise.
     """
-    expected, variance, slope = hidden_moments(mlp, m, g.square() * C[-1, -1])
+    expected, variance, slope = hidden_moments(mlp, m, g.square() * Q[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)
     power = W_down.square().mean(0)  # (d_ff,)
-    covariance = (power @ slope) * C / scales(C)
+    covariance = (power @ slope) * Q / scales(Q)
     covariance.diagonal().add_(power @ (variance - slope))
     return W_down @ expected, covariance
 
