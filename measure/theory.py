@@ -57,7 +57,7 @@ def gaussian_grid(points, device="cpu"):
 
 
 def hermite_kernel(phi, terms=64):
-    """The k_n >= 0, (terms,), of E phi(a) phi(b) = sum_n k_n rho^n for normal a, b of correlation rho.
+    """The k_n >= 0, (terms,), with E phi(a) phi(b) = sum_n k_n rho^n for normal a and b of correlation rho.
 
         k_n = (E phi(z) h_n(z))^2        h_0 = 1        h_{n+1} = (z h_n - sqrt(n) h_{n-1}) / sqrt(n + 1)
 

@@ -243,7 +243,7 @@ def ablate(model: Transformer, tokens: Tensor, seen, units, means=None):
 
 
 def effects(model, tokens, builder, before):
-    """A case's row, and the stream's largest |number| by layer.
+    """A row about the sink of a model on tokens (n, T), and the stream's largest |number| by layer.
 
     `before` tokens are in front of the text: then position 1 is the first of them. Losses are of the text.
     """
