@@ -203,14 +203,11 @@ def every_intervention(settings: InterveneSettings, spec, model):
     there are no batches.
     """
     k = settings.position
-    L = model.config.num_layers
-    if L == 1:
-        raise UserError(f"{spec.label} has one layer: no other one can tell what was changed in it")
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
     builder = activity.builders(activity.layer, 1)[0]
     described = activity.describe([builder])
-    skipped = builder[0] if builder[0] < L else 1  # the first layers, which the builder cannot change
+    skipped = builder[0] if builder[0] < model.config.num_layers else 1  # layers the builder cannot change
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
     cases = list(itertools.product(("all", 1), kinds))
     rows, points = [], []
