@@ -1,8 +1,7 @@
 """Is a run that was killed at any moment, or told to stop, and resumed the run that was not?
 
     python tests/kill_training.py            # SIGKILL at each of some 200 moments, of one process and of two
-    python tests/kill_training.py 5          # at five of them, evenly spread
-    python tests/kill_training.py 0          # SIGTERM alone
+    python tests/kill_training.py 5          # at five of them, evenly spread, of two processes
 
 A moment is one at which the (first) process opens, renames or removes a file of its run: Python announces
 each (PEP 578), and the process kills itself there. So no clock decides what is tested. After the first kill
@@ -11,7 +10,7 @@ to the last bit, but for the speeds in metrics.jsonl; and no other file may be l
 
 Then SIGTERM is sent at each of STAGES, twice and to the whole process group, as `timeout` does it: to both
 ranks, and to those that compile for them. All must end with status 0 before the last step; resumed, the run
-must come out the same. With five moments this is done at one stage, of two processes that do not compile.
+must come out the same. With five moments this is done at one stage, of processes that do not compile.
 """
 
 import itertools
@@ -39,7 +38,7 @@ from measure import attention
 runtime.PATIENCE = 60  # seconds: ranks that wait for one another in vain give up
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-SPEEDS = ("tokens_per_second", "mfu")
+PASSING = ("tokens_per_second", "mfu", "commit")  # which two equal runs need not have in common
 SMALL = {  # seven steps of a small model, with a checkpoint that is removed again
     "model": "backcopy",
     "device": "cpu",
@@ -66,12 +65,12 @@ STAGES = {  # where a run is told to stop: when it calls this function for the s
 processes = multiprocessing.get_context("fork")
 
 
-def prepare(folder: Path) -> Path:
-    """A small data set of Python text, as bytes."""
+def prepare(folder: Path, tokenizer="bytes") -> Path:
+    """A small data set of Python text."""
     text = folder / "text.txt"
     text.write_text(Path(random.__file__).read_text("utf-8") * 4)
     out = str(folder / "tokens")
-    return data.prepare(data.Settings(source=(str(text),), tokenizer="bytes", held_out=0.2, out=out))
+    return data.prepare(data.Settings(source=(str(text),), tokenizer=tokenizer, held_out=0.2, out=out))
 
 
 def stop_at(stage) -> None:
@@ -142,7 +141,7 @@ def contents(run: Path) -> dict[str, str | bytes]:
         name = str(path.relative_to(run))
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = json.dumps([{k: v for k, v in row.items() if k not in SPEEDS} for row in rows])
+            found[name] = json.dumps([{k: v for k, v in row.items() if k not in PASSING} for row in rows])
         elif path.is_file():
             found[name] = path.read_bytes().replace(str(run).encode(), b"RUN")
             found[name] = found[name].replace(b'"resume": true', b'"resume": false')
@@ -194,17 +193,17 @@ def stop_at_stages(folder: Path, tokens: Path, world_size: int, is_compiled: boo
 
 def main() -> None:
     """Kill and stop runs of one process and of two; exit status 1 if any comes out different."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    with tempfile.TemporaryDirectory() as folder:
-        tokens = prepare(Path(folder))
-        for world_size in (1, 2):
-            if count != 0:
-                kill_at_moments(Path(folder), tokens, world_size, count)
-        if count:
-            stop_at_stages(Path(folder), tokens, 2, False, ["an evaluation"])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = prepare(folder)
+        if len(sys.argv) > 1:
+            kill_at_moments(folder, tokens, 2, int(sys.argv[1]))
+            stop_at_stages(folder, tokens, 2, False, ["an evaluation"])
             return
-        for world_size, is_compiled in itertools.product((1, 2), (False, True)):
-            stop_at_stages(Path(folder), tokens, world_size, is_compiled, STAGES)
+        for world_size in (1, 2):
+            kill_at_moments(folder, tokens, world_size, None)
+            for is_compiled in (False, True):
+                stop_at_stages(folder, tokens, world_size, is_compiled, STAGES)
 
 
 if __name__ == "__main__":

@@ -202,25 +202,16 @@ def test_kernel_recursion_against_newborns(tmp_path):
 
 
 def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
-    """Of a scheme of one's own, here `normal`: the JSON says null, a line says so, the rest is drawn.
-
-    `cure` has gpt2's newborns beside, whose theory stays.
-    """
+    """Of a scheme of one's own, here `normal`; `cure` has gpt2's newborns beside, whose theory stays."""
     monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
-    words = ["--model", "tiny_gpt2", "--seed", 1, 2, "--num-sequences", 4, "--init", "normal"]
-    columns = {"layers": "theory", "mlp": "theory", "amplify": "theory"}
-    columns |= {"predict": "predicted_cosine", "cure": "predicted_cosine"}
-    for name, column in columns.items():
-        contraction.say_once.cache_clear()
-        length = [] if name == "mlp" else ["--sequence-length", 8]
-        done = run_here("contraction", name, *words, *length, "--out", tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("measure/theory.py does not know --init normal") == 1
-        rows = read_json(tmp_path / f"{name}.json")["rows"]
-        for row in rows:
-            is_known = row.get("init") == "gpt2" or row.get("stack") == "mlp0_tanh"
-            assert (row[column] is not None) == is_known, row
-        assert (tmp_path / f"{name}.png").exists()
+    contraction.say_once.cache_clear()
+    words = ["--model", "tiny_gpt2", "--seed", 1, 2, "--num-sequences", 4, "--sequence-length", 8]
+    done = run_here("contraction", "cure", *words, "--init", "normal", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("measure/theory.py does not know --init normal") == 1
+    for row in read_json(tmp_path / "cure.json")["rows"]:
+        assert (row["predicted_cosine"] is None) == (row["init"] == "normal"), row
+    assert (tmp_path / "cure.png").exists()
 
 
 def test_a_direction_is_not_predicted_of_what_theory_does_not_know(tmp_path, monkeypatch):
@@ -229,14 +220,11 @@ def test_a_direction_is_not_predicted_of_what_theory_does_not_know(tmp_path, mon
     monkeypatch.setitem(NORMS, "other", lambda width, eps: torch.nn.RMSNorm(width))
     monkeypatch.setitem(PRESETS, "mine", replace(CONFIG, norm="other"))
     flags = ["--model", "mine", "--seed", 1, 2, "--num-sequences", 4, "--sequence-length", 8]
-    contraction.say_once.cache_clear()
     done = run_here("contraction", "predict", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("measure/theory.py does not know the norm other") == 1
     for row in read_json(tmp_path / "predict.json")["rows"]:
-        theories = [row[name] for name in ("predicted_token", "direction_cosine", "predicted_cosine")]
-        assert theories == [None] * 3
-        assert row["top1_count"] >= 1
+        for name in ("predicted_token", "direction_cosine", "predicted_cosine"):
+            assert row[name] is None, row
 
 
 # ---- the command line --------------------------------------------------------------------------------------
@@ -246,7 +234,6 @@ def test_a_direction_is_not_predicted_of_what_theory_does_not_know(tmp_path, mon
     "words, expected",
     [
         (["layers", "--sequence-length", 1025], ["--sequence-length 1025", "1024"]),
-        (["layers", "--model", "tests"], ["unknown preset 'tests': choose from nano_gpt2"]),
         (["mlp", "--sequence-length", 8], ["--sequence-length"]),
         (["--out", "width", "--sed", 1], ["Unrecognized options: --sed"]),
     ],

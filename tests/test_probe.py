@@ -46,7 +46,6 @@ def test_a_row_means_what_it_says(name, monkeypatch):
     cosines = [units[i] @ units[j] for i in range(60) for j in range(i)]
     draws = np.random.default_rng(0)
     largest = [np.bincount(draws.integers(97, size=60)).max() for _ in range(4000)]
-    uniform = np.mean(largest)
     error = 5 * np.std(largest) * math.sqrt(1 / 4000 + 1 / 1000)  # ours simulates a thousand
     of_dimension = np.mean([np.bincount(draws.integers(32, size=60)).max() for _ in range(4000)])
     weight = model.head_weight.detach().double().numpy()
@@ -57,7 +56,7 @@ def test_a_row_means_what_it_says(name, monkeypatch):
         "top1_token": tokens.index(top),  # of equals the lowest
         "top1_count": top,
         "top1_frequency": top / 60,
-        "uniform_max_count": pytest.approx(uniform, abs=error),
+        "uniform_max_count": pytest.approx(np.mean(largest), abs=error),
         "ratio": top / row["uniform_max_count"],
         "log10_p": pytest.approx(exact_log10_p(top, 60, 97)),
         "direction_token": direction_token,
@@ -113,6 +112,7 @@ def test_too_long_a_sequence_is_refused(tmp_path):
 
 
 def test_importing_needs_no_optional_package():
-    script = "import sys, contraction, init, model, probe, seedprint, sinks, train\n"
-    done = run_script("-c", script + "print({'datasets', 'transformers'} & sys.modules.keys())")
+    script = "import sys, contraction, init, model, probe, seedprint, sinks, train, reproduce.robustness\n"
+    optional = "{'datasets', 'transformers', 'huggingface_hub'}"
+    done = run_script("-c", f"{script}print({optional} & sys.modules.keys())")
     assert done.stdout == "set()\n", done.stderr
