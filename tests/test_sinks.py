@@ -304,9 +304,6 @@ def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
         assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
     random = parse(rows[-1]["units"])
     assert len(set(random)) == 3 and not {a, b, c} & set(random)
-    most = sinks.every_silence(replace(settings, num_builders=10**6), saved(model, tmp_path), model)["rows"]
-    by_kind = {row["kind"]: set(parse(row["units"])) for row in most}
-    assert not by_kind["first"] & by_kind.get("random", set())
     named = replace(settings, hidden_units=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
     again = sinks.every_silence(named, saved(model, tmp_path), model)["rows"]
     assert (again[1]["kind"], again[1]["units"]) == ("first", rows[4]["units"])
@@ -372,7 +369,7 @@ def test_what_a_model_reads(text):
 
 @pytest.mark.parametrize("name", [name for name in sinks.COMMANDS if name])
 def test_commands(name, text, tmp_path):
-    words = ["--model", text.model, "tiny_llama@5", "--sequence-length", 20, "--num-sequences", 4]
+    words = ["--model", text.model, "text_sink@5", "--sequence-length", 20, "--num-sequences", 4]
     words += ["--text", text.data]
     if name == "intervene":
         words += ["--text", text.file, "--tokenizer", text.tokenizer, "--first-token", "bos"]
@@ -381,19 +378,17 @@ def test_commands(name, text, tmp_path):
     result = read_json(tmp_path / f"{name}.json")
     models = {(row["checkpoint"], row["text"]) for row in result["rows"]}
     read = text.file if name == "intervene" else text.data
-    assert models == {(text.model, read), ("tiny_llama@5", read)}
+    assert models == {(text.model, read), ("text_sink@5", read)}
 
 
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["rate", "--sequence-length", 1000], ["--sequence-length 1000", "256"]),
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
         (["silence", "--hidden-units", "1/704"], ["--hidden-units 1/704", "LAYER/UNIT"]),
         (["silence", "--hidden-units", "1/7", "--num-builders", 2], ["leave one of them out"]),
-        (["rate", "--epsilon", "1.5"], ["epsilon", "1.0"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
@@ -401,13 +396,6 @@ def test_mistakes(words, expected, tmp_path):
     done = run_here("sinks", name, "--model", "tiny_llama", *flags, "--out", tmp_path)
     assert_refused(done, *expected)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_text_of_another_tokenizer_is_refused(text, tmp_path):
-    out = str(tmp_path / "bytes")
-    data.prepare(data.Settings(source=(text.file,), tokenizer="bytes", held_out=0.3, out=out))
-    words = ["--model", text.model, "--text", out]
-    assert_refused(run_here("sinks", *words, "--out", out), "another tokenizer")
 
 
 def test_models_of_one_table_read_one_kind_of_text(text, tmp_path):
@@ -420,3 +408,6 @@ def test_models_of_one_table_read_one_kind_of_text(text, tmp_path):
     (row,) = read_json(tmp_path / "out/rate.json")["rows"]
     assert row["text"] == "random tokens"
     assert_refused(run_here("sinks", *words, text.model, tmp_path / "silent"), "different texts")
+    out = str(tmp_path / "bytes")
+    data.prepare(data.Settings(source=(text.file,), tokenizer="bytes", held_out=0.3, out=out))
+    assert_refused(run_here("sinks", *words, text.model, "--text", out), "another tokenizer")
