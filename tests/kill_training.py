@@ -22,7 +22,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +147,13 @@ def contents(run: Path) -> dict[str, str | bytes]:
     return found
 
 
+def report(text: str, is_fine: bool) -> None:
+    """Say how an attempt came out; end if it came out different."""
+    print(text, flush=True)
+    if not is_fine:
+        sys.exit(1)
+
+
 def kill_at_moments(folder: Path, tokens: Path, world_size: int, count: int | None) -> None:
     """Kill a run at every moment, or at `count` of them, then at another one; resume it to its end."""
     whole = train.Settings(**SMALL, data=str(tokens), out=str(folder / f"{world_size}_whole"))
@@ -163,10 +169,7 @@ def kill_at_moments(folder: Path, tokens: Path, world_size: int, count: int | No
         kills = statuses.count(-signal.SIGKILL)
         is_fine = kills > 0 and statuses[2] == 0 and set(statuses) <= {0, -signal.SIGKILL} and not wrong
         outcome = "same bits" if is_fine else f"DIFFERENT {wrong}, statuses {statuses}"
-        text = f"{world_size} processes, moment {moment} of {total}: {kills} kills, {outcome}"
-        print(text, flush=True)
-        if not is_fine:
-            sys.exit(1)
+        report(f"{world_size} processes, moment {moment} of {total}: {kills} kills, {outcome}", is_fine)
 
 
 def stop_at_stages(folder: Path, tokens: Path, world_size: int, is_compiled: bool, stages) -> None:
@@ -178,17 +181,12 @@ def stop_at_stages(folder: Path, tokens: Path, world_size: int, is_compiled: boo
     expected = contents(Path(whole.out))
     for stage in stages:
         settings = replace(whole, out=str(folder / f"{kind} {stage}"))
-        begun = time.monotonic()
         statuses = [attempt(settings, world_size, stage=stage)[0]]
-        seconds = time.monotonic() - begun
         reached = int(checkpoint.steps(settings.out)[-1].name.removeprefix("step_"))
         statuses.append(attempt(settings, world_size)[0])
         is_fine = statuses == [0, 0] and reached < 7 and contents(Path(settings.out)) == expected
         outcome = "same bits" if is_fine else f"DIFFERENT, statuses {statuses}"
-        text = f"{kind}: told in {stage} to stop, ended at step {reached} after {seconds:.0f} s; {outcome}"
-        print(text, flush=True)
-        if not is_fine:
-            sys.exit(1)
+        report(f"{kind}: told in {stage} to stop, ended at step {reached}; {outcome}", is_fine)
 
 
 def main() -> None:

@@ -13,12 +13,18 @@ from measure import attention
 
 
 def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
-    """Every layer's attention matrix, (B, L, H, T, T) float64: softmax of q k' / sqrt(Dh) as written."""
+    """Every layer's attention matrix, (B, L, H, T, T) float64: softmax of q k' / sqrt(Dh) as written.
+
+    An explicit sink's key is a column more, in front.
+    """
     T = tokens.shape[1]
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
     matrices = []
 
     def watch(layer, heads, q, k, v):
+        key = attention.sink_key(model, layer)
+        if key is not None:
+            k = torch.cat((key.view(1, k.shape[1], 1, -1).expand(len(k), -1, -1, -1), k), dim=2)
+        future = torch.ones(T, k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - T)
         k = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = q.double() @ k.transpose(2, 3) / math.sqrt(q.shape[3])
         matrices.append(scores.masked_fill(future, -math.inf).softmax(-1))
@@ -50,22 +56,13 @@ def test_attention_of_every_kind_by_matrices(kind, T):
 
 
 def test_attention_to_an_explicit_sink():
-    """Each query's weights on the constant and on the positions up to its own sum to 1."""
     T = 33
     model = random_model(replace(KINDS["llama_gqa"], explicit_sink=True))
     tokens = random_tokens(1, range(2), T, 97)
-    seen = []
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=lambda layer, *tensors: seen.append(tensors))
-    for layer, (_, q, k, _) in enumerate(seen, start=1):
-        key = attention.sink_key(model, layer).detach()
-        parts = [attention.weights_on(q, k, part, key) for part in torch.arange(T + 1).split(8)]
-        weights = torch.cat(parts, dim=3)  # (B, H, T, 1 + T)
-        # float32 sums of 34 numbers
-        torch.testing.assert_close(weights.sum(3), torch.ones(weights.shape[:3]), atol=1e-5, rtol=0)
+    matrices = explicit(model, tokens)  # (B, L, H, T, 1 + T)
+    expected = [matrices[..., 0].mean(-1), *[mean_of_queries(matrices[..., 1:], k) for k in (1, T)]]
     alpha = attention.attention_to(model, tokens, (0, 1, T))
-    torch.testing.assert_close(alpha[:, -1, :, 0], weights[..., 0].mean(2), atol=1e-6, rtol=0)
-    torch.testing.assert_close(alpha[:, -1, :, 2], weights[:, :, -1, T], atol=1e-6, rtol=0)
+    torch.testing.assert_close(alpha.double(), torch.stack(expected, dim=-1), atol=1e-6, rtol=0)
     row, _ = attention.sink_statistics(model, tokens)
     assert row["constant_alpha"] == pytest.approx(alpha[..., 0].mean().item(), rel=1e-5)
     chain = attention.Chain(model, 2)

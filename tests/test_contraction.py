@@ -202,26 +202,16 @@ def test_kernel_recursion_against_newborns(tmp_path):
 
 
 def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
-    """Of a scheme of one's own, here `normal`; `cure` has gpt2's newborns beside, whose theory stays."""
-    monkeypatch.setattr(theory, "KNOWN_SCHEMES", ("gpt2",))
-    contraction.say_once.cache_clear()
-    words = ["--model", "tiny_gpt2", "--seed", 1, 2, "--num-sequences", 4, "--sequence-length", 8]
-    done = run_here("contraction", "cure", *words, "--init", "normal", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("measure/theory.py does not know --init normal") == 1
-    for row in read_json(tmp_path / "cure.json")["rows"]:
-        assert (row["predicted_cosine"] is None) == (row["init"] == "normal"), row
-    assert (tmp_path / "cure.png").exists()
-
-
-def test_a_direction_is_not_predicted_of_what_theory_does_not_know(tmp_path, monkeypatch):
-    """The norm of a fork need not have an epsilon, which `mean_field` reads."""
+    """A line says so, once. The norm of a fork need not have an epsilon, which `mean_field` reads."""
     monkeypatch.setitem(CHOICES, "norm", (*CHOICES["norm"], "other"))
     monkeypatch.setitem(NORMS, "other", lambda width, eps: torch.nn.RMSNorm(width))
     monkeypatch.setitem(PRESETS, "mine", replace(CONFIG, norm="other"))
     flags = ["--model", "mine", "--seed", 1, 2, "--num-sequences", 4, "--sequence-length", 8]
+    contraction.say_once.cache_clear()
     done = run_here("contraction", "predict", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("measure/theory.py does not know the norm other") == 1
+    assert (tmp_path / "predict.png").exists()
     for row in read_json(tmp_path / "predict.json")["rows"]:
         for name in ("predicted_token", "direction_cosine", "predicted_cosine"):
             assert row[name] is None, row

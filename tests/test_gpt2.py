@@ -5,26 +5,23 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import tokenizers
 import torch
 import transformers
 from conftest import assert_refused, run_here
-from hub_server import serving
-from test_hub import point_to, repositories
 
 from lib import checkpoint, formats
 from lib.checkpoint import parse_spec
 from lib.files import read_json
 from lib.settings import UserError
 
-V = 257  # bytes, and <|endoftext|>
+V = 257  # bytes, and BOS
 TOKENS = torch.randint(V, (2, 60), generator=torch.Generator().manual_seed(1))
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 ENDS = {"bos_token_id": 256, "eos_token_id": 256}
 
 
 def gpt2(folder: Path, **changes) -> transformers.GPT2LMHeadModel:
-    """transformers' model of random weights, biases and norms, and its folder, with a tokenizer of bytes."""
+    """transformers' model of random weights, biases and norms, and its folder."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(**SIZES | ENDS | changes)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -33,12 +30,7 @@ def gpt2(folder: Path, **changes) -> transformers.GPT2LMHeadModel:
             is_gain = ".ln_" in name and name.endswith("weight")
             parameter.normal_(1.0 if is_gain else 0.0, 0.2)
     model.save_pretrained(folder)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.decoder = tokenizers.decoders.ByteLevel()
-    coder.add_special_tokens(["<|endoftext|>"])
-    coder.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.txt").write_text("bytes")
     return model
 
 
@@ -69,7 +61,7 @@ def test_every_parameter_is_trained_on(tmp_path, quick_training):
     """A run that is resumed; its child is sampled, and compared with its parent."""
     gpt2(tmp_path / "a")
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
-    words = [tmp_path / "text.txt", "--tokenizer", tmp_path / "a/tokenizer.json", "--held-out", 0.1]
+    words = [tmp_path / "text.txt", "--tokenizer", "bytes", "--held-out", 0.1]
     done = run_here("lib.data", *words, "--out", tmp_path / "data")
     assert done.returncode == 0, done.stderr
     words = ["--init-from", tmp_path / "a", "--data", tmp_path / "data", "--out", tmp_path / "run"]
@@ -145,26 +137,21 @@ SCRIPTS = [  # what is asked, and the JSON that answers
 ]
 
 
-def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
+def test_every_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2(tmp_path / "a")
-    files, _ = repositories(tmp_path / "others")
-    files["org/gpt2"] = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    with serving(files) as server:
-        point_to(server.url, monkeypatch)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        for words, name in SCRIPTS:
-            length = ["--sequence-length", 16, "--num-sequences", 12, "--dtype", "float32"]
-            done = run_here(*words.split(), "--model", "org/gpt2", *length)
-            assert done.returncode == 0, done.stderr
-            assert read_json(Path(f"results/{name}.json"))["rows"]
-            is_transplant = "transplant" in words
-            assert ("stand for a token and for position 1" in done.stdout) == is_transplant
-        words = ["--paper-sequences", 20, "--paper-length", 9]
-        done = run_here("seedprint", "paper", "org/gpt2", "saved", *words)
+    length = ["--sequence-length", 16, "--num-sequences", 12, "--dtype", "float32"]
+    for words, name in SCRIPTS:
+        done = run_here(*words.split(), "--model", "a", *length)
         assert done.returncode == 0, done.stderr
-        too_long = run_here("sinks", "rate", "--model", "org/gpt2", "--sequence-length", 65)
-        assert_refused(too_long, "--sequence-length 65: expected 1 to 64")
+        assert read_json(Path(f"results/{name}.json"))["rows"]
+        is_transplant = "transplant" in words
+        assert ("stand for a token and for position 1" in done.stdout) == is_transplant
+    words = ["--paper-sequences", 20, "--paper-length", 9]
+    done = run_here("seedprint", "paper", "a", "saved", *words)
+    assert done.returncode == 0, done.stderr
+    too_long = run_here("sinks", "rate", "--model", "a", "--sequence-length", 65)
+    assert_refused(too_long, "--sequence-length 65: expected 1 to 64")
     assert checkpoint.load("saved").config.explicit_sink
     with pytest.raises(ValueError, match="65 positions exceed the context of 64"):
         checkpoint.load("saved")(torch.zeros(1, 65, dtype=torch.long))

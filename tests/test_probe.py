@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
+from conftest import KINDS, ROOT, random_model, run_here, run_script
 from test_cosines import exact_log10_p
 
 import init
@@ -103,12 +103,6 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     assert plain == {"model": str(folders[1]), "seed": None, "sequence_length": 4, **expected}
     text = repr(tokenizer.text(expected["top1_token"]))
     assert named == plain | {"model": str(folders[0]), "top1_text": text}
-
-
-def test_too_long_a_sequence_is_refused(tmp_path):
-    words = ["--model", "nano_llama", "nano_gpt2", "--sequence-length", 64, 2048]
-    assert_refused(run_here("probe.py", *words, "--out", tmp_path / "new"), "2048", "1 to 1024")
-    assert not (tmp_path / "new").exists()  # refused before anything was made
 
 
 def test_importing_needs_no_optional_package():

@@ -40,17 +40,12 @@ def small(tokens: Path, out: Path, **changes) -> train.Settings:
     return train.Settings(**{**TWELVE, "data": str(tokens), "out": str(out), **changes})
 
 
-def words_of(settings: train.Settings) -> list[str]:
-    """The command line that asks for these settings."""
-    words = []
-    for name, value in asdict(settings).items():
-        if value != getattr(train.Settings(), name):
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words += [f"--{flag}", str(value)]
-    return words
+def config_file(settings: train.Settings, folder: Path) -> Path:
+    """A config file that asks for these settings."""
+    lines = [f"{name} = {value!r}\n" for name, value in asdict(settings).items() if value is not None]
+    path = folder / "config.py"
+    path.write_text("".join(lines))
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +159,9 @@ def test_two_processes_one_of_which_is_killed_and_then_one(tokens, tmp_path):
     changes = {"global_batch_size": 5, "micro_batch_size": 2, "explicit_sink": True}
     one = small(tokens, tmp_path / "one", **changes)
     two = small(tokens, tmp_path / "two", resume=True, **changes)
-    config = tmp_path / "config.py"
-    config.write_text(KILLED)
-    done = run_script("--max-restarts=1", "train.py", config, *words_of(two), ranks=2)
+    config = config_file(two, tmp_path)
+    config.write_text(config.read_text() + KILLED)
+    done = run_script("--max-restarts=1", "train.py", config, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("it begins") == 1 and done.stderr.count("exitcode: -9") == 1
     assert done.stdout.count("step 12: held-out loss") == 1
@@ -302,7 +297,6 @@ def test_samples(whole):
     likeliest = run_here("train.py", *words, "--top-k", 1)
     assert greedy.stdout == likeliest.stdout
     assert_refused(run_here("train.py", "sample", "tiny_llama@1"), "no tokenizer")
-    assert_refused(run_here("train.py", "sample", whole, "--top-k", 0), "$.top_k")
 
 
 @pytest.mark.parametrize(("top_k", "temperature"), [(5, 1.7), (1000, 0.6)])
@@ -383,7 +377,7 @@ def test_full_disk(tokens, whole, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, hard))
     try:
-        done = run_here("train.py", *words_of(small(tokens, tmp_path / "a")))
+        done = run_here("train.py", config_file(small(tokens, tmp_path / "a"), tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_refused(done, "cannot write", "step_0000001")
@@ -396,7 +390,7 @@ def test_full_disk(tokens, whole, tmp_path):
 def test_some_settings_may_change(copied, tmp_path):
     """Those of a config file or the command line win over the run's; what is not given is the run's."""
     config = tmp_path / "config.py"
-    config.write_text(f"out = {str(copied)!r}\nlearning_rate = 2e-3\nmax_iters = 6\nresume = True\n")
+    config.write_text(f"out = {str(copied)!r}\nmax_iters = 6\nresume = True\n")
     done = run_here("train.py", config, "--micro-batch-size", 4, "--track-sinks")
     assert done.returncode == 0, done.stderr
     changed = {"max_iters": 6, "micro_batch_size": 4, "track_sinks": True}
@@ -406,8 +400,8 @@ def test_some_settings_may_change(copied, tmp_path):
     after = train.learning_rate(4, train.Settings(**TWELVE | {"max_iters": 6}))
     jump = f"--max-iters 6 in place of 4 changes the schedule: the learning rate was {before:.3g} at step 4"
     assert f"{jump}, and is {after:.3g} at the next\n" in done.stdout
-    config.write_text(config.read_text() + "weight_decay = 0.2\n")
-    assert_refused(run_here("train.py", config), "--weight-decay 0.1")
+    config.write_text(config.read_text() + "learning_rate = 1e-3\n")  # the default, but not this run's
+    assert_refused(run_here("train.py", config), "--learning-rate 0.002")
 
 
 @pytest.mark.parametrize(
@@ -426,11 +420,9 @@ def test_a_run_is_left_as_it_is(stopped, words, expected):
 
 
 def test_one_process_group_a_run(stopped):
-    before = kill_training.contents(stopped)
     with runs.sole_owner(stopped):
         refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
     assert_refused(refused, f"another process trains in {stopped}")
-    assert kill_training.contents(stopped) == before
 
 
 def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
@@ -439,23 +431,12 @@ def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
         for words in ([], ["--max-iters", 9, "--no-track-sinks", "--device=cpu"]):
             assert_refused(run_here("train.py", "--resume", "--out", folder, *words), f"no run in {folder}")
     assert not (tmp_path / "typo").exists()
-    done = run_here("train.py", "--resume", *words_of(small(tokens, tmp_path / "a")))
+    done = run_here("train.py", "--resume", config_file(small(tokens, tmp_path / "a"), tmp_path))
     assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: it begins" in done.stdout
     assert same_bits(tmp_path / "a", whole)
     config = tmp_path / "config.py"
     config.write_text(f"resume = True\nout = {str(tmp_path / 'b')!r}\nseed = 42\ndata = {str(tokens)!r}\n")
     assert_refused(run_here("train.py", config, "--sequence-length", 257), "context")  # seed: as if to begin
-
-
-def test_a_config_file_that_names_the_default(copied, tmp_path):
-    """The run goes on to the file's 600 steps, the default, and not to its own four."""
-    config = tmp_path / "config.py"
-    config.write_text("max_iters = 600\nglobal_batch_size = 4\n")
-    settings, flags = train.Settings(out=str(copied), resume=True, global_batch_size=4), {"resume", "out"}
-    assert train.completed_settings(settings, flags, {"max_iters", "global_batch_size"}).max_iters == 600
-    assert train.completed_settings(settings, flags, set()).max_iters == 4
-    config.write_text("learning_rate = 1e-3\n")  # the default, but not this run's
-    assert_refused(run_here("train.py", config, "--resume", "--out", copied), "--learning-rate 0.002")
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped):
@@ -522,5 +503,5 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
 )
 def test_refusals(tokens, tmp_path, words, expected):
     settings = small(tokens, tmp_path / "new", model=train.Settings().model)
-    assert_refused(run_here("train.py", *words_of(settings), *words), *expected)
+    assert_refused(run_here("train.py", config_file(settings, tmp_path), *words), *expected)
     assert not checkpoint.steps(tmp_path / "new")
