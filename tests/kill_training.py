@@ -53,28 +53,28 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
     "eval_sequences": 4,
     "save_every": 3,
 }
-STAGES = {  # where a run is told to stop: when it calls this function for the second time
-    "a step": (train, "learning_rate"),
-    "an evaluation": (train, "evaluate"),
-    "its sinks": (attention, "sink_statistics"),
-    "its sample": (train, "generate"),
-    "a checkpoint": (checkpoint, "save"),
-}
+STAGES = [  # a run is told to stop when it calls this function for the second time
+    (train, "learning_rate"),
+    (train, "evaluate"),
+    (attention, "sink_statistics"),
+    (train, "generate"),
+    (checkpoint, "save"),
+]
 # A process that was forked may compute only if its parent never did: the parent here only starts others.
 processes = multiprocessing.get_context("fork")
 
 
-def prepare(folder: Path, tokenizer="bytes") -> Path:
-    """A small data set of Python text."""
+def prepare(folder: Path) -> Path:
+    """A small data set of Python text, as bytes."""
     text = folder / "text.txt"
     text.write_text(Path(random.__file__).read_text("utf-8") * 4)
     out = str(folder / "tokens")
-    return data.prepare(data.Settings(source=(str(text),), tokenizer=tokenizer, held_out=0.2, out=out))
+    return data.prepare(data.Settings(source=(str(text),), tokenizer="bytes", held_out=0.2, out=out))
 
 
 def stop_at(stage) -> None:
     """Let the second call of a stage's function begin with two SIGTERM to all of the process group."""
-    module, name = STAGES[stage]
+    module, name = stage
     function = getattr(module, name)
     calls = itertools.count(1)
 
@@ -180,13 +180,13 @@ def stop_at_stages(folder: Path, tokens: Path, world_size: int, is_compiled: boo
     attempt(whole, world_size)
     expected = contents(Path(whole.out))
     for stage in stages:
-        settings = replace(whole, out=str(folder / f"{kind} {stage}"))
+        settings = replace(whole, out=str(folder / f"{kind} {stage[1]}"))
         statuses = [attempt(settings, world_size, stage=stage)[0]]
         reached = int(checkpoint.steps(settings.out)[-1].name.removeprefix("step_"))
         statuses.append(attempt(settings, world_size)[0])
         is_fine = statuses == [0, 0] and reached < 7 and contents(Path(settings.out)) == expected
         outcome = "same bits" if is_fine else f"DIFFERENT, statuses {statuses}"
-        report(f"{kind}: told in {stage} to stop, ended at step {reached}; {outcome}", is_fine)
+        report(f"{kind}: told in {stage[1]} to stop, ended at step {reached}; {outcome}", is_fine)
 
 
 def main() -> None:
@@ -196,7 +196,7 @@ def main() -> None:
         tokens = prepare(folder)
         if len(sys.argv) > 1:
             kill_at_moments(folder, tokens, 2, int(sys.argv[1]))
-            stop_at_stages(folder, tokens, 2, False, ["an evaluation"])
+            stop_at_stages(folder, tokens, 2, False, [(train, "evaluate")])
             return
         for world_size in (1, 2):
             kill_at_moments(folder, tokens, world_size, None)

@@ -43,42 +43,30 @@ def mean_of_queries(matrices: torch.Tensor, position: int) -> torch.Tensor:
     return total / (T - position + 1)
 
 
-@pytest.mark.parametrize("T", [33, 600])  # a long one takes the other path of the kernel
-def test_attention_of_every_kind_by_matrices(kind, T):
-    model = random_model(KINDS[kind])
+CONFIGS = KINDS | {"explicit_sink": replace(KINDS["llama_gqa"], explicit_sink=True)}
+
+
+# The long ones take the other path of the kernel.
+@pytest.mark.parametrize(
+    "name, T", [*[(name, 33) for name in CONFIGS], ("llama", 520), ("explicit_sink", 520)]
+)
+def test_attention_of_every_kind_by_matrices(name, T):
+    model = random_model(CONFIGS[name])
     tokens = random_tokens(1, range(2), T, 97)
-    positions = range(1, T + 1) if T < 600 else (1, 300, 600)
+    positions = range(1, T + 1) if T == 33 else (1, 300, 520)
     matrices = explicit(model, tokens)
-    expected = torch.stack([mean_of_queries(matrices, position) for position in positions], dim=-1)
+    expected = torch.stack([mean_of_queries(matrices[..., -T:], k) for k in positions], dim=-1)
     alpha = attention.attention_to(model, tokens, positions)
     # some ten roundings of float32 numbers up to 1
     torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
-
-
-def test_attention_to_an_explicit_sink():
-    T = 33
-    model = random_model(replace(KINDS["llama_gqa"], explicit_sink=True))
-    tokens = random_tokens(1, range(2), T, 97)
-    matrices = explicit(model, tokens)  # (B, L, H, T, 1 + T)
-    expected = [matrices[..., 0].mean(-1), *[mean_of_queries(matrices[..., 1:], k) for k in (1, T)]]
-    alpha = attention.attention_to(model, tokens, (0, 1, T))
-    torch.testing.assert_close(alpha.double(), torch.stack(expected, dim=-1), atol=1e-6, rtol=0)
     row, _ = attention.sink_statistics(model, tokens)
-    assert row["constant_alpha"] == pytest.approx(alpha[..., 0].mean().item(), rel=1e-5)
+    constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
+    assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
     chain = attention.Chain(model, 2)
     with torch.inference_mode():
         model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
-    expected = alpha[..., 1:].mean((0, 2))  # (L, 2), of positions 1 and T
-    torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
-
-
-def test_what_does_not_vary():
-    heads = torch.linspace(0.1, 1, 50, dtype=torch.float64)[:, None].expand(7, 2, 50, 4)
-    spread = attention.RunningStd(7)
-    spread.on_heads(1, heads, None, None, None)
-    # roots of float64's rounding, of either sign
-    assert spread.std(1).tolist() == pytest.approx([0] * 50, abs=1e-7)
-    assert attention.output_tau(torch.eye(8), torch.zeros(2, 4)) is None
+    alpha_of_all = chain.links()["alpha"][:, [k - 1 for k in positions]]  # (L, K)
+    torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 
 
 class Largest(TorchDispatchMode):

@@ -16,6 +16,7 @@ from lib.files import read_json
 from lib.inputs import random_tokens, random_vectors
 from lib.settings import RunSettings
 from measure import theory
+from measure.cosines import floored_cosine
 from model import CHOICES, NORMS, PRESETS, Transformer
 
 SEEDS = (1, 2)
@@ -54,19 +55,12 @@ def vectors(T: int, d: int = 256) -> torch.Tensor:
     return random_vectors(0, range(COUNT), T, d)
 
 
-def pair_cosines(states: torch.Tensor) -> list[float]:
-    """The cosine of every pair of states (n, d)."""
-    states = states.double()
-    pairs = [(i, j) for i in range(len(states)) for j in range(i)]
-    return [F.cosine_similarity(states[i], states[j], dim=0, eps=0).item() for i, j in pairs]
-
-
 def assert_cosines(row: dict, states_of_seeds: list[torch.Tensor], near: dict = NEAR) -> None:
     """A row's cosines are the means over the seeds of the mean and of the std over pairs of states."""
-    cosines = [pair_cosines(states) for states in states_of_seeds]
-    means = [np.mean(values) for values in cosines]
+    cosines = [floored_cosine(states, 0.0) for states in states_of_seeds]
+    means = [found["mean_cosine"] for found in cosines]
     assert row["mean_cosine"] == pytest.approx(np.mean(means), **near)
-    assert row["std_cosine"] == pytest.approx(np.mean([np.std(values) for values in cosines]), **near)
+    assert row["std_cosine"] == pytest.approx(np.mean([found["std_cosine"] for found in cosines]), **near)
     assert row["seed_std"] == pytest.approx(np.std(means), **near)
 
 
@@ -171,7 +165,7 @@ def test_predictions(name, kind, results):
             states = model.hidden(random_tokens(0, range(COUNT), LENGTH, CONFIG.vocab_size))[:, -1].double()
         tokens = (states @ head.T).argmax(1).tolist()
         direction = F.normalize(states, dim=1).mean(0)
-        assert row["mean_cosine"] == pytest.approx(np.mean(pair_cosines(states)), **NEAR)
+        assert row["mean_cosine"] == pytest.approx(floored_cosine(states, 0.0)["mean_cosine"], **NEAR)
         largest = max(map(tokens.count, tokens))
         assert row["top1_count"] == largest
         assert row["predicted_cosine"] == theory.kernel_recursion(CONFIG, LENGTH, kind)[-1]

@@ -128,23 +128,17 @@ def test_every_key_of_its_configuration():
     assert {key for key in keys if not key.startswith("summary_")} == set()
 
 
-SCRIPTS = [  # what is asked, and the JSON that answers
-    ("sinks anatomy", "anatomy"),
-    ("sinks intervene --position 3", "intervene"),
-    ("sinks silence --num-builders 2", "silence"),
-    ("sinks transplant --num-constants 4 --save saved", "transplant"),
-    ("probe", "probe"),
-]
-
-
 def test_every_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2(tmp_path / "a")
     length = ["--sequence-length", 16, "--num-sequences", 12, "--dtype", "float32"]
-    for words, name in SCRIPTS:
+    for words in (
+        "sinks silence --num-builders 2",
+        "sinks transplant --num-constants 4 --save saved",
+        "probe",
+    ):
         done = run_here(*words.split(), "--model", "a", *length)
         assert done.returncode == 0, done.stderr
-        assert read_json(Path(f"results/{name}.json"))["rows"]
         is_transplant = "transplant" in words
         assert ("stand for a token and for position 1" in done.stdout) == is_transplant
     words = ["--paper-sequences", 20, "--paper-length", 9]

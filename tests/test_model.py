@@ -21,7 +21,6 @@ import model as textbook
 from lib import checkpoint, kernels
 from lib.checkpoint import config_json
 from lib.runtime import training_flops
-from measure import attention
 from model import PRESETS, ModelConfig, Transformer
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -168,57 +167,29 @@ def test_what_nobody_filled_is_nan():
         assert model.hidden(TOKENS).isnan().all()
 
 
-def test_angles_are_made_once():
-    """Of 2,048 positions of a million, and again for a longer sequence alone."""
-    model = random_model(replace(KINDS["llama3"], context_length=2**20))
+def test_angles_are_made_once(tmp_path):
+    """Of 2,048 positions of a million, and again for a longer sequence alone, in inference mode too.
+
+    They serve a later backward pass; a model that is copied to float64 has the same.
+    """
+    newborn = init.newborn(replace(KINDS["llama"], context_length=2**20), 1)
+    checkpoint.save(tmp_path, newborn)
+    with torch.inference_mode():
+        model = checkpoint.load(tmp_path)
+    exact = copy.deepcopy(model).double()
     made = [model.cos_sin]
-    with torch.no_grad():
+    with torch.inference_mode():
         for T in (64, 2048, 2049, 64, 2049):
             model.hidden(torch.zeros(1, T, dtype=torch.long))
             if model.cos_sin is not made[-1]:
                 made.append(model.cos_sin)
     assert [angles.shape for angles in made] == [(2, 2048, 1, 4), (2, 2049, 1, 4)]
-    assert random_model(KINDS["llama"]).cos_sin.shape == (2, 700, 1, 4)
-    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
-
-
-def test_every_way_in_makes_the_angles(tmp_path):
-    """Of numbers that can be trained with, also where a model is made in inference mode; and copied."""
-    frequencies = 1e4 ** -(torch.arange(0, 20, 2) / 20)
-    angle = torch.outer(torch.arange(700), frequencies)[:, None]  # radians
-    constants = torch.zeros(3, 2, 20)
-    with torch.inference_mode():
-        newborn = init.newborn(KINDS["qwen3"], 1)
-        checkpoint.save(tmp_path / "saved", newborn)
-        made = [newborn, init.variant(newborn, attn_calibration="amplify")]
-        made += [checkpoint.load(tmp_path / "saved"), attention.with_constants(newborn, constants, constants)]
-    made.append(copy.deepcopy(newborn))
-    for model in made:
-        assert not model.cos_sin.is_inference()
-        torch.testing.assert_close(model.cos_sin, torch.stack((angle.cos(), angle.sin())))
-
-
-def test_an_evaluation_in_inference_mode_and_then_a_step():
-    """What a longer evaluation adds serves a later backward pass; a model in float64 has the same angles."""
-    model = init.newborn(replace(KINDS["llama"], context_length=4096), 1)
-    exact = copy.deepcopy(model).double()
-    assert torch.equal(exact.cos_sin, model.cos_sin.double())
-    with torch.inference_mode():
-        model.hidden(torch.zeros(1, 3000, dtype=torch.long))
+    angle = torch.outer(torch.arange(2048), 1e4 ** -(torch.arange(0, 8, 2) / 8))[:, None]  # radians
+    torch.testing.assert_close(exact.cos_sin, torch.stack((angle.cos(), angle.sin())).double())
     loss = model(TOKENS, TOKENS)
     loss.backward()
     torch.testing.assert_close(loss.double(), exact(TOKENS, TOKENS), rtol=1e-5, atol=0)
-
-
-def test_gated_is_what_model_py_calls_so(monkeypatch):
-    """ReLU keeps its result for the backward pass, SiLU its input: neither may be overwritten."""
-    monkeypatch.setitem(textbook.ACTIVATIONS, "reglu", F.relu)
-    monkeypatch.setattr(textbook, "GATED", textbook.GATED | {"reglu"})
-    mlp = textbook.MLP(replace(KINDS["llama"], mlp="reglu"))
-    x = torch.randn(3, 32)
-    y = mlp(x)
-    torch.testing.assert_close(y, mlp.down_proj(F.relu(mlp.gate_proj(x)) * mlp.up_proj(x)))
-    y.sum().backward()
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
 def test_replaced_heads_and_ablated_sublayers():
@@ -341,7 +312,6 @@ def test_states_on_a_gpu(kind):
         ({"mlp": "gelo"}, "mlp must be one of"),
         ({"num_kv_heads": 3}, "3 key-value heads"),
         ({"head_dim": 7}, "even"),
-        ({"num_heads": 3}, "even, whole"),
         ({"num_heads": 0}, "cannot serve 0 heads"),
     ],
 )
@@ -412,8 +382,11 @@ def test_loss_in_chunks_is_the_plain_one(monkeypatch, is_fused, V, size, is_tied
         assert (ours - exact).norm() <= 0.05 * exact.norm()  # 8 bits, through three blocks and back
 
 
-def test_where_the_loss_is_fused(monkeypatch):
-    """In a compiled model under autocast, on a device that is named: with gradients, and without."""
+def test_a_compiled_model(monkeypatch):
+    """It gives the same numbers: logits without a break in the graph, the loss with one.
+
+    Under autocast, on a device that is named, its loss is fused. Code would need a compiler.
+    """
     calls = []
     apply = kernels.CrossEntropy.apply
 
@@ -424,14 +397,23 @@ def test_where_the_loss_is_fused(monkeypatch):
     monkeypatch.setattr(kernels.CrossEntropy, "apply", watched)
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     monkeypatch.setattr(kernels, "FUSED_ON", {"cpu"})
-    model = random_model(replace(KINDS["llama"], num_layers=1)).train()
-    compiled = torch.compile(model, backend="eager")
-    for run, is_rough in ((compiled, True), (compiled, False), (model, True)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_rough):
-            run(TOKENS, TOKENS).backward()
-            with torch.no_grad():
-                run(TOKENS, TOKENS)
-    assert calls == [(True, True), (False, True)] + [(True, False), (False, False)] * 2
+    model = random_model(replace(KINDS["llama_gqa"], num_layers=1)).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with_loss = torch.compile(model, backend="aot_eager")
+    results = []
+    for forward, loss in ((model, model), (compiled, with_loss)):
+        model.zero_grad()
+        logits = forward(TOKENS)
+        (logits.square().mean() + loss(TOKENS, TOKENS)).backward()
+        results.append([logits.detach()] + [parameter.grad.clone() for parameter in model.parameters()])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(TOKENS, TOKENS)
+        with_loss(TOKENS, TOKENS)
+        with torch.no_grad():
+            with_loss(TOKENS, TOKENS)
+    assert calls == [(True, False)] * 3 + [(True, True), (False, True)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -450,19 +432,3 @@ def test_compiled_loss_on_a_gpu(V):
         results.append([loss.detach()] + [parameter.grad.clone() for parameter in model.parameters()])
     for exact, rough in zip(*results, strict=True):
         assert (rough - exact).norm() <= 0.1 * exact.norm()  # 8 bits, through three blocks and back
-
-
-def test_compiled_model_gives_the_same_numbers():
-    """Logits without a break in the graph, the loss with one; code would need a compiler."""
-    model = random_model(replace(KINDS["llama_gqa"], num_layers=1)).train()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with_loss = torch.compile(model, backend="aot_eager")
-    results = []
-    for forward, loss in ((model, model), (compiled, with_loss)):
-        model.zero_grad()
-        logits = forward(TOKENS)
-        (logits.square().mean() + loss(TOKENS, TOKENS)).backward()
-        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        results.append((logits.detach(), gradient))
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

@@ -11,9 +11,10 @@ from test_cosines import exact_log10_p
 
 import init
 import probe
-from lib import checkpoint, inputs
+from lib import checkpoint, inputs, runtime
 from lib.files import read_json
 from lib.tokenizers import load_tokenizer
+from measure import cosines
 from model import PRESETS
 
 
@@ -71,20 +72,28 @@ def test_a_row_means_what_it_says(name, monkeypatch):
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-def test_two_processes_give_the_rows_of_one(tmp_path):
-    """Of the shorter sequences there is one batch, so that one process has none."""
-    words = ["--model", "backcopy", "--seed", 1, 2, "--sequence-length", 16, 64, "--num-sequences", 90]
-    words += ["--device", "cpu", "--dtype", "float32", "--out"]
-    one = run_here("probe.py", *words, tmp_path / "one")
-    two = run_script("probe.py", *words, tmp_path / "two", ranks=2)
-    for done in (one, two):
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 6  # one rank prints
-    first, second = (read_json(tmp_path / name / "probe.json") for name in ("one", "two"))
-    assert second["environment"]["processes"] == 2
-    for ours, theirs in zip(first["rows"], second["rows"], strict=True):
-        # sums in another order; threads may block a product otherwise
-        assert theirs == {k: pytest.approx(v, rel=1e-6) if type(v) is float else v for k, v in ours.items()}
+@pytest.mark.parametrize("T", [16, 64])
+def test_two_ranks_count_what_one_does(T, monkeypatch):
+    """Of the shorter sequences there is one batch, so that one rank has none. Sums are made in place."""
+    model = random_model(KINDS["gpt2"])
+    expected = probe.preference(model, probe.count_predictions(model, T, 90))
+    sent = []
+
+    def send(tensor):
+        sent.append(tensor.clone())
+        return tensor
+
+    def receive(tensor):
+        return tensor.add_(sent.pop(0))
+
+    monkeypatch.setattr(runtime, "world_size", lambda: 2)
+    for rank, sum_over_ranks in ((1, send), (0, receive)):
+        monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
+        for module in (probe, cosines):
+            monkeypatch.setattr(module, "sum_over_ranks", sum_over_ranks)
+        counts = probe.count_predictions(model, T, 90)
+    assert not sent
+    assert probe.preference(model, counts) == pytest.approx(expected, rel=1e-6)  # sums in another order
 
 
 def test_a_folder_and_the_text_of_its_tokens(tmp_path):
