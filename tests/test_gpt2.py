@@ -1,6 +1,7 @@
 """OpenAI's GPT-2: its logits are transformers'; it is trained on, and every script reads it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,9 @@ import safetensors.torch
 import torch
 import transformers
 from conftest import assert_refused, run_here
+from kill_training import SMALL, prepare
 
+import train
 from lib import checkpoint, formats
 from lib.checkpoint import parse_spec
 from lib.files import read_json
@@ -60,16 +63,10 @@ def test_logits(changes, tmp_path):
 def test_every_parameter_is_trained_on(tmp_path, quick_training):
     """A run that is resumed; its child is sampled, and compared with its parent."""
     gpt2(tmp_path / "a")
-    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
-    words = [tmp_path / "text.txt", "--tokenizer", "bytes", "--held-out", 0.1]
-    done = run_here("lib.data", *words, "--out", tmp_path / "data")
-    assert done.returncode == 0, done.stderr
-    words = ["--init-from", tmp_path / "a", "--data", tmp_path / "data", "--out", tmp_path / "run"]
-    words += ["--sequence-length", 64, "--global-batch-size", 4, "--max-iters", 10, "--no-compile"]
-    words += ["--dtype", "float32", "--eval-every", 10, "--eval-sequences", 2, "--warmup-iters", 1]
-    for more in ([], ["--resume", "--max-iters", 12]):
-        done = run_here("train", *words, *more)
-        assert done.returncode == 0, done.stderr
+    changes = {"init_from": str(tmp_path / "a"), "data": str(prepare(tmp_path)), "out": str(tmp_path / "run")}
+    settings = train.Settings(**SMALL | changes)
+    train.train(settings)
+    train.train(replace(settings, resume=True, max_iters=9))
     child = checkpoint.load(tmp_path / "run")
     for name, parameter in checkpoint.load(tmp_path / "a").named_parameters():
         assert not torch.equal(parameter, child.get_parameter(name)), name
