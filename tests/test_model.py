@@ -142,16 +142,6 @@ def test_observation_changes_nothing_and_sees_everything(kind):
         torch.testing.assert_close(model.hidden(states[0][1]), plain)  # embeddings in place of tokens
 
 
-def test_the_upper_layers_alone():
-    """From the stream in front of layer 2 on; layers keep their numbers."""
-    model, states, upper = random_model(KINDS["qwen3"]), [], []
-    with torch.no_grad():
-        whole = model.hidden(TOKENS, on_state=lambda layer, x: states.append(x))
-        part = model.hidden(states[1], on_state=lambda layer, x: upper.append(layer), start=2)
-    assert upper == [1, 2, 3]
-    torch.testing.assert_close(part, whole, rtol=0, atol=0)
-
-
 def test_what_nobody_filled_is_nan():
     """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):

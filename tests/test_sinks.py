@@ -54,12 +54,12 @@ def ratio(norms: torch.Tensor) -> float:
 def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 6 and 3, and of 2
     model = random_model(KINDS[kind])
-    settings = given(RateSettings, sequence_length=(6, 20), epsilon=0.25, num_sequences=9)
+    settings = given(RateSettings, sequence_length=(6, 20), num_sequences=9)
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
     for row, by_head, T in zip(lists["rows"], lists["heads"], (6, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
         alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
-        shares = (alpha > 0.25).double().mean((1, 2))
+        shares = (alpha > 0.3).double().mean((1, 2))
         expected = interval(shares.numpy(), "sink_rate", 0, 1)
         expected |= {"mean_alpha1": alpha.mean().item(), "max_alpha1": alpha.max().item()}
         assert {name: row[name] for name in expected} == pytest.approx(expected, abs=NEAR)
@@ -298,10 +298,6 @@ def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
         assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
     random = parse(rows[-1]["units"])
     assert len(set(random)) == 3 and not {a, b, c} & set(random)
-    named = replace(settings, hidden_units=(f"{b[0]}/{b[1]}", f"{c[0]}/{c[1]}"))
-    again = sinks.every_silence(named, saved(model, tmp_path), model)["rows"]
-    assert (again[1]["kind"], again[1]["units"]) == ("first", rows[4]["units"])
-    assert again[1]["loss"] == pytest.approx(rows[4]["loss"], rel=1e-6)
 
 
 def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
@@ -381,8 +377,6 @@ def test_commands(name, text, tmp_path):
         (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
         (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
         (["intervene", "--position", 65], ["--position 65", "64"]),
-        (["silence", "--hidden-units", "1/704"], ["--hidden-units 1/704", "LAYER/UNIT"]),
-        (["silence", "--hidden-units", "1/7", "--num-builders", 2], ["leave one of them out"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
