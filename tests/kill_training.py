@@ -6,11 +6,11 @@
 A moment is one at which the (first) process opens, renames or removes a file of its run: Python announces
 each (PEP 578), and the process kills itself there. So no clock decides what is tested. After the first kill
 the run is resumed and killed again, then resumed to its end. All that its files hold must come out the same,
-to the last bit, but for the speeds in metrics.jsonl; and no other file may be left.
+to the last bit, but for PASSING in metrics.jsonl; and no other file may be left.
 
 Then SIGTERM is sent at each of STAGES, twice and to the whole process group, as `timeout` does it: to both
 ranks, and to those that compile for them. All must end with status 0 before the last step; resumed, the run
-must come out the same. With five moments this is done at one stage, of processes that do not compile.
+must come out the same. With a number this is done at one stage, by processes that do not compile.
 """
 
 import itertools

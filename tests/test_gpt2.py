@@ -90,9 +90,6 @@ def test_names_without_a_prefix_and_masks(tmp_path):
         tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
     safetensors.torch.save_file(tensors, path)
     assert torch.equal(logits_of(checkpoint.load(tmp_path / "a")), expected)
-    safetensors.torch.save_file(tensors | {"h.0.attn.c_new.weight": torch.ones(3, 3)}, path)
-    with pytest.raises(UserError, match="layers.0.attn.c_new.weight is unknown"):
-        checkpoint.load(tmp_path / "a")
 
 
 REFUSED = [
@@ -100,10 +97,7 @@ REFUSED = [
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
     ({"n_positions": 128}, r"embed_positions.weight is \(64, 32\), expected \(128, 32\) by config.json"),
     ({"n_embd": None}, "cannot read .*a: TypeError"),
-    (
-        {"model_type": "opt"},
-        "'opt'; `sinks.py` and all that runs a model read llama, .*, gpt2. `seedprint.py",
-    ),
+    ({"model_type": "opt"}, "'opt'; .* read llama, .*, gpt2"),
 ]
 
 
@@ -129,11 +123,7 @@ def test_every_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2(tmp_path / "a")
     length = ["--sequence-length", 16, "--num-sequences", 12, "--dtype", "float32"]
-    for words in (
-        "sinks silence --num-builders 2",
-        "sinks transplant --num-constants 4 --save saved",
-        "probe",
-    ):
+    for words in ("sinks silence", "sinks transplant --num-constants 4 --save saved", "probe"):
         done = run_here(*words.split(), "--model", "a", *length)
         assert done.returncode == 0, done.stderr
         is_transplant = "transplant" in words

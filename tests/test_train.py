@@ -131,18 +131,14 @@ def test_the_loop_against_a_plain_one(tokens, whole):
 KILLED = """
 import os
 import signal
-
 import __main__
 from lib import runtime
-
 _rate = __main__.learning_rate
-
 
 def _killed(step, settings):
     if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (5, "1", "0"):
         os.kill(os.getpid(), signal.SIGKILL)
     return _rate(step, settings)
-
 
 __main__.learning_rate = _killed
 runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes seconds
