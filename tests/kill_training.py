@@ -34,7 +34,7 @@ import train
 from lib import checkpoint, data, runtime
 from measure import attention
 
-runtime.PATIENCE = 60  # seconds: ranks that wait for one another in vain give up
+runtime.PATIENCE = 240  # seconds: ranks that wait for one another in vain give up
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 PASSING = ("tokens_per_second", "mfu", "commit")  # which two equal runs need not have in common
