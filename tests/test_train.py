@@ -407,7 +407,7 @@ def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
         for words in ([], ["--max-iters", 9, "--no-track-sinks", "--device=cpu"]):
             assert_refused(run_here("train.py", "--resume", "--out", folder, *words), f"no run in {folder}")
     assert not (tmp_path / "typo").exists()
-    done = run_here("train.py", "--resume", config_file(small(tokens, tmp_path / "a"), tmp_path))
+    done = run_here("train.py", config_file(small(tokens, tmp_path / "a"), tmp_path), "--resume")
     assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: it begins" in done.stdout
     assert same_bits(tmp_path / "a", whole)
     config = tmp_path / "config.py"
