@@ -383,7 +383,6 @@ def test_some_settings_may_change(copied, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["--resume", "--learning-rate", 1e-3], ["--learning-rate 0.002"]),  # the default, not this run's
         (["--resume", "--keep", "last"], ["--keep powers"]),  # it would remove what was to be kept
         (["--resume", "--max-iters", 1], ["--max-iters 1", "is at step"]),
         ([], ["holds a run", "--resume"]),
@@ -410,9 +409,6 @@ def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
     done = run_here("train.py", config_file(small(tokens, tmp_path / "a"), tmp_path), "--resume")
     assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: it begins" in done.stdout
     assert same_bits(tmp_path / "a", whole)
-    config = tmp_path / "config.py"
-    config.write_text(f"resume = True\nout = {str(tmp_path / 'b')!r}\nseed = 42\ndata = {str(tokens)!r}\n")
-    assert_refused(run_here("train.py", config, "--sequence-length", 257), "context")  # seed: as if to begin
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(copied, stopped):
