@@ -69,9 +69,6 @@ def test_a_row_means_what_it_says(name, monkeypatch):
     assert row == expected
 
 
-# ---- the command -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("T", [16, 64])
 def test_two_ranks_count_what_one_does(T, monkeypatch):
     """Of the shorter sequences there is one batch, so that one rank has none. Sums are made in place."""
@@ -94,6 +91,9 @@ def test_two_ranks_count_what_one_does(T, monkeypatch):
         counts = probe.count_predictions(model, T, 90)
     assert not sent
     assert probe.preference(model, counts) == pytest.approx(expected, rel=1e-6)  # sums in another order
+
+
+# ---- the command -------------------------------------------------------------------------------------------
 
 
 def test_a_folder_and_the_text_of_its_tokens(tmp_path):
