@@ -85,17 +85,17 @@ def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subproces
     """`python probe.py ...` or `python -m lib.data ...` from the repository's root, or under torchrun.
 
     stdout and stderr are no terminals. What was started ends with it: ranks that wait for one another in vain
-    give up after a minute (a busy machine may take half of that to start them).
+    give up after four minutes (a busy machine may take one to start them).
     """
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launcher, *map(str, arguments)]
-    environment = {**os.environ, "BORNBIASED_PATIENCE": "60", **(env or {})}
+    environment = {**os.environ, "BORNBIASED_PATIENCE": "240", **(env or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
     try:
-        out, error = process.communicate(timeout=300)
+        out, error = process.communicate(timeout=600)
     finally:
         if process.poll() is None:
             process.terminate()  # which torchrun hands on to its ranks

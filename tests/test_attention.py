@@ -1,23 +1,30 @@
-"""measure/attention.py against T x T matrices, transformers, closed forms, and what a process takes."""
+"""measure/attention.py against T x T matrices, transformers, and what it makes."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import KINDS, random_model, run_script
+from conftest import KINDS, random_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.inputs import random_tokens
 from measure import attention
 
 
 def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
-    """Every layer's attention matrix, (B, L, H, T, T) float64: softmax of q k' / sqrt(Dh) as written."""
+    """Every layer's attention matrix, (B, L, H, T, T) float64: softmax of q k' / sqrt(Dh) as written.
+
+    An explicit sink's key is a column more, in front.
+    """
     T = tokens.shape[1]
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
     matrices = []
 
     def watch(layer, heads, q, k, v):
+        key = attention.sink_key(model, layer)
+        if key is not None:
+            k = torch.cat((key.view(1, k.shape[1], 1, -1).expand(len(k), -1, -1, -1), k), dim=2)
+        future = torch.ones(T, k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - T)
         k = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         scores = q.double() @ k.transpose(2, 3) / math.sqrt(q.shape[3])
         matrices.append(scores.masked_fill(future, -math.inf).softmax(-1))
@@ -36,81 +43,47 @@ def mean_of_queries(matrices: torch.Tensor, position: int) -> torch.Tensor:
     return total / (T - position + 1)
 
 
-@pytest.mark.parametrize("T", [1, 33, 600])  # a long one takes the other path of the kernel
-def test_attention_of_every_kind_by_matrices(kind, T):
-    model = random_model(KINDS[kind])
+CONFIGS = KINDS | {"explicit_sink": replace(KINDS["llama_gqa"], explicit_sink=True)}
+
+
+# The long ones take the other path of the kernel.
+@pytest.mark.parametrize(
+    "name, T", [*[(name, 33) for name in CONFIGS], ("llama", 520), ("explicit_sink", 520)]
+)
+def test_attention_of_every_kind_by_matrices(name, T):
+    model = random_model(CONFIGS[name])
     tokens = random_tokens(1, range(2), T, 97)
-    positions = range(1, T + 1) if T < 600 else (1, 300, 600)
+    positions = range(1, T + 1) if T == 33 else (1, 300, 520)
     matrices = explicit(model, tokens)
-    expected = torch.stack([mean_of_queries(matrices, position) for position in positions], dim=-1)
+    expected = torch.stack([mean_of_queries(matrices[..., -T:], k) for k in positions], dim=-1)
     alpha = attention.attention_to(model, tokens, positions)
     # some ten roundings of float32 numbers up to 1
     torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("T", [1, 33, 600])
-def test_attention_to_an_explicit_sink(T):
-    """Each query's weights on the constant and on the positions up to its own sum to 1."""
-    model = random_model(replace(KINDS["llama_gqa"], explicit_sink=True))
-    tokens = random_tokens(1, range(2), T, 97)
-    seen = []
+    row, _ = attention.sink_statistics(model, tokens)
+    constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
+    assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
+    chain = attention.Chain(model, 2)
     with torch.inference_mode():
-        model.hidden(tokens, on_heads=lambda layer, *tensors: seen.append(tensors))
-    positions = torch.arange(T + 1)
-    for layer, (_, q, k, _) in enumerate(seen, start=1):
-        assert k.shape[2] == T
-        key = attention.sink_key(model, layer).detach()
-        parts = [attention.weights_on(q, k, part, key) for part in positions.split(8)]
-        weights = torch.cat(parts, dim=3)  # (B, H, T, 1 + T)
-        # float32 sums of up to 601 numbers
-        torch.testing.assert_close(weights.sum(3), torch.ones(weights.shape[:3]), atol=1e-5, rtol=0)
-    alpha = attention.attention_to(model, tokens, (0, 1, T))
-    torch.testing.assert_close(alpha[:, -1, :, 0], weights[..., 0].mean(2), atol=1e-6, rtol=0)
-    torch.testing.assert_close(alpha[:, -1, :, 2], weights[:, :, -1, T], atol=1e-6, rtol=0)
-    if T > 1:
-        row, _ = attention.sink_statistics(model, tokens)
-        assert row["constant_alpha"] == pytest.approx(alpha[..., 0].mean().item(), rel=1e-5)
-        chain = attention.Chain(model, 2)
-        with torch.inference_mode():
-            model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
-        expected = alpha[..., 1:].mean((0, 2))  # (L, 2), of positions 1 and T
-        torch.testing.assert_close(chain.links()["alpha"][:, [0, T - 1]], expected)
+        model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
+    alpha_of_all = chain.links()["alpha"][:, [k - 1 for k in positions]]  # (L, K)
+    torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 
 
-def test_what_does_not_vary():
-    heads = torch.linspace(0.1, 1, 50, dtype=torch.float64)[:, None].expand(7, 2, 50, 4)
-    spread = attention.RunningStd(7)
-    spread.on_heads(1, heads, None, None, None)
-    # roots of float64's rounding, of either sign
-    assert spread.std(1).tolist() == pytest.approx([0] * 50, abs=1e-7)
-    assert attention.output_tau(torch.eye(8), torch.zeros(2, 4)) is None
+class Largest(TorchDispatchMode):
+    """Watch how many numbers the largest tensor has that torch makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        if isinstance(result, torch.Tensor):
+            self.size = max(self.size, result.untyped_storage().nbytes() // result.element_size())
+        return result
 
 
-# ---- memory ------------------------------------------------------------------------------------------------
-
-MEMORY = """
-import resource, torch
-import init
-from measure import attention
-from model import ModelConfig
-
-torch.set_num_threads(1)
-model = init.newborn(ModelConfig(97, 8192, 2, 2, 128, 256), 0)
-tokens = torch.randint(97, (1, 8192))
-
-def peak_bytes():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-with torch.inference_mode():
-    model.hidden(tokens)
-    plain_bytes = peak_bytes()
-    attention.attention_to(model, tokens)
-print(peak_bytes() - plain_bytes)
-"""
-
-
-def test_memory_is_linear():
-    process = run_script("-c", MEMORY)
-    assert process.returncode == 0, process.stderr
-    # a tenth of one head's explicit float32 matrix
-    assert int(process.stdout) < 8192**2 * 4 / 10
+def test_no_matrix_of_all_pairs_of_positions_is_made():
+    T = 2048  # the largest tensors are the MLPs' hidden units
+    model = random_model(replace(KINDS["llama"], context_length=T))
+    with Largest() as largest:
+        attention.attention_to(model, torch.zeros(1, T, dtype=torch.long))
+    assert 48 * T <= largest.size < T * T / 10

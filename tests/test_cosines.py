@@ -22,7 +22,7 @@ def statistics_of(states: torch.Tensor, batch_size: int = 1000) -> CosineStatist
     return statistics
 
 
-@pytest.mark.parametrize("n, d, shift", [(2, 5, 0.0), (40, 7, 0.0), (150, 16, 3.0), (30, 3, 100.0)])
+@pytest.mark.parametrize("n, d, shift", [(2, 5, 0.0), (150, 16, 3.0), (30, 3, 100.0)])
 def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
     states = normal(n, d, seed=n).float() + shift
     statistics = statistics_of(states, batch_size=11)
@@ -67,18 +67,18 @@ def exact_log10_p(count: int, n: int, V: int) -> float:
     return min(0.0, math.log10(tail * V) - n * math.log10(V))
 
 
-COUNTS = [(1, 1, 2), (1, 10, 5), (2, 2, 32000), (7, 50, 3), (3, 1000, 50257), (33, 1000, 50257)]
-UNDERFLOWING = [(1000, 1000, 50257), (400, 2000, 97), (500, 500, 4096)]  # p is below 1e-308
+# Of the last two p is below 1e-308.
+COUNTS = [(1, 10, 5), (2, 2, 32000), (33, 1000, 50257), (1000, 1000, 50257), (400, 2000, 97)]
 
 
-@pytest.mark.parametrize("count, n, V", COUNTS + UNDERFLOWING)
+@pytest.mark.parametrize("count, n, V", COUNTS)
 def test_binomial_tail_against_exact_integers(count, n, V):
     # log-gammas of about n log n, good to 1e-16 relative, bound the error
     expected = pytest.approx(exact_log10_p(count, n, V), rel=1e-9, abs=1e-9)
     assert cosines.binomial_log10_p(count, n, V) == expected
 
 
-@pytest.mark.parametrize("n, V", [(1, 10), (2, 5), (5, 7), (8, 3)])
+@pytest.mark.parametrize("n, V", [(2, 5), (5, 7)])
 def test_uniform_baseline_by_all_outcomes(n, V):
     outcomes = itertools.product(range(V), repeat=n)
     counts = [np.sort(np.bincount(outcome, minlength=max(n, V)))[::-1][:n] for outcome in outcomes]

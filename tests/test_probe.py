@@ -6,14 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
+from conftest import KINDS, ROOT, random_model, run_here, run_script
 from test_cosines import exact_log10_p
 
 import init
 import probe
-from lib import checkpoint, inputs
+from lib import checkpoint, inputs, runtime
 from lib.files import read_json
 from lib.tokenizers import load_tokenizer
+from measure import cosines
 from model import PRESETS
 
 
@@ -46,7 +47,6 @@ def test_a_row_means_what_it_says(name, monkeypatch):
     cosines = [units[i] @ units[j] for i in range(60) for j in range(i)]
     draws = np.random.default_rng(0)
     largest = [np.bincount(draws.integers(97, size=60)).max() for _ in range(4000)]
-    uniform = np.mean(largest)
     error = 5 * np.std(largest) * math.sqrt(1 / 4000 + 1 / 1000)  # ours simulates a thousand
     of_dimension = np.mean([np.bincount(draws.integers(32, size=60)).max() for _ in range(4000)])
     weight = model.head_weight.detach().double().numpy()
@@ -57,7 +57,7 @@ def test_a_row_means_what_it_says(name, monkeypatch):
         "top1_token": tokens.index(top),  # of equals the lowest
         "top1_count": top,
         "top1_frequency": top / 60,
-        "uniform_max_count": pytest.approx(uniform, abs=error),
+        "uniform_max_count": pytest.approx(np.mean(largest), abs=error),
         "ratio": top / row["uniform_max_count"],
         "log10_p": pytest.approx(exact_log10_p(top, 60, 97)),
         "direction_token": direction_token,
@@ -69,23 +69,31 @@ def test_a_row_means_what_it_says(name, monkeypatch):
     assert row == expected
 
 
+@pytest.mark.parametrize("T", [16, 64])
+def test_two_ranks_count_what_one_does(T, monkeypatch):
+    """Of the shorter sequences there is one batch, so that one rank has none. Sums are made in place."""
+    model = random_model(KINDS["gpt2"])
+    expected = probe.preference(model, probe.count_predictions(model, T, 90))
+    sent = []
+
+    def send(tensor):
+        sent.append(tensor.clone())
+        return tensor
+
+    def receive(tensor):
+        return tensor.add_(sent.pop(0))
+
+    monkeypatch.setattr(runtime, "world_size", lambda: 2)
+    for rank, sum_over_ranks in ((1, send), (0, receive)):
+        monkeypatch.setattr(runtime, "rank", lambda rank=rank: rank)
+        for module in (probe, cosines):
+            monkeypatch.setattr(module, "sum_over_ranks", sum_over_ranks)
+        counts = probe.count_predictions(model, T, 90)
+    assert not sent
+    assert probe.preference(model, counts) == pytest.approx(expected, rel=1e-6)  # sums in another order
+
+
 # ---- the command -------------------------------------------------------------------------------------------
-
-
-def test_two_processes_give_the_rows_of_one(tmp_path):
-    """Of the shorter sequences there is one batch, so that one process has none."""
-    words = ["--model", "backcopy", "--seed", 1, 2, "--sequence-length", 16, 64, "--num-sequences", 90]
-    words += ["--device", "cpu", "--dtype", "float32", "--out"]
-    one = run_here("probe.py", *words, tmp_path / "one")
-    two = run_script("probe.py", *words, tmp_path / "two", ranks=2)
-    for done in (one, two):
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == 6  # one rank prints
-    first, second = (read_json(tmp_path / name / "probe.json") for name in ("one", "two"))
-    assert second["environment"]["processes"] == 2
-    for ours, theirs in zip(first["rows"], second["rows"], strict=True):
-        # sums in another order; threads may block a product otherwise
-        assert theirs == {k: pytest.approx(v, rel=1e-6) if type(v) is float else v for k, v in ours.items()}
 
 
 def test_a_folder_and_the_text_of_its_tokens(tmp_path):
@@ -106,13 +114,8 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     assert named == plain | {"model": str(folders[0]), "top1_text": text}
 
 
-def test_too_long_a_sequence_is_refused(tmp_path):
-    words = ["--model", "nano_llama", "nano_gpt2", "--sequence-length", 64, 2048]
-    assert_refused(run_here("probe.py", *words, "--out", tmp_path / "new"), "2048", "1 to 1024")
-    assert not (tmp_path / "new").exists()  # refused before anything was made
-
-
 def test_importing_needs_no_optional_package():
-    script = "import sys, contraction, init, model, probe, seedprint, sinks, train\n"
-    done = run_script("-c", script + "print({'datasets', 'transformers'} & sys.modules.keys())")
+    script = "import sys, contraction, init, model, probe, seedprint, sinks, train, reproduce.robustness\n"
+    optional = "{'datasets', 'transformers', 'huggingface_hub'}"
+    done = run_script("-c", f"{script}print({optional} & sys.modules.keys())")
     assert done.stdout == "set()\n", done.stderr
