@@ -371,7 +371,8 @@ def control_cases(settings: TransplantSettings, model, activity, others):
     """
     tokens = others.unique().tolist()
     cases = []
-    for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
+    count = len(tokens)
+    for token in (tokens[count // 4], tokens[3 * count // 4]):
         cases.append((f"token in front: {token}", model, [], [token]))
     builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
     if set(builders) != set(activity.selective()):

@@ -255,7 +255,8 @@ def learning_rate(step, settings: Settings):
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
     done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
-    return settings.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    cosine = math.cos(math.pi * done)  # from 1 to -1
+    return settings.learning_rate * (0.1 + 0.45 * (1 + cosine))
 
 
 def micro_batches(count, size):
