@@ -69,9 +69,6 @@ class PerplexitySettings(RunSettings):
     text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
 
 
-# ---- runs --------------------------------------------------------------------------------------------------
-
-
 def training(name, config="", **changes) -> train.Settings:
     """The run runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
     run = train.Settings()
@@ -143,9 +140,6 @@ def train_all(runs) -> None:
     torch.set_num_threads(threads)
 
 
-# ---- who is related? ---------------------------------------------------------------------------------------
-
-
 def lineage(settings: RunSettings):
     """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?"""
     runtime.start(settings)  # hours of training are not for an --out that cannot be written
@@ -184,9 +178,6 @@ def table_pairs(style, runs):
     pairs += [(others, birth[seed], child[other], False) for seed, other in unrelated]
     pairs += [(continued, child[BASE], runs[style, seed, 2].out, seed == BASE) for seed in (BASE, OTHER)]
     return pairs
-
-
-# ---- calibrations ------------------------------------------------------------------------------------------
 
 
 def calibrations(settings: OutputSettings):
