@@ -18,7 +18,6 @@ from scipy.stats import t as student
 from lib.results import interval
 from model import PRESETS
 from reproduce.baselines import BASELINES, THRESHOLD
-from reproduce.text import differences
 
 LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
 NANO_VOCABULARY = PRESETS["nano_gpt2"].vocab_size
@@ -117,11 +116,12 @@ def above_zero(rows, name):
 
 def than_none(rows, calibration, name, is_so):
     """Is a column `above` or `below` in runs of a calibration, than in those of the same seeds with none?"""
-    values = [row[name] for row in differences(rows, name) if row["calibration"] == calibration]
-    if len(values) < 2:
+    values = {(row["calibration"], row["seed"]): row[name] for row in rows}
+    seeds = [seed for kind, seed in values if kind == calibration and ("none", seed) in values]
+    if len(seeds) < 2:
         return "too few runs to say", [None]
-    mean, low, high = interval(values).values()
-    return f"{calibration} minus none: {bounded(mean, low, high)}, {len(values)} seeds", [is_so(low, high)]
+    mean, low, high = interval([values[calibration, seed] - values["none", seed] for seed in seeds]).values()
+    return f"{calibration} minus none: {bounded(mean, low, high)}, {len(seeds)} seeds", [is_so(low, high)]
 
 
 def raises(rows, kind, other):

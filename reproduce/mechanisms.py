@@ -110,8 +110,12 @@ def intra(settings: LengthSettings):
     births = Births("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in births.each(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
-        limit = averaging_limit(T, model.config.num_layers)
-        for stack, functions, exact in attention_stacks(model, T, settings.init):
+        L = model.config.num_layers
+        limit = averaging_limit(T, L)
+        foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, settings.init)
+        attends = [partial(attend, model, block) for block in model.model.layers]
+        stacks = (("attn0", [attn0] * L, averaging_stack(T, L)), ("attention", attends, foreseen[1:]))
+        for stack, functions, exact in stacks:
             for layer, state in enumerate(states_along(functions, x)[1:]):
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
@@ -121,14 +125,6 @@ def intra(settings: LengthSettings):
     theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
     options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
     return births.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
-
-
-def attention_stacks(model, T, scheme):
-    """Yield two stacks: a name, a function of states (n, T, d) for each layer, and cosines by theory."""
-    L = model.config.num_layers
-    yield "attn0", [attn0] * L, averaging_stack(T, L)
-    foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, scheme)
-    yield "attention", [partial(attend, model, block) for block in model.model.layers], foreseen[1:]
 
 
 def attn0(x):

@@ -8,21 +8,22 @@ A file holds what one run of configs/text_sink.py came to: what it was made with
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import tyro
 
 import sinks
-import train
 from lib import checkpoint
 from lib.data import default_folder
 from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
+from lib.files import read_json
 from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import begun_settings, open_data, read_log, read_rows, write_log
+from lib.runs import open_data, read_log, read_rows, write_log
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 
@@ -44,7 +45,8 @@ def noted(settings: NotedSettings, pattern, measure):
     folder = Path(settings.out, "text") if settings.runs else Path(TEXT)
     folder.mkdir(parents=True, exist_ok=True)
     for run in settings.runs:
-        name, rows = measure(replace(begun_settings(train.Settings(out=run)), out=run))
+        begun = read_json(Path(run, "settings.json")) | {"out": run}
+        name, rows = measure(SimpleNamespace(**begun))
         write_log(folder / f"{name}.jsonl", rows)
     files = [list(read_rows(path)) for path in sorted(folder.glob(pattern))]
     if not files:
@@ -92,10 +94,13 @@ def record(run):
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
     tokens = open_data(run, torch.device("cpu"))
-    windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
-    loss = train.evaluate(checkpoint.load(run.out), *windows, 8, torch.device("cpu"), torch.float32)
+    inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
+    model = checkpoint.load(run.out)
+    loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     end, layers = end_of(run, config, kind, run.seed)
-    return f"{config}-{kind}-{run.seed}", rows + [end | {"text_loss": loss, "layers": layers}]
+    return f"{config}-{kind}-{run.seed}", rows + [
+        end | {"text_loss": loss / targets.numel(), "layers": layers}
+    ]
 
 
 @torch.inference_mode()

@@ -186,8 +186,8 @@ def calibrations(settings: OutputSettings):
     runs = calibration_runs("backcopy", "laptop")
     rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: text.end_of(*of)[0])
     for path in sorted(Path(text.TEXT).glob(f"{text.CONFIG}-*.jsonl")):
-        *_, end = read_rows(path)
-        rows.append({name: end.get(name) for name in rows[0]})
+        begun, *_, end = read_rows(path)
+        rows.append({name: (begun | end).get(name) for name in rows[0]})
     panels = []
     for config in unique(rows, "config"):
         chosen = [row for row in rows if row["config"] == config]

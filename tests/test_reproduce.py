@@ -176,8 +176,8 @@ def test_commands_are_ones_that_their_scripts_know(name):
     script = importlib.import_module(words.pop(0).removesuffix(".py"))
     function, settings = read_command(script.COMMANDS, words, script.__doc__)
     assert Path("mine", name).parent == Path(settings.out)
-    runs = [run.out for run in (*trainings.lineage_runs().values(), *trainings.calibration_runs().values())]
-    assert {word for word in words if word.startswith("runs/")} <= set(runs)
+    runs = trainings.lineage_runs() | trainings.calibration_runs("backcopy")
+    assert {word for word in words if word.startswith("runs/")} <= {run.out for run in runs.values()}
 
 
 def test_committed_results():
