@@ -9,7 +9,6 @@ Models read Gaussian vectors as in contraction.py, of standard deviation 0.02; i
 import copy
 import functools
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from contraction import (
     NewbornSettings,
     gaussian_inputs,
     predicted,
-    states_along,
     sublayers_apart,
 )
 from init import STD
@@ -113,10 +111,14 @@ def intra(settings: LengthSettings):
         L = model.config.num_layers
         limit = averaging_limit(T, L)
         foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, settings.init)
-        attends = [partial(attend, model, block) for block in model.model.layers]
-        stacks = (("attn0", [attn0] * L, averaging_stack(T, L)), ("attention", attends, foreseen[1:]))
-        for stack, functions, exact in stacks:
-            for layer, state in enumerate(states_along(functions, x)[1:]):
+        counts = torch.arange(1, T + 1, device=x.device)[:, None]  # (T, 1)
+        for stack, exact in (("attn0", averaging_stack(T, L)), ("attention", foreseen[1:])):
+            state = x
+            for layer, block in enumerate(model.model.layers):
+                if stack == "attn0":  # uniform causal averaging (BB Definition 3)
+                    state = state.cumsum(1) / counts
+                else:
+                    state = block.self_attn(block.input_layernorm(state), model.rope(state))
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
                 row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
@@ -125,16 +127,6 @@ def intra(settings: LengthSettings):
     theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
     options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
     return births.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
-
-
-def attn0(x):
-    """Uniform causal averaging of states (n, T, d) (BB Definition 3)."""
-    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
-
-
-def attend(model, block, x):
-    """What the attention of one of a model's blocks adds to states (n, T, d)."""
-    return block.self_attn(block.input_layernorm(x), model.rope(x))
 
 
 def averaging_stack(T, layers):
