@@ -35,8 +35,8 @@ from lib.settings import (
 )
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
-from reproduce import text
 from reproduce.baselines import BASELINES, similarities
+from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -47,9 +47,9 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "qwen": ("9", "10", "11", "12"),
 }
 CALIBRATED = {  # of each configuration, the calibrations that are trained, and the seeds
-    "backcopy": (text.KINDS, range(42, 58)),
-    "laptop": (text.CALIBRATIONS, range(42, 50)),
-    text.CONFIG: (text.KINDS, range(42, 45)),
+    "backcopy": (KINDS, range(42, 58)),
+    "laptop": (CALIBRATIONS, range(42, 50)),
+    CONFIG: (KINDS, range(42, 45)),
 }
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
@@ -102,7 +102,7 @@ def calibration_runs(*configs):
         for kind, seed in itertools.product(kinds, seeds):
             changes = {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
             name = f"calibrations/{config}-{kind}-{seed}"
-            if config == text.CONFIG:
+            if config == CONFIG:
                 name = f"text/{kind}-{seed}"
             else:
                 changes |= {"keep": "last", "track_sinks": False}
@@ -184,8 +184,8 @@ def calibrations(settings: OutputSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
     runs = calibration_runs("backcopy", "laptop")
-    rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: text.end_of(*of)[0])
-    for path in sorted(Path(text.TEXT).glob(f"{text.CONFIG}-*.jsonl")):
+    rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: end_of(*of)[0])
+    for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
         begun, *_, end = read_rows(path)
         rows.append({name: (begun | end).get(name) for name in rows[0]})
     panels = []
@@ -193,10 +193,10 @@ def calibrations(settings: OutputSettings):
         chosen = [row for row in rows if row["config"] == config]
         panels.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
     for config in unique(rows, "config"):
-        costs = text.differences([row for row in rows if row["config"] == config], "val_loss")
+        costs = differences([row for row in rows if row["config"] == config], "val_loss")
         panels.append((costs, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
-    text.draw_kinds(experiment.folder / "calibrations.png", title, panels)
+    draw_kinds(experiment.folder / "calibrations.png", title, panels)
     return experiment.save(rows, differences=paired_differences(rows))
 
 
@@ -220,7 +220,7 @@ def paired_differences(rows):
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
         for config in unique(rows, "config"):
-            paired = text.differences([row for row in rows if row["config"] == config], key)
+            paired = differences([row for row in rows if row["config"] == config], key)
             for kind in unique(paired, "calibration"):
                 values = [row[key] for row in paired if row["calibration"] == kind]
                 if len(values) > 1:
@@ -242,7 +242,7 @@ def perplexity(settings: PerplexitySettings):
         tokens = read_tokens(reading, spec, model.config.context_length + 1)
         windows = tokens[:, :-1], tokens[:, 1:]
         loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
-        return text.begun_row(run, *key) | {"text_loss": loss}
+        return begun_row(run, *key) | {"text_loss": loss}
 
     path = experiment.folder / "perplexity.jsonl"
     same = {"text_sha256": sha256(Path(settings.text))}
