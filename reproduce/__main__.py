@@ -104,7 +104,9 @@ def reproduce(settings: Settings) -> None:
                 continue
             command = command_line(name, settings.out)
             print(f"{name}: python {command}", flush=True)
-            if not make(command):
+            words = shlex.split(command)
+            runs = [word for word in words if word.startswith("runs/")]  # to be trained before
+            if runs and not run(["-m", "reproduce.trainings", "train", *runs]) or not run(words):
                 failed.append(name)
     finally:  # also where somebody interrupts
         write_report(settings.out)
@@ -116,15 +118,6 @@ def command_line(name, out):
     """The command of a result, as a user would type it after `python`."""
     folder = str(Path(out, name).parent)
     return RESULTS[name] if folder == "results" else f"{RESULTS[name]} --out {shlex.quote(folder)}"
-
-
-def make(command):
-    """Train the runs that a command reads, then run it; did all end well?"""
-    words = shlex.split(command)
-    runs = [word for word in words if word.startswith("runs/")]
-    if runs and not run(["-m", "reproduce.trainings", "train", *runs]):
-        return False
-    return run(words)
 
 
 def run(words):

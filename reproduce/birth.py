@@ -1,7 +1,7 @@
 """How is a sink born? Its links along training, and its builders in the newborn. (ours)
 
-    python -m reproduce.birth runs/text/none-42 runs/text/none-43       # measures every kept step: minutes
-    python -m reproduce.birth                                          # from results/text/birth_*.jsonl alone
+    python -m reproduce.birth                                   # from results/text/birth_*.jsonl: seconds
+    python -m reproduce.birth runs/text/none-42 --out mine      # every kept step of a run: half a minute
 
 A sink's end is known: at the last step a run has sink heads, a dimension that dominates at position 1, and
 builders, hidden units that make nearly all of it (`sinks.py silence`). Each earlier step is asked for the
@@ -18,12 +18,10 @@ from lib import checkpoint, runtime
 from lib.figures import curves
 from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import begun_settings, read_rows, write_log
-from lib.settings import Command, UserError, run_script
+from lib.settings import Command, run_script
 from measure import attention
 from measure.units import observe
-from reproduce.text import NotedSettings, reading_of
-from train import Settings as RunSettings
+from reproduce.text import NotedSettings, noted, reading_of
 
 DRAWS = 9999  # random sets of units, beside the builders
 LARGEST_SHARE = 0.99  # of the dimension, that the builders make together,
@@ -39,11 +37,10 @@ LINKS = {  # of a row, as the figure calls them
 
 
 @torch.inference_mode()
-def measure(folder):
-    """The rows of a run folder: its builders, then the links of each kept step; UserError for no run."""
-    steps = checkpoint.steps(folder)
-    run = begun_settings(RunSettings(out=folder))
-    tokens = read_tokens(reading_of(run), checkpoint.parse_spec(folder), 64)  # (n, 64)
+def measure(run):
+    """A name for a run, and its rows: its builders, then the links of each kept step."""
+    steps = checkpoint.steps(run.out)
+    tokens = read_tokens(reading_of(run), checkpoint.parse_spec(run.out), 64)  # (n, 64)
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
     layer = activity.layer
@@ -52,11 +49,12 @@ def measure(folder):
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # the largest at least
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
-    named = {"run": Path(folder).name}
-    yield named | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}
-    for step in runtime.progress(steps, desc=folder, unit=" steps"):
+    named = {"run": Path(run.out).name}
+    rows = [named | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}]
+    for step in runtime.progress(steps, desc=run.out, unit=" steps"):
         links = links_of(checkpoint.load(step), tokens, sink, builders)
-        yield named | {"step": int(step.name.removeprefix("step_"))} | links
+        rows.append(named | {"step": int(step.name.removeprefix("step_"))} | links)
+    return f"birth_{named['run']}", rows
 
 
 def links_of(model, tokens, sink, builders):
@@ -116,12 +114,8 @@ def percentiles(scores):
 def birth(settings: NotedSettings):
     """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
     experiment = Experiment("birth", "ours", settings)
-    Path(settings.numbers).mkdir(parents=True, exist_ok=True)
-    for folder in settings.runs:
-        write_log(Path(settings.numbers, f"birth_{Path(folder).name}.jsonl"), measure(folder))
     rows, points, builders, order = [], [], [], []
-    for path in sorted(Path(settings.numbers).glob("birth_*.jsonl")):
-        sink, *steps = read_rows(path)
+    for sink, *steps in noted(settings, "birth_*.jsonl", measure):
         key = {"run": sink["run"]}
         builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
         order.append(key | {link: half_way(steps, link) for link in LINKS})
@@ -132,8 +126,6 @@ def birth(settings: NotedSettings):
                     rows.append(key | {"step": step["step"], "link": link, "value": value})
                 if link in LINKS:
                     points.append(key | {"link": LINKS[link], "step": place, "size": value / steps[-1][link]})
-    if not rows:
-        raise UserError(f"nothing measured in {settings.numbers}: name runs, as runs/text/none-42")
     question = "How is a sink born? (each link over its value at the last step)"
     keys = {"x": "step", "y": "size", "series": "link", "panel": "run", "style": ".-"}
     options = {"xlabel": "step (birth at the left)", "ylabel": "times its last value", "ylim": (0, 2)}

@@ -1,10 +1,5 @@
 """What children does a model have that compute something else? Noise, pruning, rounding, less of it.
 
-    >>> from lib import checkpoint
-    >>> base = checkpoint.parse_spec("tiny_llama@42").open()
-    >>> cut(pruned(base, 0.5), (0, 2, 2)).config.num_layers
-    3
-
 Each of these changes a checkpoint of ours in memory; `lineage/disguise.py` has those that are not felt.
 """
 

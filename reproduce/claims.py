@@ -40,17 +40,14 @@ class Claim:
 
     def read(self, result):
         """What was measured, as text, and the verdict ("": none)."""
-        rows = select(result, **self.where)
+        rows = rows_where(result, **self.where)
         if not rows:
             return "not run here", ""
-        groups = {"": rows}
-        if self.apart:
-            values = dict.fromkeys(row[self.apart] for row in rows)
-            groups = {f"{self.apart} {x}: ": [row for row in rows if row[self.apart] == x] for x in values}
         texts, cases = [], []
-        for label, group in groups.items():
+        for value in dict.fromkeys(row.get(self.apart) for row in rows):
+            group = [row for row in rows if row.get(self.apart) == value]
             text, more = self.judge(group, *self.arguments)
-            texts.append(label + text)
+            texts.append(f"{self.apart} {value}: {text}" if self.apart else text)
             cases += more
         return "; ".join(texts), verdict(cases)
 
@@ -64,7 +61,7 @@ def verdict(cases):
     return "open" if None in cases else "holds"
 
 
-def select(result, part="rows", **where):
+def rows_where(result, part="rows", **where):
     """The rows of a result whose columns have some values, one or a list each.
 
     Layer 0 (the input) and step 0 (the newborn itself) are left out. `num_seeds`: of which a row is a mean.
@@ -117,16 +114,14 @@ def above_zero(rows, name):
     return bounded(mean, low, high), [above(low, high)]
 
 
-def lower(rows, first, second, name):
-    """Is a column lower in runs of one calibration than in those of the same seed with a second one?"""
+def than_none(rows, calibration, name, is_so):
+    """Is a column `above` or `below` in runs of a calibration, than in those of the same seeds with none?"""
     values = {(row["calibration"], row["seed"]): row[name] for row in rows}
-    seeds = [seed for kind, seed in values if kind == first and (second, seed) in values]
+    seeds = [seed for kind, seed in values if kind == calibration and ("none", seed) in values]
     if len(seeds) < 2:
         return "too few runs to say", [None]
-    differences = [values[first, seed] - values[second, seed] for seed in seeds]
-    mean, low, high = interval(differences).values()
-    text = f"{first} minus {second}: {bounded(mean, low, high)}, {len(seeds)} seeds"
-    return text, [below(low, high)]
+    mean, low, high = interval([values[calibration, seed] - values["none", seed] for seed in seeds]).values()
+    return f"{calibration} minus none: {bounded(mean, low, high)}, {len(seeds)} seeds", [is_so(low, high)]
 
 
 def raises(rows, kind, other):
@@ -228,7 +223,7 @@ def times_theory(rows, name, theory):
     return f"{span(column(rows, name) / column(rows, theory))} times the theory", []
 
 
-def preference(rows):
+def beyond_chance(rows):
     """Is a newborn's favourite token beyond chance? If not: None with fewer sequences than the paper's."""
     texts, cases = [], []
     for row in rows:
@@ -253,21 +248,15 @@ def right_answers(rows):
     return f"{right.sum()} of {len(rows)} right, t-test p {span(t)}, U-test p {span(u)}", list(right)
 
 
-def baselines_miss(rows):
-    """Are all baselines of every row below the threshold from which on they call models related?"""
-    text, _ = ranges(rows, *BASELINES)
-    return text, [max(row[name] for name in BASELINES) < THRESHOLD for row in rows]
-
-
-def no_sinks(rows):
-    """Is no head of any run a sink head?"""
-    rates = column(rows, "sink_rate")
-    return f"sink rate {span(rates)} in {len(rows)} runs", list(rates == 0)
+def at_most(rows, bound, *names):
+    """Are some columns nowhere above a bound?"""
+    text, _ = ranges(rows, *names)
+    return text, [row[name] <= bound for row in rows for name in names]
 
 
 def sinks_by_layer(rows):
-    """The share of heads that sink, in the mean of runs, layer by layer; no case."""
-    rates = np.mean([[layer["sink_rate"] for layer in row["layers"]] for row in rows], axis=0)
+    """The share of heads that sink in each layer of a run; no case."""
+    rates = [layer["sink_rate"] for layer in rows[0]["layers"]]
     return f"{' '.join(f'{rate:.0%}' for rate in rates)} of heads in layers 1 to {len(rates)}", []
 
 
@@ -276,21 +265,17 @@ TEXT = {"part": "runs", "config": "text_sink", "apart": "config"}  # our runs on
 
 # fmt: off
 CLAIMS = [  # of each, what the paper says and its number; the result, its judge, and what that is given
-    Claim("Figure 1a", "Nano GPT-2's favourite comes up more often than in uniform draws", "58.5 x",
-        "ten_thousand/probe", preference),
-    Claim("Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance", "",
-        "probe", preference),
+    Claim("Figure 1a, Table 1a, Finding 1.1", "Nano GPT-2 prefers a token beyond chance", "58.5 x",
+        "ten_thousand/probe", beyond_chance),
     Claim("Table 1b, Finding 1.1", "so does Nano LLaMA-2, with 10,000 sequences", "",
-        "nano_llama/probe", preference),
+        "nano_llama/probe", beyond_chance),
     Claim("Table 1c, Finding 1.1", "so does the 1.2B GPT-2", "",
-        "gpt2_1b/probe", preference),
+        "gpt2_1b/probe", beyond_chance),
     Claim("Finding 1.2, length", "the favourite's share grows with the sequence length", "",
         "lengths/probe", grows_with_length),
     Claim("Finding 1.3", "each seed has a favourite of its own, though embeddings agree", "",
         "lengths/probe", own_favourites, apart="sequence_length"),
-    Claim("Figure 1b", "the preference comes of states that contract along a direction", "",
-        "probe", ranges, "mean_cosine"),
-    Claim("Finding 2.1, Figure 2", "last states of random sequences grow alike with every layer", "",
+    Claim("Finding 2.1, Figures 1b, 2", "last states of random sequences grow alike with every layer", "",
         "layers", rises, variant="full", apart="sequence_length"),
     Claim("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", "",
         "predict", more_often, "direction_matches", 1 / NANO_VOCABULARY),
@@ -298,16 +283,12 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
         "ablation", ordered, "mean_cosine", *PARTS),
     Claim("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", "",
         "ablation", ordered, "ratio", *PARTS),
-    Claim("Figure 4", "MLP only contracts with every block", "",
-        "mlp", rises, stack="standard"),
-    Claim("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh", "",
+    Claim("Figure 4; Proposition 2, depth", "MLP only contracts with every block; ReLU: towards 1", "",
+        "mlp", rises, stack=["standard", "mlp0_relu"], apart="stack"),
+    Claim("Figure 5", "at every layer: bare ReLU blocks > standard ones with ReLU > tanh, which stays 0", "",
         "mlp", ordered, "mean_cosine", "stack", "mlp0_relu", "standard_relu", "mlp0_tanh"),
     Claim("Proposition 2, a block", "a ReLU MLP0 block gives 1/pi", "0.3183",
         "mlp", within, stack="mlp0_relu", layer=1),
-    Claim("Proposition 2, depth", "with every ReLU block it grows, towards 1", "1",
-        "mlp", rises, stack="mlp0_relu"),
-    Claim("Proposition 2, tanh", "with tanh it stays 0", "0",
-        "mlp", ranges, "mean_cosine", "theory", stack="mlp0_tanh"),
     Claim("Figure 6", "GELU's asymmetry is engaged with LayerNorm only", "",
         "engage", ordered, "mean_cosine", "normed", True, False),
     Claim("Figure 7, layer 1", "MLP only contracts at once, attention only does not", "",
@@ -318,12 +299,10 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
         "amplify", ordered, "mean_cosine", "stack", "mlp0_attn0", "mlp0_mlp0", "mlp0"),
     Claim("Proposition 4", "MLP0 twice: 0.49; then Attn0: 1 / (1 + (pi - 1) / T)", "0.979 at T = 100",
         "amplify", within, stack=["mlp0_attn0", "mlp0_mlp0"], apart="stack"),
-    Claim("Figure 8, depth", "states of one sequence grow alike with every layer, towards 1", "",
-        "intra", rises, stack="attention", apart="sequence_length"),
+    Claim("Figure 8; Proposition 5, depth", "a sequence's states grow alike with every layer, towards 1", "",
+        "intra", rises, stack=["attention", "attn0"], sequence_length=512, apart="stack"),
     Claim("Figure 8, length", "more so in shorter sequences", "",
         "intra", ordered, "mean_cosine", "sequence_length", 32, 128, 512, stack="attention"),
-    Claim("Proposition 5, depth", "in Attn0 they grow with every layer, towards 1", "1",
-        "intra", rises, stack="attn0", apart="sequence_length"),
     Claim("Proposition 5, formula", "1/T + (1 - 1/T) rho_L, accurate for long sequences", "",
         "intra", times_theory, "mean_cosine", "limit_theory", stack="attn0", apart="sequence_length"),
     Claim("Equation 2", "position 1 keeps its variance, later ones lose theirs", "std as 1/sqrt(i)",
@@ -334,43 +313,33 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
         "ten_thousand/probe", ranges, "dimension_ratio"),
     Claim("Figure 11", "every checkpoint is nearer to its birth than to another's", "",
         "persistence", exceeds, "mean_tau", "stranger_mean_tau"),
-    Claim("Table 4a", "LLaMA style: newborns are unrelated", "t 0.357 to 0.678, U 0.335 to 0.565",
-        "lineage", right_answers, table="4a"),
-    Claim("Table 4b", "a newborn and its trained self are related", "t 4e-10 to 6e-4, U 1e-9 to 3e-3",
-        "lineage", right_answers, table="4b, 8"),
-    Claim("Table 4c", "another's trained self is unrelated", "t 0.035 to 0.426, U 0.096 to 0.486",
-        "lineage", right_answers, table="4c"),
-    Claim("Table 5", "after a second corpus a child is related, another's child is not", "",
-        "lineage", right_answers, table="5"),
+    Claim("Tables 4a, 9", "LLaMA style and Qwen style: newborns are unrelated", "t from 0.094, U from 0.074",
+        "lineage", right_answers, table=["4a", "9"], apart="table"),
+    Claim("Tables 4b, 10", "a newborn and its trained self are related", "t up to 6e-4, U up to 3e-3",
+        "lineage", right_answers, table=["4b, 8", "10"], apart="table"),
+    Claim("Tables 4c, 11", "another's trained self is unrelated", "t from 0.026, U from 0.040",
+        "lineage", right_answers, table=["4c", "11"], apart="table"),
+    Claim("Tables 5, 12", "after a second corpus a child is related, another's child is not", "",
+        "lineage", right_answers, table=["5", "12"], apart="table"),
     Claim("Tables 5, 12, The Stack", "also where that corpus is code; there every baseline fails"),
     Claim("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are related", "p < 0.01"),
     Claim("Table 7, attenuation", "WikiText-2's perplexity falls from 21.33 to 21.02", "-0.015 nats",
-        "perplexity", lower, "attenuate", "none", "text_loss", apart="config"),
+        "perplexity", than_none, "attenuate", "text_loss", below, apart="config"),
     Claim("Table 8", "baselines miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196",
-        "lineage", baselines_miss, table="4b, 8"),
-    Claim("Table 9", "Qwen style: newborns are unrelated", "t 0.094 to 0.451, U 0.074 to 0.529",
-        "lineage", right_answers, table="9"),
-    Claim("Table 10", "a newborn and its trained self are related", "t 1e-24 to 4e-13, U 2e-20 to 2e-11",
-        "lineage", right_answers, table="10"),
-    Claim("Table 11", "another's trained self is unrelated", "t 0.026 to 0.286, U 0.040 to 0.254",
-        "lineage", right_answers, table="11"),
-    Claim("Table 12", "after a second corpus a child is related, another's child is not", "",
-        "lineage", right_answers, table="12"),
+        "lineage", at_most, THRESHOLD, *BASELINES, table="4b, 8"),
     Claim("Tables 4, 5, 7-14, their size", "12 layers; 10B tokens of OpenWebText, or 200,000 steps"),
     Claim("Figure 12, baseline", "a pretrained language model has sinks at every length", "",
         "smollm2/rate", by_interval, "sink_rate", above),
     Claim("Figure 12, amplification", "it lowers the sink rate", "",
-        "text", lower, "amplify", "none", "sink_rate", **TEXT),
+        "text", than_none, "amplify", "sink_rate", below, **TEXT),
     Claim("Figure 12, attenuation", "it lowers the sink rate", "",
-        "text", lower, "attenuate", "none", "sink_rate", **TEXT),
+        "text", than_none, "attenuate", "sink_rate", below, **TEXT),
     Claim("Figure 13", "Gaussian matrices stand for unrelated models: p < 0.01 is rare", "0.01",
         "errors", by_interval, "rate", below, LEVEL, inputs="own embedding", test=TESTS, apart="test"),
     Claim("Figure 13, Gaussian inputs", "the same with Section 6.1.1's inputs", "0.01",
         "errors", by_interval, "rate", below, LEVEL, inputs="gaussian", test=TESTS, apart="test"),
     Claim("Figure 14", "Qwen style: every checkpoint is related to its birth", "p < 0.01",
         "qwen/persistence", right_answers),
-    Claim("Section 6.1.2", "so it is throughout training (ours: LLaMA style)", "p < 0.01",
-        "persistence", right_answers),
     Claim("SO: variance", "the first layer's aggregated values vary most at position 1, then less", "",
         "smollm2/anatomy", decay, layer=1),
     Claim("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions", "",
@@ -386,15 +355,15 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
     Claim("SO: control", "deviation counts, not norm: amplifying does more than scaling", "",
         "smollm2/intervene", raises, "amplify", "scale", changed=1, factor=32.0),
     Claim("SO: head-wise RMSNorm, loss", "validation loss falls from 2.781 to 2.742", "-0.039 nats",
-        "text", lower, "headnorm", "none", "val_loss", **TEXT),
+        "text", than_none, "headnorm", "val_loss", below, **TEXT),
     Claim("SO: head-wise RMSNorm, speed", "it learns faster (ours: mean loss of evaluations)", "",
-        "text", lower, "headnorm", "none", "mean_loss", **TEXT),
+        "text", than_none, "headnorm", "mean_loss", below, **TEXT),
     Claim("SO: head-wise RMSNorm, sinks", "there are none", "0",
-        "text", no_sinks, calibration="headnorm", **TEXT),
+        "text", at_most, 0, "sink_rate", calibration="headnorm", **TEXT),
     Claim("SO: disparity, trained", "head-wise RMSNorm lowers its mean of layers, 82.7 to 33.7", "-49.0",
-        "text", lower, "headnorm", "none", "disparity", **TEXT),
+        "text", than_none, "headnorm", "disparity", below, **TEXT),
     Claim("SO: effective rank, trained", "head-wise RMSNorm raises it: 343.7 to 446.0", "+102.3",
-        "text", lower, "none", "headnorm", "effective_rank", **TEXT),
+        "text", than_none, "headnorm", "effective_rank", above, **TEXT),
     Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32",
         "text", above_zero, "output_tau", calibration="none", **TEXT),
     Claim("SO: sinks by layer", "from layer 5 on in 152M parameters", "",

@@ -6,11 +6,9 @@
 Models read Gaussian vectors as in contraction.py, of standard deviation 0.02; in `width` it is 1.
 """
 
+import copy
 import functools
-import itertools
 import math
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,33 +20,17 @@ from contraction import (
     LengthSettings,
     NewbornSettings,
     gaussian_inputs,
-    plot,
     predicted,
-    states_along,
     sublayers_apart,
 )
-from init import STD, newborn
-from lib.results import Experiment, mean_over_seeds
-from lib.runtime import progress
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from init import STD
+from lib.settings import Command, run_script
 from measure import attention, theory
 from measure.cosines import pairwise_cosine
-from model import ModelConfig, rope_frequencies
+from model import rope_frequencies
 from probe import SHOWN, preference
 
 WIDTHS = (128, 256, 512, 1024)  # of `width`
-
-
-@dataclass
-class WidthSettings(RunSettings):
-    """The settings of `width`."""
-
-    seed: tuple[int, ...] = tuple(range(42, 50))  # seeds of the weights
-    input_seed: int = 0  # seed of the random inputs
-    num_sequences: at_least(2) = 600  # random vectors for each seed
-
-
-# ---- each sublayer alone -----------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -63,9 +45,6 @@ def ablation(settings: LengthSettings):
     return births.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
 
 
-# ---- one MLP -----------------------------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def engage(settings: NewbornSettings):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
@@ -77,12 +56,9 @@ def engage(settings: NewbornSettings):
         x = gaussian_inputs(births, T, d)[:, 0]  # (n, d)
         for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
             expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
-            arguments = (model.config.mlp, expected_std, d, settings.init)
-            row = key | {
-                "normed": normed,
-                "theory": predicted(None, one_block_cosine, *arguments),
-                "preactivation_std": gate(inputs).float().std().item(),
-            }
+            cosine = predicted(None, one_block_cosine, model.config.mlp, expected_std, d, settings.init)
+            row = key | {"normed": normed, "theory": cosine}
+            row["preactivation_std"] = gate(inputs).float().std().item()
             births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
@@ -91,33 +67,26 @@ def engage(settings: NewbornSettings):
 
 
 @torch.inference_mode()
-def width(settings: WidthSettings):
+def width(settings: NewbornSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
-    experiment = Experiment("width", "ours", settings)
-    rows = []
-    choices = itertools.product(settings.seed, ("gelu", "swiglu"), ("1/sqrt(d)", "0.02"), WIDTHS)
-    for seed, kind, scaling, d in progress(list(choices), desc="width", unit=" blocks"):
-        std = {"1/sqrt(d)": d**-0.5, "0.02": STD}[scaling]
-        config = ModelConfig(1, 1, 1, 1, d_model=d, d_ff=4 * d, mlp=kind, sublayers="mlp")
-        model = newborn(config, seed, None, "normal", experiment.device, experiment.dtype)
-        (block,) = model.model.layers
-        for weight in block.mlp.parameters():
-            weight.mul_(std / STD)
-        inputs = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
-        row = {
-            "seed": seed,
-            "mlp": kind,
-            "d_model": d,
-            "weight_std": std,
-            "scaling": f"weight std {scaling}",
-            "theory": one_block_cosine(kind, std * math.sqrt(d), d),
-        }
-        rows.append(row | pairwise_cosine(block.mlp(inputs)))
-    theories = {"theory": "quadrature"}
-    rows = mean_over_seeds(rows, COSINES, theories)
+    births = Births("width", "ours", settings, (1,))
+    for d in WIDTHS:
+        shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
+        x = gaussian_inputs(births, 1, d)[:, 0] / STD  # (n, d)
+        for key, model, _ in births.each(vocab_size=1, sublayers="mlp", **shape):
+            kind = model.config.mlp
+            (block,) = model.model.layers
+            for scaling, std in (("1/sqrt(d)", d**-0.5), ("0.02", STD)):
+                row = {"seed": key["seed"], "mlp": kind, "d_model": d, "weight_std": std}
+                row["scaling"] = f"weight std {scaling}"
+                row["theory"] = predicted(None, one_block_cosine, kind, std * math.sqrt(d), d, settings.init)
+                scaled = copy.deepcopy(block.mlp)
+                for weight in scaled.parameters():
+                    weight.mul_(std / STD)
+                births.rows.append(row | pairwise_cosine(scaled(x)))
     question = "How does one block's contraction depend on its width?"
-    plot(experiment, rows, question, "d_model", "mlp", theories, panel="scaling", log="xy")
-    return experiment.save(rows)
+    options = {"panel": "scaling", "log": "xy"}
+    return births.finish(question, "d_model", "mlp", {"theory": "quadrature"}, **options)
 
 
 def one_block_cosine(mlp, s, d, scheme="gpt2"):
@@ -130,9 +99,6 @@ def one_block_cosine(mlp, s, d, scheme="gpt2"):
     return float(k[0] / k.sum())
 
 
-# ---- attention within a sequence ---------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def intra(settings: LengthSettings):
     """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)
@@ -142,9 +108,17 @@ def intra(settings: LengthSettings):
     births = Births("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in births.each(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
-        limit = averaging_limit(T, model.config.num_layers)
-        for stack, functions, exact in attention_stacks(model, T, settings.init):
-            for layer, state in enumerate(states_along(functions, x)[1:]):
+        L = model.config.num_layers
+        limit = averaging_limit(T, L)
+        foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, settings.init)
+        counts = torch.arange(1, T + 1, device=x.device)[:, None]  # (T, 1)
+        for stack, exact in (("attn0", averaging_stack(T, L)), ("attention", foreseen[1:])):
+            state = x
+            for layer, block in enumerate(model.model.layers):
+                if stack == "attn0":  # uniform causal averaging (BB Definition 3)
+                    state = state.cumsum(1) / counts
+                else:
+                    state = block.self_attn(block.input_layernorm(state), model.rope(state))
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
                 row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
@@ -153,25 +127,6 @@ def intra(settings: LengthSettings):
     theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
     options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
     return births.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
-
-
-def attention_stacks(model, T, scheme):
-    """Yield two stacks: a name, a function of states (n, T, d) for each layer, and cosines by theory."""
-    L = model.config.num_layers
-    yield "attn0", [attn0] * L, averaging_stack(T, L)
-    foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, scheme)
-    yield "attention", [partial(attend, model, block) for block in model.model.layers], foreseen[1:]
-
-
-def attn0(x):
-    """Uniform causal averaging of states (n, T, d) (BB Definition 3)."""
-    count = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]  # (T, 1)
-    return x.cumsum(1) / count
-
-
-def attend(model, block, x):
-    """What the attention of one of a model's blocks adds to states (n, T, d)."""
-    return block.self_attn(block.input_layernorm(x), model.rope(x))
 
 
 def averaging_stack(T, layers):
@@ -207,17 +162,11 @@ def intra_recursion(config, T, scheme):
     return [(S / theory.scales(S)).mean().item() for S, _ in layers]
 
 
-# ---- attention along the positions -------------------------------------------------------------------------
-
-
 @torch.inference_mode()
 def variance(settings: LengthSettings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
-    if len(settings.sequence_length or ()) > 1:
-        raise UserError("variance: name one --sequence-length; a shorter sequence begins a longer one")
     births = Births("variance", "BB Figure 9, Equation 2", settings, (1024,))
-    changes = {"vocab_size": 1, "sublayers": "attention", "num_layers": 1}
-    for key, model, T in births.each(**changes):
+    for key, model, T in births.each(vocab_size=1, sublayers="attention", num_layers=1):
         spread = attention.RunningStd(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
@@ -283,7 +232,10 @@ COMMANDS = {
         variance,
         LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, dtype="float32"),
     ),
-    "width": Command(width, WidthSettings(dtype="float32")),
+    "width": Command(
+        width,
+        NewbornSettings(model=("nano_gpt2", "nano_llama"), num_sequences=600, init="normal", dtype="float32"),
+    ),
 }
 
 if __name__ == "__main__":

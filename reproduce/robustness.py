@@ -111,13 +111,12 @@ def relatives(spec, settings: Settings):
 
 
 def trained(model, tokens, rates, teacher=None):
-    """A checkpoint of a model after AdamW on tokens (n, T), a sequence a step; prints its loss, in nats.
+    """A checkpoint of a model after AdamW on tokens (n, T), a sequence a step.
 
     `rates` is the learning rate of each step, or of all. With a `teacher`, its probabilities are learned.
     """
     model = model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    losses = []
     for batch, rate in zip(tokens.split(1), np.broadcast_to(rates, len(tokens)).tolist()):
         optimizer.param_groups[0]["lr"] = rate
         targets = batch[:, 1:].flatten()
@@ -128,8 +127,6 @@ def trained(model, tokens, rates, teacher=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    print(f"loss: {losses[0]:.2f} at first, at most {max(losses):.2f}, {losses[-1]:.2f} at last")
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
 
@@ -142,10 +139,7 @@ def draw_robustness(rows, details, path) -> None:
             depth = (number + 0.5) / len(detail["layers"])
             points.append({"depth": depth, "matched": 100 * layer["share"], "kind": DRAWN[row["kind"]]})
     title = "Do two models share hidden units? Related ones at all depths, others near the output"
-    labels = {
-        "xlabel": "relative depth (0: input, 1: output)",
-        "ylabel": "% of a layer's hidden units matched",
-    }
+    labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
     curves(points, path, title, x="depth", y="matched", series="kind", style=".", **labels)
 
 

@@ -1,8 +1,8 @@
 """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)
 
-    python -m reproduce.text                                              # from results/text/*.jsonl: seconds
-    python -m reproduce.trainings train runs/text/none-42                 # a run: a quarter of an hour
-    python -m reproduce.text runs/text/none-42 --numbers mine --out mine  # what it came to
+    python -m reproduce.text                                   # from results/text/*.jsonl: seconds
+    python -m reproduce.trainings train runs/text/none-42      # a run: a quarter of an hour
+    python -m reproduce.text runs/text/none-42 --out mine      # what it came to
 
 A file holds what one run of configs/text_sink.py came to: what it was made with; each evaluation, with the
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
@@ -18,12 +18,12 @@ import tyro
 
 import sinks
 from lib import checkpoint
-from lib.data import TokenData, default_folder
+from lib.data import default_folder
 from lib.figures import COLOURS, legend_below, new_figure, save_figure, unique
 from lib.files import read_json
 from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import read_log, read_rows, write_log
+from lib.runs import open_data, read_log, read_rows, write_log
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 
@@ -35,32 +35,39 @@ CONFIG = "text_sink"  # of the runs on text that are compared; others are varian
 
 @dataclass
 class NotedSettings(OutputSettings):
-    """Whose numbers `text` and `birth` show."""
+    """Which runs `text` and `birth` show."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to measure and note; none: what is noted
-    numbers: str = TEXT  # folder of what each run came to, .jsonl
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, to measure and note in <out>/text
+
+
+def noted(settings: NotedSettings, pattern, measure):
+    """The rows of each noted run, after runs that are named were measured and noted, a file each."""
+    folder = Path(settings.out, "text") if settings.runs else Path(TEXT)
+    folder.mkdir(parents=True, exist_ok=True)
+    for run in settings.runs:
+        begun = read_json(Path(run, "settings.json")) | {"out": run}
+        name, rows = measure(SimpleNamespace(**begun))
+        write_log(folder / f"{name}.jsonl", rows)
+    files = [list(read_rows(path)) for path in sorted(folder.glob(pattern))]
+    if not files:
+        raise UserError(f"nothing noted in {folder}: name runs, as runs/text/none-42")
+    return files
 
 
 def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
     experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
-    Path(settings.numbers).mkdir(parents=True, exist_ok=True)
-    for folder in settings.runs:
-        key, rows = record(folder)
-        write_log(Path(settings.numbers, "-".join(map(str, key)) + ".jsonl"), rows)
     rows, ends = [], []
-    for run, evaluations in read_runs(settings.numbers):
-        key = {name: run[name] for name in ("config", "calibration", "seed")}
-        ends.append(run)
+    for begun, *evaluations, end in noted(settings, "text_*.jsonl", record):
+        key = {name: end[name] for name in ("config", "calibration", "seed")}
+        ends.append(begun | end)
         for evaluation in evaluations:
-            tokens = evaluation["step"] * run["step_tokens"]
+            tokens = evaluation["step"] * begun["step_tokens"]
             for measured in evaluation["sinks"]:
                 row = key | {"step": evaluation["step"], "tokens": tokens} | measured
                 alpha1 = row.pop("alpha1")  # by layer and head
                 row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
                 rows.append(row | {"val_loss": evaluation["val_loss"]})
-    if not ends:
-        raise UserError(f"nothing noted in {settings.numbers}: name runs, as runs/text/none-42")
     title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
     draw_kinds(experiment.folder / "text.png", title, panels_of(rows, ends))
     hours = sum(run["core_hours"] for run in ends)
@@ -69,21 +76,13 @@ def text(settings: NotedSettings):
     return experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
 
 
-def read_runs(folder):
-    """What was noted of each run: its making and its end, a row, and a row of each evaluation."""
-    for path in sorted(Path(folder).glob("text_*.jsonl")):
-        begun, *evaluations, end = read_rows(path)
-        yield begun | end, evaluations
-
-
 @torch.no_grad()
-def record(folder):
-    """A run's key, and the run in a few kB: how it was made, its evaluations with sinks, what it came to."""
-    run = SimpleNamespace(**read_json(Path(folder, "settings.json")) | {"out": folder})
-    name, _, _ = Path(folder).name.rpartition("-")
+def record(run):
+    """A name for a run, and the run in a few kB: how it was made, its evaluations, what it came to."""
+    name, _, _ = Path(run.out).name.rpartition("-")
     kind = "explicit" if run.explicit_sink else run.attn_calibration
-    key = (CONFIG if name == kind else name, kind, run.seed)
-    log = list(read_log(Path(folder)))
+    config = CONFIG if name == kind else name
+    log = list(read_log(Path(run.out)))
     T = run.sequence_length
     step_tokens = run.global_batch_size * T
     seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
@@ -94,12 +93,14 @@ def record(folder):
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
-    model = checkpoint.load(folder)
-    tokens = TokenData(default_folder(run.source, run.tokenizer), run.bos_first)
+    tokens = open_data(run, torch.device("cpu"))
     inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
-    losses = [model(*windows).item() for windows in zip(inputs.split(8), targets.split(8))]  # sums
-    end, layers = end_of(run, *key)
-    return key, rows + [end | {"text_loss": sum(losses) / targets.numel(), "layers": layers}]
+    model = checkpoint.load(run.out)
+    loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
+    end, layers = end_of(run, config, kind, run.seed)
+    return f"{config}-{kind}-{run.seed}", rows + [
+        end | {"text_loss": loss / targets.numel(), "layers": layers}
+    ]
 
 
 @torch.inference_mode()

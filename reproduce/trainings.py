@@ -9,6 +9,7 @@ Each run is made once, in runs/, by one thread, and reused; one that was stopped
 of `calibrations` and `perplexity` came to is noted beside the result, in a .jsonl file, and not made again.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from lib.figures import unique
 from lib.files import sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
-from lib.runs import begun_settings, merged_settings, open_data, read_rows, write_log
+from lib.runs import begun_settings, merged_settings, read_rows, write_log
 from lib.settings import (
     Command,
     OutputSettings,
@@ -34,8 +35,8 @@ from lib.settings import (
 )
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
-from reproduce import text
 from reproduce.baselines import BASELINES, similarities
+from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -45,14 +46,10 @@ TABLES = {  # newborns; newborns and their children; and others' children; child
     "llama": ("4a", "4b, 8", "4c", "5"),
     "qwen": ("9", "10", "11", "12"),
 }
-CALIBRATION_SEEDS = {"backcopy": range(42, 58), "laptop": range(42, 50)}  # by configuration
-CALIBRATION_KINDS = {"backcopy": text.KINDS, "laptop": text.CALIBRATIONS}
-TEXT_SEEDS = range(42, 45)
-WITHOUT_BUILDERS = "runs/text/newborn_without_builders"  # the birth of none-42, its later builders at zero
-RUNGS = {  # variants of configs/text_sink.py: a seed of each
-    "text_eight_layers": {"num_layers": 8, "max_iters": 3072},
-    "text_as_it_falls": {"bos_first": False, "max_iters": 6144},
-    "text_without_builders": {"init_from": WITHOUT_BUILDERS},
+CALIBRATED = {  # of each configuration, the calibrations that are trained, and the seeds
+    "backcopy": (KINDS, range(42, 58)),
+    "laptop": (CALIBRATIONS, range(42, 50)),
+    CONFIG: (KINDS, range(42, 45)),
 }
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
@@ -66,21 +63,10 @@ class TrainSettings:
 
 
 @dataclass
-class CalibrationSettings(OutputSettings):
-    """What `calibrations` is asked."""
-
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to make anew; none: what is not noted
-
-
-@dataclass
 class PerplexitySettings(RunSettings):
     """What `perplexity` is asked."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to make anew; none: what is not noted
     text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
-
-
-# ---- runs --------------------------------------------------------------------------------------------------
 
 
 def training(name, config="", **changes) -> train.Settings:
@@ -108,54 +94,34 @@ def lineage_runs():
     return runs
 
 
-def calibrated(kind):
-    """The settings of a kind of `text.KINDS`."""
-    return {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
-
-
-def calibration_runs():
-    """Runs of every calibration by (configuration, calibration, seed)."""
+def calibration_runs(*configs):
+    """Runs of every calibration by (configuration, calibration, seed), of some configurations."""
     runs = {}
-    for config, seeds in CALIBRATION_SEEDS.items():
-        for kind in CALIBRATION_KINDS[config]:
-            for seed in seeds:
-                name = f"calibrations/{config}-{kind}-{seed}"
+    for config in configs:
+        kinds, seeds = CALIBRATED[config]
+        for kind, seed in itertools.product(kinds, seeds):
+            changes = {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
+            name = f"calibrations/{config}-{kind}-{seed}"
+            if config == CONFIG:
+                name = f"text/{kind}-{seed}"
+            else:
+                changes |= {"keep": "last", "track_sinks": False}
                 if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
                     name = config
-                changes = calibrated(kind) | {"seed": seed, "keep": "last", "track_sinks": False}
-                runs[config, kind, seed] = training(name, config, **changes)
+            runs[config, kind, seed] = training(name, config, seed=seed, **changes)
     return runs
-
-
-def text_runs():
-    """Runs on text by (configuration, calibration, seed): of configs/text_sink.py, and variants."""
-    runs = {}
-    for seed in TEXT_SEEDS:
-        for kind in text.KINDS:
-            changes = calibrated(kind) | {"seed": seed}
-            runs[text.CONFIG, kind, seed] = training(f"text/{kind}-{seed}", text.CONFIG, **changes)
-    for rung, changes in RUNGS.items():
-        runs[rung, "none", 42] = training(f"text/{rung}-42", text.CONFIG, **changes)
-    return runs
-
-
-def named(folders, runs):
-    """The runs that are in some folders, or next below them; UserError for a folder that has none."""
-    chosen = {}
-    for folder in folders:
-        found = {
-            key: run for key, run in runs.items() if Path(folder) in (Path(run.out), Path(run.out).parent)
-        }
-        if not found:
-            check_choice(folder, [run.out for run in runs.values()], "run")
-        chosen |= found
-    return chosen
 
 
 def train_named(settings: TrainSettings) -> None:
     """Train the runs of some folders, unless they are there."""
-    runs = lineage_runs() | calibration_runs() | text_runs()
-    train_all(named(settings.runs, runs).values())
+    runs = [*lineage_runs().values(), *calibration_runs(*CALIBRATED).values()]
+    chosen = []
+    for folder in settings.runs:
+        found = [run for run in runs if Path(folder) in (Path(run.out), Path(run.out).parent)]
+        if not found:
+            check_choice(folder, [run.out for run in runs], "run")
+        chosen += found
+    train_all(chosen)
 
 
 def train_all(runs) -> None:
@@ -166,33 +132,12 @@ def train_all(runs) -> None:
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
         if Path(run.out, "settings.json").exists():
             run = merged_settings(run, begun_settings(run), (), vars(run).keys() - MAY_DIFFER)
-        elif run.init_from == WITHOUT_BUILDERS:
-            save_without_builders(run)
         last = Path(run.out, f"step_{run.max_iters:07}")
         if not last.exists():
             train.train(run)
         if not last.exists():
             raise KeyboardInterrupt  # what stopped the training stops whoever asked for it
     torch.set_num_threads(threads)
-
-
-def save_without_builders(run) -> None:
-    """Save the newborn of a run, with the units that later build its sink at zero, in and out.
-
-    No gradient reaches such a unit, so it stays at zero.
-    """
-    sink = next(read_rows(Path(text.TEXT, "birth_none-42.jsonl")))
-    tokens = open_data(run, torch.device("cpu"))
-    model, _, _ = train.load_model(replace(run, init_from=None), tokens)
-    for builder in sink["builders"]:
-        mlp = model.model.layers[builder["layer"] - 1].mlp
-        mlp.gate_proj.weight.data[builder["unit"]] = 0
-        mlp.up_proj.weight.data[builder["unit"]] = 0
-        mlp.down_proj.weight.data[:, builder["unit"]] = 0
-    checkpoint.save(Path(run.init_from), model, tokenizer=tokens.load_tokenizer())
-
-
-# ---- who is related? ---------------------------------------------------------------------------------------
 
 
 def lineage(settings: RunSettings):
@@ -235,42 +180,39 @@ def table_pairs(style, runs):
     return pairs
 
 
-# ---- calibrations ------------------------------------------------------------------------------------------
-
-
-def calibrations(settings: CalibrationSettings):
+def calibrations(settings: OutputSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
     experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
-    path = experiment.folder / "calibrations.jsonl"
-    rows = noted_rows(path, calibration_runs(), settings.runs, lambda run, *key: text.end_of(run, *key)[0])
-    for run, _ in text.read_runs(text.TEXT):
-        if run["config"] == text.CONFIG:
-            rows.append({name: run.get(name) for name in rows[0]})
+    runs = calibration_runs("backcopy", "laptop")
+    rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: end_of(*of)[0])
+    for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
+        begun, *_, end = read_rows(path)
+        rows.append({name: (begun | end).get(name) for name in rows[0]})
     panels = []
     for config in unique(rows, "config"):
         chosen = [row for row in rows if row["config"] == config]
         panels.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
     for config in unique(rows, "config"):
-        costs = text.differences([row for row in rows if row["config"] == config], "val_loss")
+        costs = differences([row for row in rows if row["config"] == config], "val_loss")
         panels.append((costs, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
-    text.draw_kinds(experiment.folder / "calibrations.png", title, panels)
+    draw_kinds(experiment.folder / "calibrations.png", title, panels)
     return experiment.save(rows, differences=paired_differences(rows))
 
 
-def noted_rows(path, runs, folders, measure, **same):
-    """A row of each run that a file notes, after runs that are named, or else not noted, were made and noted.
+def noted_rows(path, runs, measure, **same):
+    """A row of each run; what a file does not note, with the items `same`, is trained, measured and noted.
 
-    A row is noted if it has the items `same`. `measure` takes a run and its key.
+    `measure` takes a run and its key.
     """
     rows = [row for row in read_rows(path) if row.items() >= same.items()]
     noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
-    missing = {key: run for key, run in runs.items() if key not in noted}
-    for key, run in (named(folders, runs) or missing).items():
-        train_all([run])
-        noted[key] = measure(run, *key) | same
-        write_log(path, noted.values())
-    return [noted[key] for key in runs if key in noted]
+    for key, run in runs.items():
+        if key not in noted:
+            train_all([run])
+            noted[key] = measure(run, *key) | same
+            write_log(path, noted.values())
+    return [noted[key] for key in runs]
 
 
 def paired_differences(rows):
@@ -278,7 +220,7 @@ def paired_differences(rows):
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
         for config in unique(rows, "config"):
-            paired = text.differences([row for row in rows if row["config"] == config], key)
+            paired = differences([row for row in rows if row["config"] == config], key)
             for kind in unique(paired, "calibration"):
                 values = [row[key] for row in paired if row["calibration"] == kind]
                 if len(values) > 1:
@@ -293,28 +235,23 @@ def perplexity(settings: PerplexitySettings):
         raise UserError(f"no text file '{settings.text}': the paper's is the test split of WikiText-2")
     experiment = Experiment("perplexity", "BB Table 7", settings)
 
-    def measure(run, config, kind, seed):
+    def measure(run, *key):
         spec = checkpoint.parse_spec(run.out)
-        loss = text_loss(settings.text, spec, spec.load(experiment.device, experiment.dtype))
-        return text.begun_row(run, config, kind, seed) | {"text_loss": loss}
+        model = spec.load(experiment.device, experiment.dtype)
+        reading = TextSettings(text=settings.text, num_sequences=256, device=experiment.device.type)
+        tokens = read_tokens(reading, spec, model.config.context_length + 1)
+        windows = tokens[:, :-1], tokens[:, 1:]
+        loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
+        return begun_row(run, *key) | {"text_loss": loss}
 
-    runs = {key: run for key, run in calibration_runs().items() if key[0] == "laptop"}
-    path = Path(settings.out, "perplexity.jsonl")
-    rows = noted_rows(path, runs, settings.runs, measure, text_sha256=sha256(Path(settings.text)))
-    return experiment.save(rows)
-
-
-def text_loss(file, spec, model):
-    """Mean loss on 256 windows of a text file, nats/token."""
-    device = model.lm_head.weight.device
-    reading = TextSettings(text=file, num_sequences=256, device=device.type)
-    tokens = read_tokens(reading, spec, model.config.context_length + 1)
-    return train.evaluate(model, tokens[:, :-1], tokens[:, 1:], 16, device, torch.float32)  # no autocast
+    path = experiment.folder / "perplexity.jsonl"
+    same = {"text_sha256": sha256(Path(settings.text))}
+    return experiment.save(noted_rows(path, calibration_runs("laptop"), measure, **same))
 
 
 COMMANDS = {
     "lineage": Command(lineage, RunSettings(dtype="float32")),
-    "calibrations": Command(calibrations, CalibrationSettings()),
+    "calibrations": Command(calibrations, OutputSettings()),
     "perplexity": Command(perplexity, PerplexitySettings(dtype="float32")),
     "train": Command(train_named, TrainSettings()),
 }

@@ -58,12 +58,10 @@ def invariant_maps(model) -> list[np.ndarray]:
     for layer in (1, 2):
         prefix = f"model.layers.{layer}."
         q, k, v, o = (weights[f"{prefix}self_attn.{kind}_proj.weight"] for kind in "qkvo")
-        scores = 0
-        values = 0
+        scores = values = 0
         for head in range(config.num_heads):
-            group = head * config.kv_heads // config.num_heads
-            own = slice(head * Dh, (head + 1) * Dh)
-            shared = slice(group * Dh, (group + 1) * Dh)
+            own = np.arange(Dh) + head * Dh
+            shared = np.arange(Dh) + head * config.kv_heads // config.num_heads * Dh
             scores = scores + q[own].T @ k[shared]
             values = values + v[shared].T @ o[:, own].T
         hidden = weights[f"{prefix}mlp.up_proj.weight"].T @ weights[f"{prefix}mlp.down_proj.weight"].T

@@ -93,34 +93,34 @@ def test_a_failure_stops_nothing_and_is_reported(few, capfd):
 def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, asked, tmp_path, monkeypatch):
     """Code is what stands in a file, but for docstrings and comments."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    out = Path(few.out)
-    (out / "deep").mkdir(parents=True)
-    (out / "deep/probe.json").write_text("{")
-    environment = {"seconds": 1.0, "files": ["probe.py"]}
+    path = Path(few.out, "engage.json")
+    path.parent.mkdir()
     of_engage = next(claim for claim in CLAIMS if claim.result == "engage")
+    environment = {"seconds": 1.0, "files": ["probe.py"]}
+    environment["content"] = results.content_digest({"rows": []})
 
-    def made_anew(source, count=1, **changes):
+    def made_anew(source, **changes):
         results.code_of.cache_clear()
         (tmp_path / "probe.py").write_text(source)
-        if "code" not in environment:
-            environment["code"] = results.code_digest(["probe.py"])
-        environment["content"] = results.content_digest({"rows": [], "count": 1})
-        result = {"rows": [], "count": count, "environment": environment}
-        (out / "engage.json").write_text(json.dumps(result))
+        environment.setdefault("code", results.code_digest(["probe.py"]))
+        path.write_text(json.dumps({"rows": [], "environment": environment} | changes))
         asked.clear()
-        main.reproduce(replace(few, only=("engage", "deep/probe"), **changes))
-        assert asked[-1] == [*PROBE.split(), "--out", str(out / "deep")]
+        main.reproduce(replace(few, only=("engage",)))
         is_marked = main.cells(of_engage, few.out)[6].endswith(", of other code or changed")
-        assert is_marked == (len(asked) == 2 or "keep" in changes)
-        return len(asked) == 2
+        assert is_marked == bool(asked)
+        main.reproduce(replace(few, only=("engage",), keep=True))
+        assert len(asked) == is_marked  # by the first call
+        return is_marked
 
     assert not made_anew('"""Of a newborn."""\nx = "#"  # text\n')
     assert not made_anew('"""What is\n\nborn?"""\n# a comment\n\nx = "#"\n')
     assert made_anew('x = "#1"\n')
-    assert not made_anew('x = "#1"\n', keep=True)
-    assert made_anew('x = "#"\n', count=2)
+    assert made_anew('x = "#"\n', rows=[{}])
     environment["files"] = ["gone.py"]
     assert made_anew('x = "#"\n')
+    path.write_text("{")
+    main.reproduce(replace(few, only=("engage",)))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -139,19 +139,13 @@ def columns(result: dict) -> tuple[set, set]:
     return set(result) - {"sources"}, {key for row in result["rows"] for key in row}
 
 
-READ = {
-    "backcopy/rate": ["runs/backcopy"],
-    "identify": ["runs/lineage/tiny_llama-1000"],
-    "persistence": ["runs/lineage/tiny_llama-1000", "runs/lineage/tiny_llama-123"],
-    "layers": [],
-}
-
-
-@pytest.mark.parametrize(("name", "runs"), READ.items())
-def test_a_result_trains_the_runs_that_it_reads(name, runs, tmp_path, asked):
+@pytest.mark.parametrize("name", ["backcopy/rate", "persistence", "layers"])
+def test_a_result_trains_the_runs_that_it_reads(name, tmp_path, asked):
+    llama = "runs/lineage/tiny_llama"
+    runs = {"backcopy/rate": ["runs/backcopy"], "persistence": [f"{llama}-1000", f"{llama}-123"]}
     main.reproduce(main.Settings(only=(name,), out=str(tmp_path)))
-    trained = [command[3:] for command in asked if command[:3] == ["-m", "reproduce.trainings", "train"]]
-    assert trained == ([runs] if runs else [])
+    trained = [["-m", "reproduce.trainings", "train", *runs[name]]] if name in runs else []
+    assert asked[:-1] == trained
     assert asked[-1][-2:] == ["--out", str(Path(tmp_path, name).parent)]
 
 
@@ -176,8 +170,8 @@ def test_commands_are_ones_that_their_scripts_know(name):
     script = importlib.import_module(words.pop(0).removesuffix(".py"))
     function, settings = read_command(script.COMMANDS, words, script.__doc__)
     assert Path("mine", name).parent == Path(settings.out)
-    runs = [run.out for run in (*trainings.lineage_runs().values(), *trainings.calibration_runs().values())]
-    assert {word for word in words if word.startswith("runs/")} <= set(runs)
+    runs = trainings.lineage_runs() | trainings.calibration_runs("backcopy")
+    assert {word for word in words if word.startswith("runs/")} <= {run.out for run in runs.values()}
 
 
 def test_committed_results():

@@ -7,16 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import assert_refused, run_here
+from conftest import ROOT, assert_refused, run_here
 
 import model
 import seedprint
 import train
 from init import newborn
 from lib import checkpoint, data
+from lib.files import read_json
 from lib.inputs import TextSettings, read_tokens
 from lib.runs import read_log
-from lib.settings import RunSettings, UserError
+from lib.settings import OutputSettings, RunSettings, UserError
 from measure.units import observe
 from model import PRESETS
 from reproduce import birth, text, trainings
@@ -37,9 +38,6 @@ def quick(tmp_path, monkeypatch, quick_training):
     monkeypatch.setattr(
         trainings, "training", lambda *names, **changes: training(*names, **(changes | TWO_STEPS))
     )
-
-
-# ---- runs --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_taken_up_where_it_was_stopped(quick, monkeypatch):
@@ -100,9 +98,6 @@ def test_mistakes_before_hours_of_training(tmp_path, monkeypatch):
     assert not Path("runs").exists()
 
 
-# ---- who is related? ---------------------------------------------------------------------------------------
-
-
 def test_runs_and_pairs_are_the_papers():
     runs = trainings.lineage_runs()
     first = [run for (_, _, corpus), run in runs.items() if corpus == 1]
@@ -132,20 +127,19 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     assert rows[2].items() >= {key: expected[key] for key in ("paper_mean_tau", "paper_t_p")}.items()
 
 
-# ---- calibrations ------------------------------------------------------------------------------------------
-
-
 def test_calibrations(quick, monkeypatch):
-    """All of them, two steps long: rows from the logs."""
-    monkeypatch.setattr(trainings, "CALIBRATION_SEEDS", {"backcopy": (42, 123)})
-    runs = trainings.calibration_runs()
-    one = trainings.CalibrationSettings(runs=("runs/calibrations/backcopy-amplify-123",), out="out")
-    (alone,) = trainings.calibrations(one)["rows"]  # the run that was named
-    found = trainings.calibrations(trainings.CalibrationSettings(out="out"))
+    """All of them, two steps long: rows from the logs, noted one by one."""
+    monkeypatch.setitem(trainings.CALIBRATED, "backcopy", (text.KINDS, (42, 123)))
+    monkeypatch.setitem(trainings.CALIBRATED, "laptop", ((), ()))
+    runs = trainings.calibration_runs("backcopy")
+    found = trainings.calibrations(OutputSettings(out="out"))
     rows = found["rows"]
-    assert alone in rows
-    monkeypatch.setattr(trainings, "train_all", None)  # what is noted is not trained again
-    assert trainings.calibrations(trainings.CalibrationSettings(out="out"))["rows"] == rows
+    noted = Path("out/calibrations.jsonl").read_text().splitlines()
+    Path("out/calibrations.jsonl").write_text("\n".join(noted[1:]))
+    made = []
+    monkeypatch.setattr(trainings, "train_all", made.extend)  # what is noted is not asked for again
+    assert trainings.calibrations(OutputSettings(out="out"))["rows"] == rows
+    assert made == [runs["backcopy", "none", 42]]
     for row, run in zip(rows, runs.values(), strict=True):
         log = list(read_log(Path(run.out)))
         kind = "explicit" if run.explicit_sink else run.attn_calibration
@@ -161,18 +155,15 @@ def test_calibrations(quick, monkeypatch):
 
 def test_text_and_birth(quick, monkeypatch):
     """Two steps on letters in place of code: what is committed of a run is what its folder says."""
-    monkeypatch.setattr(trainings, "TEXT_SEEDS", (42,))
-    monkeypatch.setattr(trainings, "RUNGS", {})
-    monkeypatch.setattr(text, "KINDS", ("none", "attenuate", "explicit"))
-    runs = trainings.text_runs().values()
+    kinds = ("none", "attenuate", "explicit")
+    monkeypatch.setitem(trainings.CALIBRATED, "text_sink", (kinds, (42,)))
+    runs = trainings.calibration_runs("text_sink")
     trainings.train_named(trainings.TrainSettings(runs=("runs/text",)))
-    numbers = text.NotedSettings(numbers="numbers", out="out")
-    found = text.text(replace(numbers, runs=tuple(run.out for run in runs)))
-    assert {path.name for path in Path("numbers").iterdir()} == {
-        f"text_sink-{kind}-42.jsonl" for kind in ("none", "attenuate", "explicit")
-    }
-    assert text.text(numbers)["rows"] == found["rows"]  # from what was noted
-    run = trainings.text_runs()["text_sink", "attenuate", 42]
+    named = text.NotedSettings(runs=tuple(run.out for run in runs.values()), out="out")
+    found = text.text(named)
+    names = {path.name for path in Path("out/text").iterdir()}
+    assert names == {f"text_sink-{kind}-42.jsonl" for kind in kinds}
+    run = runs["text_sink", "attenuate", 42]
     log = list(read_log(Path(run.out)))
     rows = [row for row in found["rows"] if row["calibration"] == "attenuate" and row["step"] == 2]
     for row, sinks in zip(rows, log[-1]["sinks"], strict=True):
@@ -181,12 +172,11 @@ def test_text_and_birth(quick, monkeypatch):
         assert row["tokens"] == 2 * 4 * 32
     tokens = data.TokenData(data.default_folder(run.source, run.tokenizer), bos_first=True)
     ours = next(row for row in found["runs"] if row["calibration"] == "attenuate")
-    loss = train.evaluate(
-        checkpoint.load(run.out), *tokens.held_out(10**6, 32), 9, torch.device("cpu"), torch.float32
-    )
+    windows = tokens.held_out(10**6, 32)
+    loss = train.evaluate(checkpoint.load(run.out), *windows, 9, torch.device("cpu"), torch.float32)
     assert ours["text_loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums
     # birth: the later builders, asked of the newborn
-    found = birth.birth(replace(numbers, runs=("runs/text/none-42",)))
+    found = birth.birth(replace(named, runs=("runs/text/none-42",)))
     assert {row["step"] for row in found["rows"]} == {0, 1, 2}
     windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
     windows[:, 0] = 256
@@ -200,27 +190,17 @@ def test_text_and_birth(quick, monkeypatch):
         below = (layer < layer[row["unit"]]).sum().item()
         assert row["percentile_activation"] == pytest.approx(100 * below / (len(layer) - 1))
         assert 1e-4 <= row["p"] <= 1
-    again = birth.birth(numbers)  # from what was measured
-    assert again["rows"] == found["rows"] and Path("out/birth.png").exists()
+    assert Path("out/birth.png").exists()
+    assert {path.name for path in Path("out/text").glob("birth*")} == {"birth_none-42.jsonl"}
 
 
-def test_units_of_no_birth_stay_at_zero(quick):
-    """Builders of a run at zero from birth on: other weights are those of its seed, and learn."""
-    units = [(1, 3), (2, 7), (4, 100)]
-    Path(text.TEXT).mkdir(parents=True)
-    sink = {"builders": [{"layer": layer, "unit": unit} for layer, unit in units]}
-    Path(text.TEXT, "birth_none-42.jsonl").write_text(json.dumps(sink))
-    run = trainings.text_runs()["text_without_builders", "none", 42]
-    trainings.train_all([run])
-    first, *_, last = [checkpoint.load(step) for step in checkpoint.steps(run.out)]
-    whole = newborn(last.config, 42)
-    for name, weight in first.named_parameters():
-        changed = (weight != whole.get_parameter(name)).nonzero()[:, 1 if "down" in name else 0].unique()
-        assert changed.tolist() == [unit for layer, unit in units if f".{layer - 1}.mlp" in name]
-    for layer, unit in units:
-        mlp = last.model.layers[layer - 1].mlp
-        assert not mlp.up_proj.weight[unit].any() and not mlp.down_proj.weight[:, unit].any()
-        assert not torch.equal(mlp.up_proj.weight[4], whole.model.layers[layer - 1].mlp.up_proj.weight[4])
+def test_what_is_noted_is_shown(tmp_path):
+    """The committed numbers give the committed results, and say of a folder without any what to do."""
+    for function, name in ((text.text, "text"), (birth.birth, "birth")):
+        made = function(text.NotedSettings(out=str(tmp_path)))
+        assert made["rows"] == read_json(ROOT / f"results/{name}.json")["rows"]
+    with pytest.raises(UserError, match="no run in nowhere"):
+        text.text(text.NotedSettings(runs=("nowhere",), out=str(tmp_path)))
 
 
 def test_half_of_the_way():
@@ -229,33 +209,31 @@ def test_half_of_the_way():
     assert birth.half_way(steps, "up") == birth.half_way(steps, "down") == 4
 
 
-def test_text_loss_is_the_cross_entropy(tmp_path, monkeypatch):
+def test_perplexity_is_the_cross_entropy(tmp_path, monkeypatch):
+    """Of each run that is not noted of this very text."""
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
     sets = data.Settings(source=(str(file),), tokenizer="bpe:290", held_out=0.5, out=str(tmp_path / "data"))
     tokenizer = data.TokenData(data.prepare(sets)).load_tokenizer()
     config = replace(PRESETS["tiny_llama"], vocab_size=290, context_length=32, num_layers=1)
-    checkpoint.save(tmp_path / "a", newborn(config, 1), tokenizer=tokenizer)
-    spec = checkpoint.parse_spec(str(tmp_path / "a"))
-    model = spec.load()
+    runs = {("laptop", kind, 1): train.Settings(out=kind) for kind in "ab"}
+    made = []
+    monkeypatch.setattr(trainings, "calibration_runs", lambda config: runs)
+    monkeypatch.setattr(trainings, "train_all", made.extend)
+    for seed, run in enumerate(runs.values()):
+        checkpoint.save(Path(run.out), newborn(config, seed), tokenizer=tokenizer)
+        Path(run.out, "metrics.jsonl").write_text('{"step": 0, "threads": 1, "commit": "c"}\n')
+    spec = checkpoint.parse_spec("a")
     tokens = read_tokens(TextSettings(text=str(file), num_sequences=256, device="cpu"), spec, 33)
     with torch.inference_mode():
-        p = model(tokens[:, :-1]).double().softmax(-1)
+        p = spec.load()(tokens[:, :-1]).double().softmax(-1)
     expected = -p.gather(2, tokens[:, 1:, None]).log().mean().item()
-    assert trainings.text_loss(str(file), spec, model) == pytest.approx(expected, rel=1e-5)  # float32 logits
-    (tmp_path / "a/metrics.jsonl").write_text('{"step": 0, "threads": 1, "commit": "c"}\n')
-    runs = {("laptop", kind, 1): train.Settings(out=str(tmp_path / kind)) for kind in ("a", "b")}
-    monkeypatch.setattr(trainings, "calibration_runs", lambda: runs)
-    monkeypatch.setattr(trainings, "train_all", lambda runs: None)
-    settings = trainings.PerplexitySettings(text=str(file), out=str(tmp_path), **CPU)
-    named = replace(settings, runs=(runs["laptop", "a", 1].out,))
-    (row,) = trainings.perplexity(named)["rows"]
-    assert row["text_loss"] == pytest.approx(expected, rel=1e-5) and row["commit"] == "c"
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert [row["calibration"] for row in trainings.perplexity(settings)["rows"]] == [
-        "a",
-        "b",
-    ]  # one noted
-    (tmp_path / "b").rename(tmp_path / "a")
+    settings = trainings.PerplexitySettings(text=str(file), out=".", **CPU)
+    row, _ = trainings.perplexity(settings)["rows"]
+    assert row["text_loss"] == pytest.approx(expected, rel=1e-5)  # float32 logits
+    trainings.perplexity(settings)
+    assert made == [*runs.values()]
     file.write_text(file.read_text() + "more")
-    assert len(trainings.perplexity(named)["rows"]) == 1  # what was noted is of another text
+    trainings.perplexity(settings)
+    assert made == [*runs.values()] * 2  # what was noted is of another text
