@@ -84,8 +84,7 @@ def links_of(model, tokens, sink, builders):
 def specials(newborn, tokens, sink, builders):
     """Were the builders special at birth? A row each: its percentiles among the hidden units of its layer.
 
-    By |activation at position 1| minus elsewhere, and by |down weight| on the later dimension. `p` is that of
-    the builders' mean percentile, of both, against as many random units of the same layers.
+    `p` is that of the builders' mean percentile, of both, against as many random units of the same layers.
     """
     activity = observe(newborn, tokens)
     activation = percentiles(activity.at_1.abs() - activity.elsewhere)  # (L, d_ff)

@@ -1,9 +1,5 @@
 """What do the two papers say, and what was measured beside it?
 
-    >>> from reproduce.claims import CLAIMS
-    >>> [claim.item for claim in CLAIMS if claim.result == "amplify"]
-    ['Table 3', 'Proposition 4']
-
 BB is *Transformers Are Born Biased*, SO is *The Structural Origin of Attention Sink*. A judge reads rows of
 a result, and returns what was measured, as text, and a list of cases: True, False, or None where an interval
 has both answers. There are cases only where the paper states what can be checked without a threshold of ours.

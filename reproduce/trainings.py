@@ -201,10 +201,7 @@ def calibrations(settings: OutputSettings):
 
 
 def noted_rows(path, runs, measure, **same):
-    """A row of each run; what a file does not note, with the items `same`, is trained, measured and noted.
-
-    `measure` takes a run and its key.
-    """
+    """A row of each run; one that a file does not note, with the items `same`, is trained and measured."""
     rows = [row for row in read_rows(path) if row.items() >= same.items()]
     noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
     for key, run in runs.items():

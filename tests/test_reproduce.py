@@ -115,7 +115,7 @@ def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, a
     assert not made_anew('"""Of a newborn."""\nx = "#"  # text\n')
     assert not made_anew('"""What is\n\nborn?"""\n# a comment\n\nx = "#"\n')
     assert made_anew('x = "#1"\n')
-    assert made_anew('x = "#"\n', rows=[{}])
+    assert made_anew('x = "#"\n', paper="another")
     environment["files"] = ["gone.py"]
     assert made_anew('x = "#"\n')
     path.write_text("{")
