@@ -98,9 +98,8 @@ def record(run):
     model = checkpoint.load(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     end, layers = end_of(run, config, kind, run.seed)
-    return f"{config}-{kind}-{run.seed}", rows + [
-        end | {"text_loss": loss / targets.numel(), "layers": layers}
-    ]
+    rows.append(end | {"text_loss": loss / targets.numel(), "layers": layers})
+    return f"{config}-{kind}-{run.seed}", rows
 
 
 @torch.inference_mode()

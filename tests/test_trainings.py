@@ -199,7 +199,7 @@ def test_what_is_noted_is_shown(tmp_path):
     for function, name in ((text.text, "text"), (birth.birth, "birth")):
         made = function(text.NotedSettings(out=str(tmp_path)))
         assert made["rows"] == read_json(ROOT / f"results/{name}.json")["rows"]
-    with pytest.raises(UserError, match="no run in nowhere"):
+    with pytest.raises(UserError, match="nowhere/settings.json"):
         text.text(text.NotedSettings(runs=("nowhere",), out=str(tmp_path)))
 
 
