@@ -29,13 +29,6 @@ from lineage.outputs import STRANGER_SEED
 from lineage.verdict import compare_pair, read_model
 from reproduce.changes import cut, narrowed, noised, pruned, rounded
 
-DRAWN = {  # kind: its colour in the figure
-    "child": "children",
-    "child, trained hard": "children",
-    "never met": "never met",
-    "newborn": "newborns, a student",
-    "distilled": "newborns, a student",
-}
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
 
 
@@ -137,7 +130,7 @@ def draw_robustness(rows, details, path) -> None:
     for row, detail in zip(rows, details):
         for number, layer in enumerate(detail["layers"]):
             depth = (number + 0.5) / len(detail["layers"])
-            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": DRAWN[row["kind"]]})
+            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
     title = "Do two models share hidden units? Related ones at all depths, others near the output"
     labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
     curves(points, path, title, x="depth", y="matched", series="kind", style=".", **labels)
