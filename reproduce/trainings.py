@@ -20,19 +20,11 @@ import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
 from lib.figures import unique
-from lib.files import sha256
+from lib.files import check_regular, sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
 from lib.runs import begun_settings, merged_settings, read_rows, write_log
-from lib.settings import (
-    Command,
-    OutputSettings,
-    RunSettings,
-    UserError,
-    check_choice,
-    read_config_file,
-    run_script,
-)
+from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
 from reproduce.baselines import BASELINES, similarities
@@ -228,8 +220,7 @@ def paired_differences(rows):
 
 def perplexity(settings: PerplexitySettings):
     """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
-    if not Path(settings.text).is_file():
-        raise UserError(f"no text file '{settings.text}': the paper's is the test split of WikiText-2")
+    check_regular(Path(settings.text))
     experiment = Experiment("perplexity", "BB Table 7", settings)
 
     def measure(run, *key):
