@@ -54,9 +54,8 @@ def engage(settings: NewbornSettings):
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
     x = "preactivation_std"
-    return births.finish(
-        question, x, "normed", theories, ("mean_cosine", "std_cosine", x), style="o", log="xy"
-    )
+    measured = ("mean_cosine", "std_cosine", x)
+    return births.finish(question, x, "normed", theories, measured, style="o", log="xy")
 
 
 @torch.inference_mode()
@@ -141,9 +140,7 @@ def averaging_limit(T, layers):
     """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, where rho_L is the limit of infinite T."""
     cosines = []
     for L in range(1, layers + 1):
-        rho = 0.0
-        for k in range(L):
-            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
+        rho = sum(math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1) for k in range(L))
         cosines.append(1 / T + (1 - 1 / T) * rho)
     return cosines
 

@@ -105,7 +105,7 @@ def test_runs_and_pairs_are_the_papers():
     second = runs["llama", 123, 2]
     assert second.init_from == "runs/lineage/tiny_llama-123" and second.source == ("docstrings",)
     child = {seed: f"runs/lineage/tiny_qwen-{seed}" for seed in trainings.SEEDS}
-    pairs = trainings.table_pairs("qwen", runs)
+    pairs = trainings.table_pairs(runs, "qwen", "9", "10", "11", "12")
     assert ("9", f"{child[2000]}/step_0000000", f"{child[42]}/step_0000000", False) in pairs
     assert ("10", f"{child[42]}/step_0000000", child[42], True) in pairs
     assert pairs[-1] == ("12", child[1000], f"{child[123]}-docstrings", False)
