@@ -181,10 +181,7 @@ def widening(rows):
 
 
 def decay(rows):
-    """Does the std of aggregated values fall with the position, octave by octave (1, 2-3, 4-7, ...)?
-
-    An octave that the sequence does not fill is left out: at T = 64 it would be a single position.
-    """
+    """Does the std of aggregated values fall with the position, by whole octaves (1, 2-3, 4-7, ...)?"""
     std = column(rows, "std")
     T = len(std)
     starts = [2**k for k in range(11) if 2 ** (k + 1) - 1 <= T]

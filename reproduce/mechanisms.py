@@ -122,11 +122,9 @@ def intra(settings: LengthSettings):
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence, each position with itself, too, after each of a stack of Attn0.
+    """Mean cosine within a sequence, each position with itself, too, after each Attn0, for large d.
 
     S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
-
-    The numbers are exact for any T, in the limit of large d.
     """
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
