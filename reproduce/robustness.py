@@ -37,7 +37,7 @@ class Settings(OutputSettings):
     """Whose children and strangers are compared."""
 
     models: tyro.conf.Positional[tuple[str, ...]] = ("smollm2",)  # BASE, and models that it never met
-    text: str = "python"  # what children learn; random tokens where BASE has no tokenizer
+    text: str = "python"  # what children learn
     steps: at_least(1) = 300  # of training the hard child, of a sequence of 128 tokens each
 
 
@@ -70,8 +70,7 @@ def relatives(spec, settings: Settings):
     """(name, kind, checkpoint) of a model's children, one after another, and of newborns beside it."""
     source = spec.open()
     config = source.config
-    text = settings.text if spec.tokenizer_file else None  # else random tokens
-    reading = TextSettings(text=text, num_sequences=settings.steps, device="cpu")
+    reading = TextSettings(text=settings.text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
     child = trained(spec.load(), tokens[:20], 5e-4)
