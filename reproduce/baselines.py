@@ -53,16 +53,12 @@ def reef(a, b, tokens):
 
 
 def block_kernels(model, tokens):
-    """Products of all pairs of last states after each block, centred: (n, n). Their cosine is CKA."""
-    kernels = []
-
-    def keep(layer, x) -> None:
-        x = x[:, -1].double()  # (n, d)
-        x = x - x.mean(0)
-        kernels.append(x @ x.T)
-
-    model.hidden(tokens, last_only=True, on_state=keep)
-    return kernels[1:]  # the first is of the embeddings
+    """Products of all pairs of last states after each block, centred: (L, n, n). Their cosine is CKA."""
+    states = []
+    model.hidden(tokens, last_only=True, on_state=lambda layer, x: states.append(x[:, -1].double()))
+    x = torch.stack(states[1:])  # (L, n, d); the first is of the embeddings
+    x = x - x.mean(1, keepdim=True)
+    return x @ x.mT
 
 
 def pcs(a, b):

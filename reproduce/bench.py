@@ -19,7 +19,7 @@ from init import newborn
 from lib.checkpoint import config_json
 from lib.results import Experiment
 from lib.runtime import progress, seconds_of
-from lib.settings import Command, RunSettings, UserError, run_script
+from lib.settings import Command, RunSettings, run_script
 from model import PRESETS, ModelConfig
 
 CASES = {  # on each device: work, preset, sequences in a batch, tokens in a sequence
@@ -97,11 +97,9 @@ def training_step(model, summed_loss, tokens, dtype):
 
 
 def transformers_model(config: ModelConfig):
-    """transformers' model of a LLaMA's shape, random weights, SDPA; UserError if it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
+    """transformers' model of a LLaMA's shape, random weights, SDPA."""
+    import transformers  # of requirements-dev.txt
+
     theirs = transformers.AutoConfig.for_model(**config_json(config))
     return transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa").eval()
 

@@ -63,20 +63,18 @@ def links_of(model, tokens, sink, builders):
     activity = observe(model, tokens, chain)
     links = chain.links()  # (L, T) each
     layer = sink["layer"]
-    places = [(i - 1, j) for i, j in builders]
-    sinks = [(i - 1, j) for i, j in sink["heads"]]
-    sink_layers = sorted({i for i, _ in sinks})
+    layers, units = np.array(builders).T  # layers from 1
+    sink_layers, heads = np.array(sink["heads"]).T
     found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
-    alpha = alpha.mean(0)
     return {
-        "builders": np.mean([activity.at_1[place].abs().item() for place in places]),
-        "builders_elsewhere": np.mean([activity.elsewhere[place].item() for place in places]),
+        "builders": activity.at_1[layers - 1, units].abs().mean().item(),
+        "builders_elsewhere": activity.elsewhere[layers - 1, units].mean().item(),
         "dimension": activity.state[layer, sink["dimension"]].abs().item(),
         "disparity": activity.disparity[layer].item(),
         "norm_ratio": found["norm_ratio"],
         "value_ratio": found["value_ratio"],
-        "key_alignment": links["key_alignment"][sink_layers, 1:].mean().item(),
-        "alpha1": np.mean([alpha[place].item() for place in sinks]),
+        "key_alignment": links["key_alignment"][np.unique(sink_layers) - 1, 1:].mean().item(),
+        "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],
     }
 
@@ -84,8 +82,7 @@ def links_of(model, tokens, sink, builders):
 def specials(newborn, tokens, sink, builders):
     """Were the builders special at birth? A row each: its percentiles among the hidden units of its layer.
 
-    By |activation at position 1| minus elsewhere, and by |down weight| on the later dimension. `p` is that of
-    the builders' mean percentile, of both, against as many random units of the same layers.
+    `p` is that of the builders' mean percentile, of both, against as many random units of the same layers.
     """
     activity = observe(newborn, tokens)
     activation = percentiles(activity.at_1.abs() - activity.elsewhere)  # (L, d_ff)

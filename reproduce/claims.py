@@ -1,9 +1,5 @@
 """What do the two papers say, and what was measured beside it?
 
-    >>> from reproduce.claims import CLAIMS
-    >>> [claim.item for claim in CLAIMS if claim.result == "amplify"]
-    ['Table 3', 'Proposition 4']
-
 BB is *Transformers Are Born Biased*, SO is *The Structural Origin of Attention Sink*. A judge reads rows of
 a result, and returns what was measured, as text, and a list of cases: True, False, or None where an interval
 has both answers. There are cases only where the paper states what can be checked without a threshold of ours.
@@ -185,10 +181,7 @@ def widening(rows):
 
 
 def decay(rows):
-    """Does the std of aggregated values fall with the position, octave by octave (1, 2-3, 4-7, ...)?
-
-    An octave that the sequence does not fill is left out: at T = 64 it would be a single position.
-    """
+    """Does the std of aggregated values fall with the position, by whole octaves (1, 2-3, 4-7, ...)?"""
     std = column(rows, "std")
     T = len(std)
     starts = [2**k for k in range(11) if 2 ** (k + 1) - 1 <= T]

@@ -66,9 +66,8 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     """The p of all pairs of newborns, by each form of the paper's test."""
     count = settings.num_births if inputs == "own embedding" else min(FEW, settings.num_births)
     embedding_seed = 0 if inputs == "shared embedding" else None
-    reading = PaperSettings(
-        inputs="gaussian" if inputs == "gaussian" else "tokens", paper_sequences=settings.paper_sequences
-    )
+    kind = "gaussian" if inputs == "gaussian" else "tokens"
+    reading = PaperSettings(inputs=kind, paper_sequences=settings.paper_sequences)
     outputs = []
     for seed in range(1, count + 1):
         born = newborn(model, seed, embedding_seed, scheme, experiment.device, experiment.dtype)

@@ -13,16 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from contraction import (
-    COSINES,
-    TEN,
-    Births,
-    LengthSettings,
-    NewbornSettings,
-    gaussian_inputs,
-    predicted,
-    sublayers_apart,
-)
+from contraction import Births, LengthSettings, NewbornSettings, gaussian_inputs, predicted, sublayers_apart
 from init import STD
 from lib.settings import Command, run_script
 from measure import attention, theory
@@ -63,7 +54,8 @@ def engage(settings: NewbornSettings):
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
     x = "preactivation_std"
-    return births.finish(question, x, "normed", theories, (*COSINES, x), style="o", log="xy")
+    measured = ("mean_cosine", "std_cosine", x)
+    return births.finish(question, x, "normed", theories, measured, style="o", log="xy")
 
 
 @torch.inference_mode()
@@ -130,11 +122,9 @@ def intra(settings: LengthSettings):
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence, each position with itself, too, after each of a stack of Attn0.
+    """Mean cosine within a sequence, each position with itself, too, after each Attn0, for large d.
 
     S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
-
-    The numbers are exact for any T, in the limit of large d.
     """
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
@@ -226,7 +216,7 @@ def attention_concentration(T, t):
 
 COMMANDS = {
     "ablation": Command(ablation, LengthSettings(seed=(42,), num_sequences=500)),
-    "engage": Command(engage, NewbornSettings(seed=TEN, dtype="float32")),
+    "engage": Command(engage, NewbornSettings(seed=tuple(range(42, 52)), dtype="float32")),
     "intra": Command(intra, LengthSettings(num_sequences=4, dtype="float32")),
     "variance": Command(
         variance,

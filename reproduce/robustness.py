@@ -29,13 +29,6 @@ from lineage.outputs import STRANGER_SEED
 from lineage.verdict import compare_pair, read_model
 from reproduce.changes import cut, narrowed, noised, pruned, rounded
 
-DRAWN = {  # kind: its colour in the figure
-    "child": "children",
-    "child, trained hard": "children",
-    "never met": "never met",
-    "newborn": "newborns, a student",
-    "distilled": "newborns, a student",
-}
 COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
 
 
@@ -44,7 +37,7 @@ class Settings(OutputSettings):
     """Whose children and strangers are compared."""
 
     models: tyro.conf.Positional[tuple[str, ...]] = ("smollm2",)  # BASE, and models that it never met
-    text: str = "python"  # what children learn; random tokens where BASE has no tokenizer
+    text: str = "python"  # what children learn
     steps: at_least(1) = 300  # of training the hard child, of a sequence of 128 tokens each
 
 
@@ -77,8 +70,7 @@ def relatives(spec, settings: Settings):
     """(name, kind, checkpoint) of a model's children, one after another, and of newborns beside it."""
     source = spec.open()
     config = source.config
-    text = settings.text if spec.tokenizer_file else None  # else random tokens
-    reading = TextSettings(text=text, num_sequences=settings.steps, device="cpu")
+    reading = TextSettings(text=settings.text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
     child = trained(spec.load(), tokens[:20], 5e-4)
@@ -137,7 +129,7 @@ def draw_robustness(rows, details, path) -> None:
     for row, detail in zip(rows, details):
         for number, layer in enumerate(detail["layers"]):
             depth = (number + 0.5) / len(detail["layers"])
-            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": DRAWN[row["kind"]]})
+            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
     title = "Do two models share hidden units? Related ones at all depths, others near the output"
     labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
     curves(points, path, title, x="depth", y="matched", series="kind", style=".", **labels)

@@ -98,17 +98,15 @@ def record(run):
     model = checkpoint.load(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     end, layers = end_of(run, config, kind, run.seed)
-    return f"{config}-{kind}-{run.seed}", rows + [
-        end | {"text_loss": loss / targets.numel(), "layers": layers}
-    ]
+    rows.append(end | {"text_loss": loss / targets.numel(), "layers": layers})
+    return f"{config}-{kind}-{run.seed}", rows
 
 
 @torch.inference_mode()
 def end_of(run, config, kind, seed):
     """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
 
-    And the rows of its layers by `sinks.dissect`, with the share of heads that sink. All but losses are of 64
-    held-out tokens of the text that it learned.
+    And the rows of its layers, with the share of heads that sink. All but losses: of 64 held-out tokens.
     """
     log = list(read_log(Path(run.out)))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]

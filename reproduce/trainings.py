@@ -20,19 +20,11 @@ import train
 from lib import checkpoint, runtime
 from lib.data import TokenData, default_folder
 from lib.figures import unique
-from lib.files import sha256
+from lib.files import check_regular, sha256
 from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
 from lib.runs import begun_settings, merged_settings, read_rows, write_log
-from lib.settings import (
-    Command,
-    OutputSettings,
-    RunSettings,
-    UserError,
-    check_choice,
-    read_config_file,
-    run_script,
-)
+from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
 from reproduce.baselines import BASELINES, similarities
@@ -42,10 +34,6 @@ SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
 STEPS = {"llama": {42: 150, 123: 600, 1000: 600, 2000: 150}, "qwen": dict.fromkeys(SEEDS, 60)}
 STEPS_ON_DOCSTRINGS = {"llama": 200, "qwen": 40}  # the second corpus
-TABLES = {  # newborns; newborns and their children; and others' children; children after a second corpus
-    "llama": ("4a", "4b, 8", "4c", "5"),
-    "qwen": ("9", "10", "11", "12"),
-}
 CALIBRATED = {  # of each configuration, the calibrations that are trained, and the seeds
     "backcopy": (KINDS, range(42, 58)),
     "laptop": (CALIBRATIONS, range(42, 50)),
@@ -149,7 +137,8 @@ def lineage(settings: RunSettings):
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
-    pairs = table_pairs("llama", runs) + table_pairs("qwen", runs)
+    pairs = table_pairs(runs, "llama", "4a", "4b, 8", "4c", "5")
+    pairs += table_pairs(runs, "qwen", "9", "10", "11", "12")
     models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
     for folder in {folder for pair in pairs for folder in pair[1:3]}:
         spec = checkpoint.parse_spec(folder)
@@ -167,9 +156,11 @@ def lineage(settings: RunSettings):
     return experiment.save(rows, columns)
 
 
-def table_pairs(style, runs):
-    """(table, base, suspect, whether they are related) of every row of a style's tables."""
-    newborns, children, others, continued = TABLES[style]
+def table_pairs(runs, style, newborns, children, others, continued):
+    """(table, base, suspect, whether they are related) of every row of a style's four tables.
+
+    Of newborns, newborns and their children, and others' children, and children after a second corpus.
+    """
     child = {seed: runs[style, seed, 1].out for seed in SEEDS}
     birth = {seed: f"{child[seed]}/step_0000000" for seed in SEEDS}
     unrelated = list(zip(SEEDS, SEEDS[1:] + SEEDS[:1]))  # each seed and the next
@@ -188,23 +179,19 @@ def calibrations(settings: OutputSettings):
     for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
         begun, *_, end = read_rows(path)
         rows.append({name: (begun | end).get(name) for name in rows[0]})
-    panels = []
+    rates, costs = [], []
     for config in unique(rows, "config"):
         chosen = [row for row in rows if row["config"] == config]
-        panels.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
-    for config in unique(rows, "config"):
-        costs = differences([row for row in rows if row["config"] == config], "val_loss")
-        panels.append((costs, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
+        rates.append((chosen, "calibration", "sink_rate", f"{config}: share of heads that sink"))
+        chosen = differences(chosen, "val_loss")
+        costs.append((chosen, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
-    draw_kinds(experiment.folder / "calibrations.png", title, panels)
+    draw_kinds(experiment.folder / "calibrations.png", title, rates + costs)
     return experiment.save(rows, differences=paired_differences(rows))
 
 
 def noted_rows(path, runs, measure, **same):
-    """A row of each run; what a file does not note, with the items `same`, is trained, measured and noted.
-
-    `measure` takes a run and its key.
-    """
+    """A row of each run; one that a file does not note, with the items `same`, is trained and measured."""
     rows = [row for row in read_rows(path) if row.items() >= same.items()]
     noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
     for key, run in runs.items():
@@ -231,8 +218,7 @@ def paired_differences(rows):
 
 def perplexity(settings: PerplexitySettings):
     """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
-    if not Path(settings.text).is_file():
-        raise UserError(f"no text file '{settings.text}': the paper's is the test split of WikiText-2")
+    check_regular(Path(settings.text))
     experiment = Experiment("perplexity", "BB Table 7", settings)
 
     def measure(run, *key):

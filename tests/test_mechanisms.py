@@ -18,7 +18,6 @@ from test_contraction import (
     select,
     vectors,
 )
-from test_theory import expectation
 
 import init
 from lib.files import read_json
@@ -142,19 +141,6 @@ def test_variance(results):
     assert [row["theory"] for row in rows] == expected
     uniform = [expected[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
     assert [row["uniform_theory"] for row in rows] == pytest.approx(uniform, rel=1e-12)
-
-
-def test_attention_concentration_of_two_keys_against_quadrature():
-    """Two weights are 1/(1 + e^x) and its complement, x ~ N(0, 2 s^2)."""
-    s = 0.8
-
-    def squares(z: torch.Tensor) -> torch.Tensor:
-        weight = torch.sigmoid(math.sqrt(2) * s * z)
-        return weight**2 + (1 - weight) ** 2
-
-    concentration = mechanisms.attention_concentration(2, s)
-    # the inner integral has steps of 0.05 in ln u, and is cut at e^-30
-    assert concentration.tolist() == pytest.approx([1, expectation(squares)], rel=1e-6)
 
 
 def test_attention_concentration_in_its_limits():

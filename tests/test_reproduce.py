@@ -25,29 +25,20 @@ SMALL = "--model tiny_gpt2 --seed 1 --num-sequences 4"
 PAIR = "tiny_llama@1 tiny_llama@2"
 SINKS = "--model backcopy --num-sequences 2"
 PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
-TINY = {  # what is typed in place of a result's own words, so that it takes a second
+# What is typed in place of a result's own words, so that it takes a second.
+TINY = dict.fromkeys(("ablation", "mlp", "engage", "predict"), SMALL)
+TINY |= dict.fromkeys(("layers", "amplify", "intra", "variance", "cure"), f"{SMALL} --sequence-length 4")
+TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8 --permutations 199")
+TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/first"), SINKS)
+TINY |= dict.fromkeys(("smollm2/silence", "models/silence"), f"{SINKS} --num-builders 1")
+TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
-    "layers": f"{SMALL} --sequence-length 4",
-    "ablation": SMALL,
-    "mlp": SMALL,
-    "engage": SMALL,
-    "amplify": f"{SMALL} --sequence-length 4",
-    "intra": f"{SMALL} --sequence-length 4",
-    "variance": f"{SMALL} --sequence-length 4",
-    "predict": SMALL,
-    "cure": f"{SMALL} --sequence-length 4",
     "width": "--seed 1 --num-sequences 4",
-    "compare": f"{PAIR} --units-per-layer 8 --permutations 199",
-    "matrix": f"{PAIR} --units-per-layer 8 --permutations 199",
     "identify": "tiny_llama@1 --seeds 0 3",
     "smollm2/rate": f"{SINKS} --sequence-length 4",
-    "smollm2/anatomy": SINKS,
-    "smollm2/first": SINKS,
     "smollm2/intervene": f"{SINKS} --factor 2",
-    "smollm2/silence": f"{SINKS} --num-builders 1",
-    "models/silence": f"{SINKS} --num-builders 1",
+    "smollm2/transplant": f"{SINKS} --no-controls",
 }
-TINY["smollm2/transplant"] = f"{SINKS} --no-controls"
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
 
@@ -115,7 +106,7 @@ def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, a
     assert not made_anew('"""Of a newborn."""\nx = "#"  # text\n')
     assert not made_anew('"""What is\n\nborn?"""\n# a comment\n\nx = "#"\n')
     assert made_anew('x = "#1"\n')
-    assert made_anew('x = "#"\n', rows=[{}])
+    assert made_anew('x = "#"\n', paper="another")
     environment["files"] = ["gone.py"]
     assert made_anew('x = "#"\n')
     path.write_text("{")

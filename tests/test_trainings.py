@@ -98,19 +98,6 @@ def test_mistakes_before_hours_of_training(tmp_path, monkeypatch):
     assert not Path("runs").exists()
 
 
-def test_runs_and_pairs_are_the_papers():
-    runs = trainings.lineage_runs()
-    first = [run for (_, _, corpus), run in runs.items() if corpus == 1]
-    assert {(run.source, run.data_seed) for run in first} == {(("python",), 0)}  # one corpus in one order
-    second = runs["llama", 123, 2]
-    assert second.init_from == "runs/lineage/tiny_llama-123" and second.source == ("docstrings",)
-    child = {seed: f"runs/lineage/tiny_qwen-{seed}" for seed in trainings.SEEDS}
-    pairs = trainings.table_pairs("qwen", runs)
-    assert ("9", f"{child[2000]}/step_0000000", f"{child[42]}/step_0000000", False) in pairs
-    assert ("10", f"{child[42]}/step_0000000", child[42], True) in pairs
-    assert pairs[-1] == ("12", child[1000], f"{child[123]}-docstrings", False)
-
-
 def test_every_method_answers_for_every_pair(quick, monkeypatch):
     """Small models, trained for two steps: rows say what `paper` says of a pair."""
     small = {"d_model": 64, "d_ff": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
@@ -199,7 +186,7 @@ def test_what_is_noted_is_shown(tmp_path):
     for function, name in ((text.text, "text"), (birth.birth, "birth")):
         made = function(text.NotedSettings(out=str(tmp_path)))
         assert made["rows"] == read_json(ROOT / f"results/{name}.json")["rows"]
-    with pytest.raises(UserError, match="no run in nowhere"):
+    with pytest.raises(UserError, match="nowhere/settings.json"):
         text.text(text.NotedSettings(runs=("nowhere",), out=str(tmp_path)))
 
 
