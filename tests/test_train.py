@@ -467,6 +467,7 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
         (["--sequence-length", "257"], ["--sequence-length 257", "context"]),
         (["--data", "none"], ["no data set in none", "python -m lib.data"]),
         (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], ["has the calibration none"]),
+        (["--init-from", "backcopy@1", "--explicit-sink"], ["has no explicit sink"]),
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),
