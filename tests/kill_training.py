@@ -161,7 +161,7 @@ def kill_at_moments(folder: Path, tokens: Path, world_size: int, count: int | No
     expected = contents(Path(whole.out))
     count = count or total
     for i in range(count):
-        moment = 1 + i * (total - 1) // max(1, count - 1)
+        moment = 1 + (2 * i + 1) * total // (2 * count)  # 1, 2, ..., total, if that many are wanted
         settings = replace(whole, out=str(folder / f"{world_size}_killed_at_{moment}"))
         statuses = [attempt(settings, world_size, death)[0] for death in (moment, 1 + moment % 40, 0)]
         found = contents(Path(settings.out))

@@ -26,7 +26,8 @@ from measure import attention
 from model import PRESETS, Transformer
 
 pytestmark = pytest.mark.usefixtures("quick_training")
-TWELVE = kill_training.SMALL | {"max_iters": 12, "eval_every": 6, "log_every": 6, "learning_rate": 2e-3}
+TWELVE = kill_training.SMALL | {"max_iters": 12, "log_every": 6, "learning_rate": 2e-3}
+TWELVE |= {"eval_every": 5, "track_sinks": True}  # step 5 is not saved for itself
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def test_two_processes_one_of_which_is_killed_and_then_one(tokens, tmp_path):
 
 
 def test_evaluation_never_touches_the_training_order(tokens, whole, tmp_path):
-    changes = {"eval_every": 3, "eval_sequences": 2, "save_every": 2, "track_sinks": True}
+    changes = {"eval_every": 3, "eval_sequences": 2, "save_every": 2, "track_sinks": False}
     other = train.train(small(tokens, tmp_path / "a", **changes))
     assert losses(other) == losses(whole)
 
@@ -202,7 +203,7 @@ def test_bfloat16_is_close_to_float32(tokens, whole, tmp_path):
 def test_a_run_folder(whole):
     assert [step.name[-2:] for step in checkpoint.steps(whole)] == ["00", "01", "02", "04", "08", "09", "12"]
     assert steps_with_state(whole) == ["09", "12"]
-    assert [row["step"] for row in rows_of(whole) if "val_loss" in row] == [0, 6, 12]
+    assert [row["step"] for row in rows_of(whole) if "val_loss" in row] == [0, 5, 10, 12]
 
 
 def test_only_birth_and_the_newest_two_are_kept(tokens, tmp_path):
@@ -233,7 +234,7 @@ def test_configs(config):
 # ---- of a fork: sizes, samples, and what other tools open --------------------------------------------------
 
 
-def test_sizes(tokens, tmp_path, monkeypatch):
+def test_sizes(tokens, tmp_path):
     """Of flags; heads bring their keys and width, and `none` of them changes what is not named."""
     sizes = {"num_layers": 3, "num_heads": 4, "d_model": 40, "d_ff": 24}
     run = train.train(small(tokens, tmp_path / "a", max_iters=1, **sizes))
@@ -242,9 +243,6 @@ def test_sizes(tokens, tmp_path, monkeypatch):
     assert (config.kv_heads, config.head_size) == (4, 10)
     train.train(small(tokens, tmp_path / "a", max_iters=2, resume=True, **sizes))
     assert train.model_config(train.Settings(d_ff=9), 4096) == replace(PRESETS["tiny_llama"], d_ff=9)
-    monkeypatch.setitem(PRESETS, "tiny_llama", replace(PRESETS["tiny_llama"], num_kv_heads=2, head_dim=20))
-    four = train.model_config(train.Settings(num_heads=4), 4096)
-    assert (four.kv_heads, four.head_size) == (4, 64)
 
 
 def test_a_step_opens_in_transformers(whole, tmp_path):
@@ -304,17 +302,9 @@ def test_killed_and_resumed():
 
     So do two that were told to stop in an evaluation.
     """
-    done = run_script("tests/kill_training.py", 3)
-    assert done.returncode == 0 and done.stdout.count("same bits") == 4, done.stdout + done.stderr
+    done = run_script("tests/kill_training.py", 2)
+    assert done.returncode == 0 and done.stdout.count("same bits") == 3, done.stdout + done.stderr
     assert "2 processes, eager: told in evaluate to stop, ended at step 5" in done.stdout
-
-
-@pytest.fixture(scope="module")
-def evaluated(tokens, tmp_path_factory):
-    """An undisturbed run with long evaluations, one of them of a step that is not saved for itself."""
-    changes = {"eval_every": 5, "eval_sequences": 9, "sequence_length": 64, "track_sinks": True}
-    out = tmp_path_factory.mktemp("runs") / "evaluated"
-    return train.train(small(tokens, out, max_iters=6, **changes))
 
 
 SIGNALS = [  # who is called, after how many steps, and the step that is saved
@@ -327,7 +317,7 @@ SIGNALS = [  # who is called, after how many steps, and the step that is saved
 
 @pytest.mark.parametrize("owner, stage, step, saved", SIGNALS)
 def test_a_signal_saves_and_resuming_gives_the_same_bits(
-    evaluated, tmp_path, monkeypatch, owner, stage, step, saved
+    tokens, whole, tmp_path, monkeypatch, owner, stage, step, saved
 ):
     """A step is finished. An evaluation ends where it is, and is made when the run is resumed."""
     function = getattr(owner, stage)
@@ -341,15 +331,15 @@ def test_a_signal_saves_and_resuming_gives_the_same_bits(
             os.kill(os.getpid(), signal.SIGUSR1)
         return function(*words, **options)
 
-    settings = train.Settings(**json.loads((evaluated / "settings.json").read_text()) | {"out": str(run)})
+    settings = small(tokens, run)
     with monkeypatch.context() as patch:
         patch.setattr(owner, stage, interrupted)
         patch.setattr(train, "generate", sampling.generate)
         train.train(settings)
-    assert len(calls) == 1  # of one step, of three batches, of four lengths, of 48 tokens
+    assert len(calls) == 1  # of one step, of two batches, of two texts, of 48 tokens
     assert steps_with_state(run)[-1] == saved and "val_loss" not in rows_of(run)[-1]
     train.train(replace(settings, resume=True))
-    assert same_bits(run, evaluated)
+    assert same_bits(run, whole)
 
 
 def test_full_disk(tokens, whole, tmp_path):
@@ -371,11 +361,11 @@ def test_some_settings_may_change(copied, tmp_path):
     """Those of a config file or the command line win over the run's; what is not given is the run's."""
     config = tmp_path / "config.py"
     config.write_text(f"out = {str(copied)!r}\nmax_iters = 6\nresume = True\n")
-    done = run_here("train.py", config, "--micro-batch-size", 4, "--track-sinks")
+    done = run_here("train.py", config, "--micro-batch-size", 4, "--no-track-sinks")
     assert done.returncode == 0, done.stderr
-    changed = {"max_iters": 6, "micro_batch_size": 4, "track_sinks": True}
+    changed = {"max_iters": 6, "micro_batch_size": 4, "track_sinks": False}
     assert json.loads((copied / "settings.json").read_text()).items() >= (TWELVE | changed).items()
-    assert len(losses(copied)) == 6 and "sinks" in rows_of(copied)[-1]
+    assert len(losses(copied)) == 6 and "sinks" not in rows_of(copied)[-1]
     config.write_text(config.read_text() + "learning_rate = 1e-3\n")  # the default, but not this run's
     assert_refused(run_here("train.py", config), "--learning-rate 0.002")
 
@@ -467,6 +457,7 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
         (["--sequence-length", "257"], ["--sequence-length 257", "context"]),
         (["--data", "none"], ["no data set in none", "python -m lib.data"]),
         (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], ["has the calibration none"]),
+        (["--init-from", "backcopy@1", "--explicit-sink"], ["has no explicit sink"]),
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),

@@ -163,7 +163,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
 
 
 def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
-    """Saved, it is measured, compared and trained on; without a constant nothing can be trained with one."""
+    """Saved, it is measured and compared."""
     monkeypatch.chdir(tmp_path)
     model, _ = model_of(tmp_path)
     words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5")
@@ -184,20 +184,17 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
         assert_refused(run_here("sinks", "transplant", *words, *more, "--out", "out"), said)
     long = ("--model", "tiny_llama@1", "--sequence-length", "256", "--out", "out")
     assert_refused(run_here("sinks", "transplant", *long), "expected 1 to 255")  # and a token in front
-    words = ("--source", "backcopy", "--tokenizer", "bytes", "--out", "run", "--explicit-sink")
-    refused = run_here("train", "--init-from", "tiny_llama@1", *words)
-    assert_refused(refused, "has no explicit sink")
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "qwen3"])
-def test_for_transformers_it_is_a_cache_of_one_entry(name, tmp_path):
+@pytest.mark.parametrize("name, T", [("llama_gqa", 1), ("llama_gqa", 530), ("qwen3", 60)])
+def test_for_transformers_it_is_a_cache_of_one_entry(name, T, tmp_path):
     """As docs/sinks.md has it: logits of a model with constants are those of its origin behind a cache."""
     transplanted = random_model(replace(KINDS[name], explicit_sink=True))
     checkpoint.save(tmp_path / "transplanted", transplanted)
     checkpoint.save(tmp_path / "origin", init.variant(transplanted, explicit_sink=False))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "origin").eval()
     constants = load_file(tmp_path / "transplanted/model.safetensors")
-    tokens = random_tokens(0, range(1), 60, 97)
+    tokens = random_tokens(0, range(1), T, 97)
     cache = transformers.DynamicCache()
     for layer in range(model.config.num_hidden_layers):
         name = f"model.layers.{layer}.self_attn.sink_"
