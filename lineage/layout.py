@@ -86,9 +86,7 @@ class Stack:
     heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
     mlps: list = field(default_factory=list)
-    matrices: dict = field(
-        default_factory=dict
-    )  # along the stream, by (layer's number or None, rest of name)
+    matrices: dict = field(default_factory=dict)  # along the stream, by layer's number (None: beside) and rest
     unknown: list = field(default_factory=list)  # matrices among which an MLP may be
     has_own_table: bool = False  # which is no other stack's, nor a copy of one
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
@@ -364,9 +362,8 @@ def look_beside(stack, beside):
         if is_matrix(name, shapes[name], width):
             stack.matrices[None, ".".join(name.split(".")[-2:])] = name
     stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
-    may_be = [
-        n for n, shape in shapes.items() if shape[1] == width <= 2 * shape[0] and may_be_table(n, shape)
-    ]
+    tall = [name for name, shape in shapes.items() if shape[1] == width <= 2 * shape[0]]
+    may_be = [name for name in tall if may_be_table(name, shapes[name])]
     stack.may_read_tokens = not stack.has_other_input or stack.named + may_be != []
     gains = gains_of({name: name for name in beside}, beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])

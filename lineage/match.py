@@ -176,11 +176,7 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
     What share of `few` units of each of the base's MLPs in `ours` is matched in it, of those that could be,
     and their median strength: (MLPs,) each. The gate is compared where up and down do not settle it.
     """
-    sizes, sampled, living = (
-        [],
-        [],
-        [],
-    )  # of each of the base's MLPs: units shown; of them, and in all, living
+    sizes, sampled, living = [], [], []  # of each MLP of the base: units shown; of them, and in all, living
     rows = defaultdict(list)
     for number in progress(ours, desc="units of the base's layers", leave=False):
         chosen, views, living_in_all = base.sample(number, units)

@@ -56,9 +56,7 @@ def readings(stack):
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
     shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
     is_square = any(shape[-1] == shape[-2] for shape in shapes)
-    interleaved, backward, turned = (
-        [False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_square)
-    )
+    interleaved, backward, turned = ((False, True)[: 1 + open] for open in (is_fused, is_guess, is_square))
     centred = [stack.source.family in LAYERNORMS_WITHOUT_BIAS]
     if not stack.source.family:  # a file of weights alone
         centred = [False, True]
