@@ -86,7 +86,7 @@ class Stack:
     heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
     mlps: list = field(default_factory=list)
-    matrices: dict = field(default_factory=dict)  # along the stream, by layer's number (None: beside) and rest
+    matrices: dict = field(default_factory=dict)  # along the stream, by (layer's number, rest of name)
     unknown: list = field(default_factory=list)  # matrices among which an MLP may be
     has_own_table: bool = False  # which is no other stack's, nor a copy of one
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
