@@ -56,12 +56,9 @@ def digests_of(source, count=None):
 
 def nothing_in(stack, name):
     """What a model of this name has in place of layers that could tell a birth; "" if it has some."""
-    if stack.tables and not stack.layers:
-        return f"{name} has no layers, but an embedding matrix alone"
-    if not stack.source.shapes:
-        return f"{name} has no layers, and no weights: is it an optimizer's state, or a schedule?"
     if not stack.layers:
-        return f"{name} has no layers: its tensors are called {', '.join([*stack.source.shapes][:3])}"
+        first = ", ".join([*stack.source.shapes][:3]) or "nothing: is it an optimizer's state?"
+        return f"{name} has no layers, but {'an embedding matrix alone' if stack.tables else first}"
     begun = [*digests_of(stack, BATCH).values()] if not stack.tables else []
     if len(begun) > 1 and begun.count(begun[0]) == len(begun):
         return f"all layers of {name} have the same numbers, as a formula gives"

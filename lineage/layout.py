@@ -79,7 +79,7 @@ class Stack:
     layers: dict  # by the number in their names: the full names by what follows it
     source: object = None  # the checkpoint
     name: str = ""  # what begins its names, and no other stack's; "" where there are no others
-    has_other_input: bool = False  # does a convolution, or a projection, lead to it?
+    reads_images: bool = False  # by a convolution?
     may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
     tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
@@ -153,7 +153,7 @@ def split(source):
     for stack in stacks:
         stack.source = source
         stack.name = common_name(stack, stacks)
-        stack.has_other_input = has_other_input(stack, outside, reach)
+        stack.reads_images = reads_images(stack, outside, reach)
     feed(stacks, outside, reach)
     unread, turning = {}, []
     for stack in stacks:
@@ -269,28 +269,11 @@ def end_of(name):
     return ".".join(re.split("[./]", name)[-2:])
 
 
-def has_other_input(stack, outside, reach):
-    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?
-
-    No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
-    """
+def reads_images(stack, outside, reach):
+    """Does a convolution lead to a stack? Factors of an adapter are none."""
     others = [name for name in outside if reach[name] == [stack] and not FACTORS.search(name)]
     beside = [outside[name] for name in others if stack.width in outside[name]]
-    if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
-        return True
-    known = {stack.width}  # what tables and a head, turned, lead from
-    read = {other.width for stacks in reach.values() for other in stacks}
-    for name, shape in outside.items():
-        if len(shape) == 2:
-            known |= {shape[1]} if is_table(name, shape) else set()
-            known |= {shape[0]} if shape[1] == stack.width else set()
-            read |= set() if HEAD.search(name) else {shape[1]}
-    is_projection = False
-    for rows, columns in [shape for shape in beside if len(shape) == 2]:
-        if columns == stack.width <= 2 * rows and rows not in read:
-            return False
-        is_projection |= rows == stack.width and columns not in known
-    return is_projection
+    return any(len(shape) > 2 and shape[0] > 1 for shape in beside)
 
 
 def feed(stacks, outside, reach):
@@ -303,7 +286,7 @@ def feed(stacks, outside, reach):
     matrices = [name for name, shape in outside.items() if len(shape) == 2]
     named = [name for name in matrices if is_table(name, outside[name])]
     others = [name for name in matrices if may_be_table(name, outside[name]) or HEAD.search(name)]
-    free = [stack for stack in stacks if not stack.has_other_input]
+    free = [stack for stack in stacks if not stack.reads_images]
     for name in named:
         for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
             stack.named.append(name)
@@ -314,9 +297,9 @@ def feed(stacks, outside, reach):
         large = [name for name in leading if 2 * outside[name][0] >= most]
         stack.named = [name for name in large if not HEAD.search(name)] or large
     fed = [stack for stack in stacks if stack.named]
-    for stack in free:  # a decoder has all that the encoder has beside which the table stands
+    for stack in free:  # a decoder has all that the encoder has beside which the table stands, and more
         if stack not in fed:
-            encoders = [each for each in fed if each.width == stack.width and kinds(each) <= kinds(stack)]
+            encoders = [each for each in fed if each.width == stack.width and kinds(each) < kinds(stack)]
             stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
 
 
@@ -364,7 +347,7 @@ def look_beside(stack, beside):
     stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
     tall = [name for name, shape in shapes.items() if shape[1] == width <= 2 * shape[0]]
     may_be = [name for name in tall if may_be_table(name, shapes[name])]
-    stack.may_read_tokens = not stack.has_other_input or stack.named + may_be != []
+    stack.may_read_tokens = not stack.reads_images or stack.named + may_be != []
     gains = gains_of({name: name for name in beside}, beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     stack.norm = next(iter(norms), None)

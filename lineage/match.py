@@ -15,7 +15,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
 from lineage.table import DEEP, FEWEST_UNITS, HALF, TOKENS_A_DIMENSION, Pair, Row, distinct, mark_units
-from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
+from lineage.views import Units, basis_correlations, evenly_spaced, living_units, seen_alike
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
@@ -73,18 +73,6 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
     return pair
 
 
-def seen_alike(base, suspect, tokens):
-    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
-    basis = basis_correlations(base, suspect, tokens)
-    base = base.seen_in_few
-    for view, directions in base.directions.items():
-        basis[view] = directions @ basis[view]
-    suspect = suspect.seen_in(basis)
-    for view, directions in suspect.directions.items():
-        basis[view] = basis[view] @ directions.T
-    return base, suspect, tokens, basis
-
-
 def score_ways(base, suspect, tokens, basis, units):
     """Yield (shares times strengths, over a few layers; the way): a suspect's gate may be called up."""
     is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
@@ -139,35 +127,6 @@ def layers_to_read(base: Units, suspect: Units, limit):
     """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
     has_same_depth = len(base.layers) == len(suspect.layers)
     return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
-
-
-def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
-    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
-    ids_a, ids_b = (ids[chosen] for ids in tokens)
-    basis = {}
-    for view in ("up", "down"):
-        names = (base.tables_of[view], suspect.tables_of[view])
-        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
-            basis[view] = basis["up"]  # both heads are tied
-            continue
-        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
-        to_a = whitener(a, ids_a, base.tables.root(names[0]))
-        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
-        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
-    basis["gate"] = basis["up"]
-    return basis
-
-
-def whitener(table, ids, root):
-    """W (d, d) that whitens a table: R^(-T), from all rows; where `ids` are some, corrected for these."""
-    inverse = torch.linalg.solve_triangular(root.T, torch.eye(len(root)), upper=False)
-    if len(ids) >= min(len(table), MOST_TOKENS):
-        return inverse
-    gram = inverse @ cross_products(table, ids, table, ids).float() @ inverse.T
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp(min=SMALLEST_EIGENVALUE * values.mean().item())
-    return (vectors * values.rsqrt()) @ vectors.T @ inverse
 
 
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):

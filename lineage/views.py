@@ -198,6 +198,47 @@ class Units:
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
 
 
+def seen_alike(base, suspect, tokens):
+    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
+    basis = basis_correlations(base, suspect, tokens)
+    base = base.seen_in_few
+    for view, directions in base.directions.items():
+        basis[view] = directions @ basis[view]
+    suspect = suspect.seen_in(basis)
+    for view, directions in suspect.directions.items():
+        basis[view] = basis[view] @ directions.T
+    return base, suspect, tokens, basis
+
+
+def basis_correlations(base: Units, suspect: Units, tokens):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
+    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
+    ids_a, ids_b = (ids[chosen] for ids in tokens)
+    basis = {}
+    for view in ("up", "down"):
+        names = (base.tables_of[view], suspect.tables_of[view])
+        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
+            basis[view] = basis["up"]  # both heads are tied
+            continue
+        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
+        to_a = whitener(a, ids_a, base.tables.root(names[0]))
+        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
+        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
+    basis["gate"] = basis["up"]
+    return basis
+
+
+def whitener(table, ids, root):
+    """W (d, d) that whitens a table: R^(-T), from all rows; where `ids` are some, corrected for these."""
+    inverse = torch.linalg.solve_triangular(root.T, torch.eye(len(root)), upper=False)
+    if len(ids) >= min(len(table), MOST_TOKENS):
+        return inverse
+    gram = inverse @ cross_products(table, ids, table, ids).float() @ inverse.T
+    values, vectors = torch.linalg.eigh(gram)
+    values = values.clamp(min=SMALLEST_EIGENVALUE * values.mean().item())
+    return (vectors * values.rsqrt()) @ vectors.T @ inverse
+
+
 def evenly_spaced(count, limit=None):
     """Up to `limit` numbers of 0..count - 1, evenly spaced; None: all."""
     numbers = np.linspace(0, count - 1, min(count, limit or count)).round()

@@ -98,7 +98,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
     a = save_perturbed(tmp_path / "a", config)
     b = noised(a, 0.5)
     base, suspect = Units(a), Units(b)
-    basis = match.basis_correlations(base, suspect, match.equal_ids(base, suspect))
+    basis = views.basis_correlations(base, suspect, match.equal_ids(base, suspect))
     ours = match.correlations_in(base.views(1), suspect.views(1), basis)
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
     assert ours.keys() == by_hand[0].keys()
@@ -145,7 +145,7 @@ def test_a_vocabulary_of_which_a_part_is_shared(tmp_path):
     config = replace(GATED, vocab_size=2000)
     base, suspect = Units(Newborn(config, 1)), Units(Newborn(config, 1))
     for ids in (torch.arange(2000), torch.arange(0, 2000, 5)):
-        basis = match.basis_correlations(base, suspect, (ids, ids))["up"]
+        basis = views.basis_correlations(base, suspect, (ids, ids))["up"]
         torch.testing.assert_close(basis, torch.eye(64), rtol=0, atol=1e-4)  # float32; eigenvalues raised
 
 
