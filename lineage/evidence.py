@@ -22,7 +22,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, NO_WEIGHTS, find, is_varied, residual_rows, size_of
+from lineage.layout import BATCH, NO_WEIGHTS, is_varied, residual_rows, size_of
 from lineage.table import CHANCE_LOG10_P
 from lineage.views import WIDE
 
@@ -30,12 +30,11 @@ MOST_ROWS, FEW_ROWS = 2**14, 2**8  # of a matrix, evenly spaced, that are compar
 
 
 @functools.lru_cache(maxsize=4)  # of two models the beginnings, and all
-def digests_of(source, count=None):
+def digests_of(stack, count=None):
     """By a layer's number, from 1, if its MLPs count, the SHA-256 of each matrix that counts.
 
     If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
     """
-    stack = find(source)
     of_mlps = {name for mlp in stack.mlps for name in mlp.matrices.values()}
     layers = {}
     for number, names in enumerate(progress(stack.layers.values(), desc="bits", leave=False), start=1):
@@ -121,7 +120,6 @@ def weight_correlations(a, b):
     Returns these, and for each layer of b, from 1, with a namesake in a that one's number, and how far the
     numbers of their matrices correlate: the least of all.
     """
-    a, b = find(a), find(b)
     if a.width != b.width:
         return {}, {}
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}

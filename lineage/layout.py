@@ -135,11 +135,6 @@ def size_of(source, names):
     return sum(math.prod(source.shapes[name]) for name in names)
 
 
-def find(source):
-    """The Stack of a checkpoint that is the model; a Stack is its own."""
-    return source if isinstance(source, Stack) else split(source)[0]
-
-
 def split(source):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}

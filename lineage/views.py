@@ -16,7 +16,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, TRIED, find, residual_rows, units_of
+from lineage.layout import BATCH, TRIED, residual_rows, units_of
 
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
@@ -82,9 +82,8 @@ class Tables:
         return clipped(table)
 
 
-def hidden_units(source):
-    """The Units of a stack, or of a checkpoint's first one, by each Reading of it."""
-    stack = find(source)
+def hidden_units(stack):
+    """The Units of a stack by each Reading of it."""
     tables = Tables(stack.source)
     return [Units(stack, reading, tables) for reading in readings(stack)]
 
@@ -92,15 +91,15 @@ def hidden_units(source):
 class Units:
     """The hidden units of a stack's MLPs, as its tokens see them, by one Reading."""
 
-    def __init__(self, source, reading=None, tables=None, directions=None):
-        self.stack = find(source)
-        self.reading = reading or readings(self.stack)[0]
-        self.tables = tables or Tables(self.stack.source)
+    def __init__(self, stack, reading=None, tables=None, directions=None):
+        self.stack = stack
+        self.reading = reading or readings(stack)[0]
+        self.tables = tables or Tables(stack.source)
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
-        self.width = self.stack.width
-        self.mlps = self.stack.mlps
+        self.width = stack.width
+        self.mlps = stack.mlps
         table, head = self.reading.table, self.reading.head
-        shapes = self.stack.source.shapes
+        shapes = stack.source.shapes
         self.num_tokens = min(shapes[table[0]][0], shapes[head[0]][0])
         self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
         self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs

@@ -424,7 +424,7 @@ def with_experts(weights: dict, seed: int) -> dict:
 
 def test_a_plain_mlp_beside_experts():
     base = with_experts(weights_of(BASE), 1)
-    assert len(layout.find(as_source(base, CONFIG)).mlps) == 3 * (1 + 3)
+    assert len(layout.split(as_source(base, CONFIG))[0].mlps) == 3 * (1 + 3)
     answer, sentence = judged(base, with_noise(base))
     assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
     assert judged(base, with_experts(weights_of(STRANGER), 2))[0] == NO_EVIDENCE
