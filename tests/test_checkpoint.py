@@ -254,7 +254,7 @@ def test_models_that_flags_choose(tmp_path):
     [
         ("nano_lama@3", "did you mean nano_llama"),
         ("tiny_llama", "tiny_llama@SEED"),
-        (str(ROOT / "docs"), "config.json is missing: the folder has"),
+        (str(ROOT / "docs"), "is missing: the folder has"),
     ],
 )
 def test_names_of_nothing(name, word):
