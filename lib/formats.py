@@ -12,6 +12,7 @@ is a table of names before the numbers, and of a pickle `weights_only` allows te
 import contextlib
 import functools
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -405,12 +406,13 @@ def parameter_shapes(config):
 class CheckpointReader:
     """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False):
+    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False, packed=()):
         self.place = place  # None: not on the disk
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
         self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
+        self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name):
@@ -423,12 +425,15 @@ class CheckpointReader:
 
 def open_checkpoint(place):
     """The CheckpointReader of a model that `model.py` is; ForeignArchitecture for any other."""
-    return own_checkpoint(place, *contents(place))
+    raw, tensors, packed = contents(place)
+    if packed:
+        raise packed_error(place, packed)
+    return own_checkpoint(place, raw, tensors)
 
 
 def open_any(place):
     """The CheckpointReader of any model: as ours if it is, otherwise of the tensors as they are."""
-    raw, tensors = contents(place)
+    raw, tensors, packed = contents(place)
     try:
         return own_checkpoint(place, raw, tensors)
     except ForeignArchitecture:
@@ -436,11 +441,11 @@ def open_any(place):
     except UserError as error:  # config.json contradicts the weights, which suffice
         if is_first_process():
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
-    return foreign_checkpoint(place, raw or {}, tensors)
+    return foreign_checkpoint(place, raw or {}, tensors, packed)
 
 
 def contents(place):
-    """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
+    """What config.json of a checkpoint says, its LazyTensors, and how many numbers others pack."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     tensors = with_scales(place, raw, tensors)
@@ -448,11 +453,18 @@ def contents(place):
         if tensor.shape == (0,) and tensor.kind in FLOATS:
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
-        if is_packed(name, tensor):
-            remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
-            raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
     weights = {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
-    return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}
+    packed = {}
+    for name, tensor in tensors.items():
+        if is_packed(name, tensor):
+            packed[name] = math.prod(tensor.shape) * (8 if tensor.kind.endswith(("I32", "int32")) else 2)
+    return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}, packed
+
+
+def packed_error(place, packed):
+    """The UserError of a checkpoint with packed tensors."""
+    remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
+    return UserError(f"{place}: {min(packed)} has packed numbers: {remedy}")
 
 
 def is_packed(name, tensor):
@@ -487,14 +499,14 @@ def own_checkpoint(place, raw, tensors):
     return CheckpointReader(place, tensors, config)
 
 
-def foreign_checkpoint(place, raw, tensors):
+def foreign_checkpoint(place, raw, tensors, packed):
     """The CheckpointReader of another architecture, which its tensors alone tell."""
     if tensors and all("lora" in name for name in tensors):
         raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps)
+    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps, packed)
 
 
 def token_ids(place):

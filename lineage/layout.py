@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lib.formats import packed_error
 from lineage.table import A_TENTH
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, an expert, a codebook
@@ -125,9 +126,15 @@ class Stack:
         return self.may_read_tokens and bool(self.mlps or self.unknown or is_named)
 
     @property
+    def packed(self):
+        """How many numbers of its layers are packed, and cannot be read: about, as of 4 bits."""
+        packed = getattr(self.source, "packed", {})
+        return sum(count for name, count in packed.items() if name.startswith(self.prefix))
+
+    @property
     def size(self):
         """The number of parameters in its layers."""
-        return sum(size_of(self.source, names.values()) for names in self.layers.values())
+        return self.packed + sum(size_of(self.source, names.values()) for names in self.layers.values())
 
 
 def size_of(source, names):
@@ -160,7 +167,10 @@ def split(source):
         turns = [name for name in turning if stack.width in shapes[name][-2:]]
         for what, names in {**unread[stack], "changes of basis": turns}.items():
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
+        stack.unread["packed weights"] = stack.packed / max(1, stack.size)
         stack.hides = turns != [] or sum(stack.unread.values()) > A_TENTH
+    if any(stack.packed for stack in stacks) and not any(stack.mlps for stack in stacks):
+        raise packed_error(source.place, source.packed)
     stacks.sort(key=lambda stack: (stack.rank, stack.size), reverse=True)
     for place, stack in enumerate(stacks):
         before = [name for other in stacks[:place] for name in other.named]

@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 from test_layout import drawn, judged
-from test_verdict import changed, fused
+from test_verdict import changed, folder_with, fused
+from test_verdict import judged as judged_sources
 
 from lib.checkpoint import Newborn
+from lib.settings import UserError
 from lineage.disguise import disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from model import ModelConfig
@@ -183,6 +185,24 @@ def test_how_mlps_are_stored(case, who):
     models = [with_mlps(born(config, kind, count), write, count) for kind in ("base", who)]
     verdict, sentence = judged(*[changed(weights, rest) for weights in models])
     assert verdict in right[who], (verdict, sentence)
+
+
+@TWINS
+def test_packed_experts(who, tmp_path):
+    """As compressed-tensors has them, beside readable MLPs; a file with no others is refused."""
+    suspect = born(CONFIG, who)
+    packed = {}
+    for layer in range(3):
+        for view in ("gate", "up", "down"):
+            start = f"model.layers.{layer}.mlp.experts.0.{view}_proj.weight_"
+            packed |= {f"{start}packed": torch.ones(64, 24).int(), f"{start}scale": torch.ones(64, 2)}
+    base = folder_with(tmp_path / "base", born(CONFIG, "base"))
+    verdict, sentence = judged_sources(base, folder_with(tmp_path / "a", suspect | packed))
+    assert verdict == (SAME_BIRTH if who == "guilty" else INCONCLUSIVE), sentence
+    assert "not looked at: packed weights (" in sentence
+    without = {name: weight for name, weight in suspect.items() if ".mlp." not in name}
+    with pytest.raises(UserError, match="packed numbers"):
+        judged_sources(base, folder_with(tmp_path / "b", without | packed))
 
 
 SECOND = {  # a second model in the file, with a head: which one, and must it be kin, too?
