@@ -27,7 +27,7 @@ HEAD = re.compile(r"(?:^|[./])(?:lm_heads?|embed_out|output)(?:\.\d+)?[./](?:wei
 NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names of no embedding matrix
 # Masks are called attn.bias, and unrelated models share rotary tables
 NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
-ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
+ATTENTION = re.compile(r"(?i)attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_(?:[qkv]+|out))\b")
 FACTORS = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada)(?:[._]|$)")  # of what is added
 ADAPTER = re.compile(rf"{FACTORS.pattern}|(?i:(?:^|[._])adapters?(?:[._]|$))")  # in a layer
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
@@ -275,10 +275,10 @@ def end_of(name):
 
 
 def reads_images(stack, outside, reach):
-    """Does a convolution lead to a stack? Factors of an adapter are none."""
+    """Does a convolution lead to a stack? Factors of an adapter are none, nor are positions (T, 1, d)."""
     others = [name for name in outside if reach[name] == [stack] and not FACTORS.search(name)]
-    beside = [outside[name] for name in others if stack.width in outside[name]]
-    return any(len(shape) > 2 and shape[0] > 1 for shape in beside)
+    beside = [[size for size in outside[name] if size > 1] for name in others]
+    return any(len(sizes) > 2 and stack.width in sizes for sizes in beside)
 
 
 def feed(stacks, outside, reach):
@@ -369,11 +369,19 @@ def look_into_layers(stack, beside):
         mlps, others = mlps_of_layer(shapes, names, stack.width, layer)
         stack.mlps += mlps
         stack.unknown += others
-        without_mlp += [] if mlps else others
+        found = {name for mlp in mlps for name in mlp.matrices.values()}
+        left = [name for name in others if name not in found]
+        if largest(shapes, left) > largest(shapes, found):
+            without_mlp += left
         for rest, name in names.items():
             if is_matrix(name, shapes[name], stack.width):
                 stack.matrices[number, rest] = name
     return {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
+
+
+def largest(shapes, names):
+    """The number of parameters of the largest of some tensors; 0 of none."""
+    return max((math.prod(shapes[name]) for name in names), default=0)
 
 
 def without_adapters(names, shapes, adapters):
@@ -530,16 +538,19 @@ def is_varied(weight: Tensor):
     return len(numbers[:: 1 + len(numbers) // BATCH].unique()) >= VARIED
 
 
-def residual_rows(stack, name, weight, turned=False) -> Tensor:
+def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
     """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
 
-    A square one is stored as (outputs, inputs), but GPT-2's and those called kernels; or as is `turned`.
+    A square one is stored as (outputs, inputs), but GPT-2's and those called kernels; or as is `turned`. Its
+    name tells if it `writes`, where None is given.
     """
     by_columns = weight.shape[-1] == stack.width
     if by_columns and weight.shape[-2] == stack.width:
         fused = [shape for n, shape in stack.source.shapes.items() if n.endswith("attn.c_attn.weight")]
         is_turned = name.endswith("kernel") or any(shape[0] == stack.width != shape[-1] for shape in fused)
-        by_columns = (WRITES.search(name) is not None) == (is_turned != turned)
+        if writes is None:
+            writes = WRITES.search(name.replace("/", ".")) is not None
+        by_columns = writes == (is_turned != turned)
     if not by_columns:
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)

@@ -48,7 +48,8 @@ SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 PART_IN_COMMON = "part in common"
-VERDICTS = (SAME_BIRTH, PART_IN_COMMON, INCONCLUSIVE, NO_EVIDENCE)  # what says most comes first
+OF_ONE_STACK = (SAME_BIRTH, INCONCLUSIVE, NO_EVIDENCE)  # of the pairs of a stack the first of these counts,
+OF_ALL_STACKS = (SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE)  # of all stacks of two models the last
 BASE_SHARE, BASE_R = 0.2, 0.5  # of a layer's units that are matched, and how strongly
 HALF = 0.5  # of a layer's units, in the middle of both models
 LATE = 0.75  # of a stack's depth: here its last quarter begins
@@ -238,7 +239,7 @@ def judge_models(pairs):
     """The verdict of two models, the pair of stacks that gave it, and all pairs.
 
     Each stack that may be the language model counts by the one of the other model that it is closest to (that
-    reads tokens, too, or does not, if there is one). All must be kin.
+    reads tokens, too, or does not, if there is one). All must be kin, and none may hide a child.
     """
     bases = language_models([*dict.fromkeys(pair.base for pair in pairs)])
     suspects = language_models([*dict.fromkeys(pair.suspect for pair in pairs)])
@@ -247,26 +248,28 @@ def judge_models(pairs):
     for stack in bases + suspects:
         own = [pair for pair in models if stack in (pair.base, pair.suspect)]
         alike = [pair for pair in own if bool(pair.base.tables) == bool(pair.suspect.tables)]
-        closest.append(min(alike or own, key=lambda pair: VERDICTS.index(pair.verdict)))
-    told = max(closest, key=lambda pair: VERDICTS.index(pair.verdict))
+        closest.append(min(alike or own, key=lambda pair: OF_ONE_STACK.index(pair.verdict)))
+    told = max(closest, key=lambda pair: OF_ALL_STACKS.index(pair.verdict))
     have_part = told.verdict != SAME_BIRTH and any(pair.verdict == SAME_BIRTH for pair in pairs)
     return PART_IN_COMMON if have_part else told.verdict, told, pairs
 
 
 def language_models(stacks):
-    """The stacks that may be the model: the first, what reads tokens and has a head as it has, what has a
-    table of its own, and what is as large; or any, where the first may be a text encoder, without a head.
+    """The stacks that may be the model: what may read tokens, is as the first, or as large; or any, where the
+    first may be a text encoder, without a head.
 
-    None is that has less than a tenth of the largest one's size, or is a list of attention beside MLPs.
+    None is that has less than a tenth of the largest one's size, or no MLPs, if the first has some, or one
+    layer and no table of its own, as a draft head.
     """
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
     for stack in stacks:
-        is_copied = stack.named != [] and not stack.has_own_table and set(stack.named).isdisjoint(first.named)
-        is_like = stack.rank == first.rank and not is_copied
+        is_like = stack.may_read_tokens or stack.rank == first.rank
+        is_draft = len(stack.layers) == 1 and not stack.has_own_table
         is_large = stack.size >= (first.size if first.has_head else least)
-        is_whole = stack.mlps != [] or first.mlps == []
-        if is_whole and stack.size >= least and (is_like or stack.has_own_table or is_large):
+        may_have_mlps = stack.mlps != [] or (stack.tables != [] and stack.may_have_units)
+        is_whole = may_have_mlps or first.mlps == []
+        if is_whole and stack.size >= least and (is_large or (is_like and not is_draft)):
             models.append(stack)
     return models or [first]

@@ -175,7 +175,7 @@ class Units:
         weight = self.stack.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
-        rows = residual_rows(self.stack, name, weight, self.reading.turned).float()
+        rows = residual_rows(self.stack, name, weight, self.reading.turned, view == "down").float()
         if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
