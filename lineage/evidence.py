@@ -133,7 +133,7 @@ def weight_correlations(a, b):
         if all(names) and (layer is None or shapes[0] == shapes[1]):
             rows = [residual_rows(stack, name, stack.source.read(name)) for stack, name in zip((a, b), names)]
             count = min(map(len, rows))
-            rows_a, rows_b = (without_identity(each[:count], 1 + count // most) for each in rows)
+            rows_a, rows_b = (each[: count : 1 + count // most] for each in rows)
             if not is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
             kind = "embedding" if layer is None else "body"
@@ -147,16 +147,6 @@ def weight_correlations(a, b):
         if layer in base_numbers and layer in correlations:
             namesakes[number] = (base_numbers[layer], min(correlations[layer]))
     return values, namesakes
-
-
-def without_identity(rows, step=1):
-    """Every `step`-th of rows (m, d), without the identity that strangers may have begun from, too."""
-    size = min(rows.shape)
-    mean = rows[:size, :size].diagonal().float().mean()
-    if mean.abs() > rows[::step].float().std():
-        rows = rows.float().clone()
-        rows.diagonal().sub_(mean)
-    return rows[::step]
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lib.formats import packed_error
-from lineage.table import A_TENTH
+from lineage.table import A_TENTH, DEEP, LATE
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, an expert, a codebook
 INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # behind the layer's: of an expert, say
@@ -93,6 +93,11 @@ class Stack:
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
     hides: bool = False  # may a child hide there?
 
+    def is_middle(self, layer):
+        """Does a layer stand before its last quarter, and in a deep stack behind the first layer?"""
+        depth = len(self.layers)
+        return (layer - 1) / depth < LATE and not (layer == 1 and depth >= DEEP)
+
     @property
     def missing(self):
         """What was not found of all that units are looked for with; "" if nothing."""
@@ -149,7 +154,7 @@ def split(source):
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     if not stacks:
-        widths = [shape[1] for name, shape in outside.items() if is_table(name, shape)]
+        widths = [shape[1] for name, shape in outside.items() if len(shape) == 2 and TABLE.search(name)]
         stacks = [Stack("", max(widths, default=0), {})]
     reach = {name: closest(name, stacks) for name in outside}
     for stack in stacks:
@@ -259,16 +264,6 @@ def common_name(stack, stacks):
     return stack.prefix.rstrip("._/")
 
 
-def is_table(name, shape):
-    """Is a tensor an embedding matrix by its name?"""
-    return len(shape) == 2 and TABLE.search(name) is not None
-
-
-def may_be_table(name, shape):
-    """May a tensor be one, by the last two parts of its name?"""
-    return len(shape) == 2 and not NO_TABLE.search(end_of(name))
-
-
 def end_of(name):
     """The last two parts of a name."""
     return ".".join(re.split("[./]", name)[-2:])
@@ -289,8 +284,8 @@ def feed(stacks, outside, reach):
     is called a head is the last choice: it may be tied.
     """
     matrices = [name for name, shape in outside.items() if len(shape) == 2]
-    named = [name for name in matrices if is_table(name, outside[name])]
-    others = [name for name in matrices if may_be_table(name, outside[name]) or HEAD.search(name)]
+    named = [name for name in matrices if TABLE.search(name)]
+    others = [name for name in matrices if HEAD.search(name) or not NO_TABLE.search(end_of(name))]
     free = [stack for stack in stacks if not stack.reads_images]
     for name in named:
         for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
@@ -319,7 +314,7 @@ def fed_by(name, outside, stacks):
     """Those of some stacks whose stream a table leads to, narrow ones by a projection: the closest ones."""
     size = outside[name][1]
     fitting = [stack for stack in stacks if stack.width == size]
-    if not fitting and is_table(name, outside[name]):
+    if not fitting and TABLE.search(name):
         shapes = {*outside.values()}
         fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
     return closest(name, fitting)
@@ -351,7 +346,7 @@ def look_beside(stack, beside):
             stack.matrices[None, ".".join(name.split(".")[-2:])] = name
     stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
     tall = [name for name, shape in shapes.items() if shape[1] == width <= 2 * shape[0]]
-    may_be = [name for name in tall if may_be_table(name, shapes[name])]
+    may_be = [name for name in tall if not NO_TABLE.search(end_of(name))]
     stack.may_read_tokens = not stack.reads_images or stack.named + may_be != []
     gains = gains_of({name: name for name in beside}, beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])

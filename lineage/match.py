@@ -114,11 +114,11 @@ def match_models(base: Units, suspect: Units, tokens, basis=None, units=1024, la
         "suspect": [suspect.mlps[number].label for number in theirs],
         "share": np.transpose(shares).tolist(),
     }
-    widths = (base.width, suspect.width)
-    pair = Pair(rows, layer_map, widths, num_tokens=len(ids_a))
-    if len(ids_a) >= TOKENS_A_DIMENSION * max(widths):
-        alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
-        by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
+    pair = Pair(rows, layer_map, num_tokens=len(ids_a))
+    narrow, wide = sorted((base.width, suspect.width))
+    if len(ids_a) >= TOKENS_A_DIMENSION * wide:
+        alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / narrow
+        by_chance = wide / len(ids_a)  # the mean of random tables: they share dimensions
         pair.table_likeness = (alike - by_chance) / (1 - by_chance)
     return pair
 
@@ -192,11 +192,10 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
         far = distance(base.rows(base_number, view)[base_units], suspect.rows(number, view)[suspect_units])
     return Row(
         layer=mlp.layer,
-        depth=len(suspect.stack.layers),
         label=mlp.label,
         closest=base_mlp.layer,
-        base_depth=len(base.stack.layers),
         base_label=base_mlp.label,
+        num_middle=base.stack.is_middle(base_mlp.layer) + suspect.stack.is_middle(mlp.layer),
         found=len(places),
         units=min(living_units(base_views), living_units(views)),
         r=strengths.median().item() if len(places) else 0.0,
@@ -208,14 +207,12 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
 
 def matched_in(base_views, views, basis):
     """The `matched_units` of some units of a base and of a suspect, by the views that both have."""
-    found = correlations_in(base_views, views, basis)
-    return matched_units([mutual_neighbours(sizes) for sizes in found.values()])
-
-
-def correlations_in(base_views, views, basis):
-    """|Correlations| of a base's units with a suspect's in the views that both have: (n, m) by view."""
-    common = [view for view in base_views if view in views]
-    return {view: (base_views[view].T @ basis[view] @ views[view]).abs_() for view in common}
+    neighbours = []
+    for view in base_views:
+        if view in views:
+            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
+            neighbours.append(mutual_neighbours(correlations.abs_()))
+    return matched_units(neighbours)
 
 
 def distance(rows_a, rows_b):

@@ -172,14 +172,3 @@ def test_few_rows_of_wide_models_say_the_same(monkeypatch):
             assert (few_rows[kind] - all_rows[kind]).abs().max() < 5.5 / (17 * matrices) ** 0.5
         for layers, r in all_layers.items():  # the least of seven
             assert few_layers[layers] == pytest.approx(r, abs=5 / (192 * 17) ** 0.5)
-
-
-def test_a_common_identity_is_no_kinship():
-    """Of matrices that begin as the identity what was learnt since is compared."""
-    noise = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(0)) * 0.02
-    rows = [evidence.without_identity(each + torch.eye(96)) for each in noise]
-    for found, since in zip(rows, noise):
-        torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
-    torch.testing.assert_close(evidence.without_identity(noise[0]), noise[0], atol=0, rtol=0)
-    few = evidence.without_identity(noise[0] + torch.eye(96), 7)
-    torch.testing.assert_close(few, rows[0][::7], atol=0, rtol=0)

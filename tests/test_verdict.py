@@ -45,14 +45,14 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
     Without counts no units are looked for. `more` may have `equal` layers and `namesakes`, `read` layers,
     another `lack`, and the `embedding`'s coordinates.
     """
+    stack = Stack("", 256, dict.fromkeys(range(depth), {}), tables=[("table",)])
     rows = []
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
         closest = (base_layers or {}).get(layer, layer)
         found = counts.get(layer, 1)
-        row = Row(layer, depth, f"layer {layer}", 0, 0, closest, depth, "", found, units, r, 1, found, 0.2)
-        rows.append(row)
-    pair = Pair(rows, {}, (256, 256), 4096, 0.06)
-    pair.base = pair.suspect = Stack("", 256, dict.fromkeys(range(depth), {}), tables=[("table",)])
+        middle = stack.is_middle(layer) + stack.is_middle(closest)
+        rows.append(Row(layer, f"layer {layer}", 0, 0, closest, "", middle, found, units, r, 1, found, 0.2))
+    pair = Pair(rows, {}, 4096, 0.06, stack, stack)
     pair.lack, pair.may_hide = more.get("lack", ""), more.get("may_hide", False)
     for kind, test in (("body", body), ("embedding", more.get("embedding"))):
         if test:
