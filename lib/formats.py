@@ -1,11 +1,8 @@
 """What is in a stranger's checkpoint?
 
-    >>> from pathlib import Path
     >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or others of FAMILIES; or our own
     >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
     torch.Size([4096])
-    >>> open_any(Path("/models/pythia-70m")).shapes["gpt_neox.final_layer_norm.weight"]
-    (512,)
 
 A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
 .gguf file, which has all in it, may be named in its place. Nothing is executed: a .safetensors or .gguf file
@@ -15,6 +12,7 @@ is a table of names before the numbers, and of a pickle `weights_only` allows te
 import contextlib
 import functools
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -89,7 +87,7 @@ PLAIN = {  # what our model does; other values of these keys are refused
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PART = re.compile(r"(consolidated\.|mp_rank_)(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.|_rank_?\d+\.")  # by name
+PART = re.compile(r"(consolidated\.|mp_rank_)(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.")  # of a model, by name
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -110,14 +108,6 @@ SCALING_KEYS = {  # our name of a part of Llama 3's RoPE: Hugging Face's
     "high_frequency_factor": "high_freq_factor",
 }
 NEUTRAL = ("0", "0.0", "1.0", "none", "False")  # values of a .gguf file's keys of RoPE
-HINTS = (  # what a file begins with, or a library says of it: what it means, and what to do
-    ("^version https://git-lfs", "it is a git-LFS pointer, not the file itself: run `git lfs pull`"),
-    (r"(?<=GLOBAL )\S+|Unsupported operand .*", "its pickle has {}: if you trust it, save its weights alone"),
-    (
-        "zip (?:file|archive)|header (?:too small|length)|not fully cover|requires a buffer|not in the file",
-        "it is shorter than it says of itself: download it again",
-    ),
-)
 
 
 class ForeignArchitecture(UserError):
@@ -145,24 +135,9 @@ def as_user_error(path):
         raise
     except BaseException as error:  # panics of Rust are no Exception
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        for pattern, advice in HINTS:
-            found = re.search(pattern, f"{beginning(path)}\n{error}", re.MULTILINE)
-            if found:
-                reason = advice.format(found[0])
-                break
+        if beginning(path).startswith("version https://git-lfs"):
+            reason = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
         raise UserError(f"cannot read {path}: {reason}") from None
-
-
-def find_file(folder, names):
-    """The first of these files that a folder has; UserError, with what it has instead, for none of them."""
-    for name in names:
-        if exists(folder / name):
-            return folder / name
-    there = ", ".join(sorted(path.name for path in folder.glob("*"))[:5]) or "nothing"
-    raise UserError(f"{folder / names[0]} is missing: the folder has {there}. A file may be named, too")
-
-
-# ---- files of tensors --------------------------------------------------------------------------------------
 
 
 def is_gguf(place):
@@ -191,11 +166,21 @@ def safetensors_of(path):
 def pickled_tensors(path):
     """The LazyTensors of a file of torch.save, by name."""
     values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    inside = [values[key] for key in NESTED if isinstance(values.get(key), dict)]
+    for key in NESTED:
+        if isinstance(values.get(key), dict):
+            return tensors_in(values[key])
+    return tensors_in(values)
+
+
+def tensors_in(values, prefix=""):
+    """The LazyTensors in dictionaries of dictionaries, by their keys with dots between them."""
     tensors = {}
-    for name, value in flat_tensors(inside[0] if inside else values).items():
-        read = partial(part_of, torch.detach, value)
-        tensors[name] = LazyTensor(tuple(value.shape), str(value.dtype), read)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            tensors |= tensors_in(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            read = partial(part_of, torch.detach, value)
+            tensors[f"{prefix}{key}"] = LazyTensor(tuple(value.shape), str(value.dtype), read)
     return tensors
 
 
@@ -204,30 +189,14 @@ def part_of(read, tensor, part=...):
     return read(tensor)[part].clone()
 
 
-def flat_tensors(values):
-    """The tensors in dictionaries of dictionaries, by their keys with dots between them."""
-    tensors = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            tensors |= {f"{key}.{name}": tensor for name, tensor in flat_tensors(value).items()}
-        elif isinstance(value, torch.Tensor):
-            tensors[str(key)] = value
-    return tensors
-
-
 def open_tensors(paths):
     """The LazyTensors of several files, by name."""
     tensors = {}
     for path in paths:
         check_regular(path)
         with as_user_error(path):
-            start = beginning(path)
-            if start.startswith("PK") and start[8:9] != "{":  # which stands behind a header's length
-                tensors |= pickled_tensors(path)
-            elif start[8:9] in ("", "{"):
-                tensors |= safetensors_of(path)
-            else:
-                raise ValueError("expected a .safetensors or .gguf file, or torch.save's since 1.6")
+            is_safe = beginning(path)[8:9] == "{"  # behind the length of a header
+            tensors |= safetensors_of(path) if is_safe else pickled_tensors(path)
     return tensors
 
 
@@ -308,23 +277,22 @@ def multiplied(label, read, read_scale, blocks, part=...):
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
-        second = Path(re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place)))
-        if PART.search(f"{place.parent.name}/{place.name}") or (second != place and exists(second)):
+        if PART.search(f"{place.parent.name}/{place.name}"):
             raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
         return [place]
-    path = find_file(place, WEIGHT_FILES)
+    names = [name for name in WEIGHT_FILES if exists(place / name)]
+    if not names:
+        there = ", ".join(sorted(path.name for path in place.glob("*"))[:5]) or "nothing"
+        raise UserError(f"{place / WEIGHT_FILES[0]} is missing: the folder has {there}. A file may be named")
+    path = place / names[0]
     if path.suffix != ".json":
         return [path]
-    suffix = path.name.split(".")[1]
     with as_user_error(path):
         shards = set(read_json(path)["weight_map"].values())
         for shard in shards:
-            if Path(shard).name != shard or not shard.endswith(suffix):
-                raise UserError(f"{path}: expected .{suffix} in this folder, not {shard!r}")
+            if Path(shard).name != shard:
+                raise UserError(f"{path}: expected files in this folder, not {shard!r}")
     return sorted(place / shard for shard in shards)
-
-
-# ---- configurations ----------------------------------------------------------------------------------------
 
 
 def folder_of(place):
@@ -333,12 +301,11 @@ def folder_of(place):
 
 
 def raw_config(place):
-    """What config.json of a checkpoint says, a dictionary; None for a file that has none beside it."""
+    """What config.json of a checkpoint says, a dictionary; None where there is none."""
     if is_gguf(place):
         return gguf_config(open_gguf(place))
-    if not isdir(place) and not exists(place.parent / "config.json"):
-        return None
-    return read_json(find_file(folder_of(place), ["config.json"]))
+    path = folder_of(place) / "config.json"
+    return read_json(path) if exists(path) else None
 
 
 def gguf_config(file):
@@ -376,8 +343,7 @@ def gguf_rope(file, family, head_dim):
 def config_from_hf(raw, place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     if raw is None:
-        path = place.parent / "config.json"
-        raise ForeignArchitecture(f"{path} is missing")
+        raise ForeignArchitecture(f"{folder_of(place) / 'config.json'} is missing")
     family = raw.get("model_type")
     if family == "bornbiased":
         values = {key: value for key, value in raw.items() if key != "model_type"}
@@ -437,18 +403,16 @@ def parameter_shapes(config):
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-# ---- checkpoints -------------------------------------------------------------------------------------------
-
-
 class CheckpointReader:
     """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False):
+    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False, packed=()):
         self.place = place  # None: not on the disk
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
         self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
+        self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
     def read(self, name):
@@ -461,12 +425,15 @@ class CheckpointReader:
 
 def open_checkpoint(place):
     """The CheckpointReader of a model that `model.py` is; ForeignArchitecture for any other."""
-    return own_checkpoint(place, *contents(place))
+    raw, tensors, packed = contents(place)
+    if packed:
+        raise packed_error(place, packed)
+    return own_checkpoint(place, raw, tensors)
 
 
 def open_any(place):
     """The CheckpointReader of any model: as ours if it is, otherwise of the tensors as they are."""
-    raw, tensors = contents(place)
+    raw, tensors, packed = contents(place)
     try:
         return own_checkpoint(place, raw, tensors)
     except ForeignArchitecture:
@@ -474,11 +441,11 @@ def open_any(place):
     except UserError as error:  # config.json contradicts the weights, which suffice
         if is_first_process():
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
-    return foreign_checkpoint(place, raw or {}, tensors)
+    return foreign_checkpoint(place, raw or {}, tensors, packed)
 
 
 def contents(place):
-    """What config.json of a checkpoint says, and its LazyTensors; UserError for packed or missing numbers."""
+    """What config.json of a checkpoint says, its LazyTensors, and how many numbers others pack."""
     raw = raw_config(place)
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     tensors = with_scales(place, raw, tensors)
@@ -486,11 +453,18 @@ def contents(place):
         if tensor.shape == (0,) and tensor.kind in FLOATS:
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
-        if is_packed(name, tensor):
-            remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
-            raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")
     weights = {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
-    return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}
+    packed = {}
+    for name, tensor in tensors.items():
+        if is_packed(name, tensor):
+            packed[name] = math.prod(tensor.shape) * (8 if tensor.kind.endswith(("I32", "int32")) else 2)
+    return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}, packed
+
+
+def packed_error(place, packed):
+    """The UserError of a checkpoint with packed tensors."""
+    remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
+    return UserError(f"{place}: {min(packed)} has packed numbers: {remedy}")
 
 
 def is_packed(name, tensor):
@@ -525,14 +499,14 @@ def own_checkpoint(place, raw, tensors):
     return CheckpointReader(place, tensors, config)
 
 
-def foreign_checkpoint(place, raw, tensors):
+def foreign_checkpoint(place, raw, tensors, packed):
     """The CheckpointReader of another architecture, which its tensors alone tell."""
     if tensors and all("lora" in name for name in tensors):
         raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps)
+    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps, packed)
 
 
 def token_ids(place):

@@ -22,7 +22,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, NO_WEIGHTS, find, is_varied, residual_rows, size_of
+from lineage.layout import BATCH, NO_WEIGHTS, is_varied, residual_rows, size_of
 from lineage.table import CHANCE_LOG10_P
 from lineage.views import WIDE
 
@@ -30,12 +30,11 @@ MOST_ROWS, FEW_ROWS = 2**14, 2**8  # of a matrix, evenly spaced, that are compar
 
 
 @functools.lru_cache(maxsize=4)  # of two models the beginnings, and all
-def digests_of(source, count=None):
+def digests_of(stack, count=None):
     """By a layer's number, from 1, if its MLPs count, the SHA-256 of each matrix that counts.
 
     If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
     """
-    stack = find(source)
     of_mlps = {name for mlp in stack.mlps for name in mlp.matrices.values()}
     layers = {}
     for number, names in enumerate(progress(stack.layers.values(), desc="bits", leave=False), start=1):
@@ -56,12 +55,9 @@ def digests_of(source, count=None):
 
 def nothing_in(stack, name):
     """What a model of this name has in place of layers that could tell a birth; "" if it has some."""
-    if stack.tables and not stack.layers:
-        return f"{name} has no layers, but an embedding matrix alone"
-    if not stack.source.shapes:
-        return f"{name} has no layers, and no weights: is it an optimizer's state, or a schedule?"
     if not stack.layers:
-        return f"{name} has no layers: its tensors are called {', '.join([*stack.source.shapes][:3])}"
+        first = ", ".join([*stack.source.shapes][:3]) or "nothing: is it an optimizer's state?"
+        return f"{name} has no layers, but {'an embedding matrix alone' if stack.tables else first}"
     begun = [*digests_of(stack, BATCH).values()] if not stack.tables else []
     if len(begun) > 1 and begun.count(begun[0]) == len(begun):
         return f"all layers of {name} have the same numbers, as a formula gives"
@@ -124,7 +120,6 @@ def weight_correlations(a, b):
     Returns these, and for each layer of b, from 1, with a namesake in a that one's number, and how far the
     numbers of their matrices correlate: the least of all.
     """
-    a, b = find(a), find(b)
     if a.width != b.width:
         return {}, {}
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
@@ -138,7 +133,7 @@ def weight_correlations(a, b):
         if all(names) and (layer is None or shapes[0] == shapes[1]):
             rows = [residual_rows(stack, name, stack.source.read(name)) for stack, name in zip((a, b), names)]
             count = min(map(len, rows))
-            rows_a, rows_b = (without_identity(each[:count], 1 + count // most) for each in rows)
+            rows_a, rows_b = (each[: count : 1 + count // most] for each in rows)
             if not is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
                 continue  # a mask, or another constant, which unrelated models share
             kind = "embedding" if layer is None else "body"
@@ -152,16 +147,6 @@ def weight_correlations(a, b):
         if layer in base_numbers and layer in correlations:
             namesakes[number] = (base_numbers[layer], min(correlations[layer]))
     return values, namesakes
-
-
-def without_identity(rows, step=1):
-    """Every `step`-th of rows (m, d), without the identity that strangers may have begun from, too."""
-    size = min(rows.shape)
-    mean = rows[:size, :size].diagonal().float().mean()
-    if mean.abs() > rows[::step].float().std():
-        rows = rows.float().clone()
-        rows.diagonal().sub_(mean)
-    return rows[::step]
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):

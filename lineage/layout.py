@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lineage.table import A_TENTH
+from lib.formats import packed_error
+from lineage.table import A_TENTH, DEEP, LATE
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, an expert, a codebook
 INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # behind the layer's: of an expert, say
@@ -26,7 +27,7 @@ HEAD = re.compile(r"(?:^|[./])(?:lm_heads?|embed_out|output)(?:\.\d+)?[./](?:wei
 NO_TABLE = re.compile(r"pos|wpe|type|patch|proj|score|class|pool|kernel$")  # in names of no embedding matrix
 # Masks are called attn.bias, and unrelated models share rotary tables
 NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis|(?:cos|sin)(?:_cached)?)$")
-ATTENTION = re.compile(r"attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_[qkv])\b", re.IGNORECASE)
+ATTENTION = re.compile(r"(?i)attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_(?:[qkv]+|out))\b")
 FACTORS = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada)(?:[._]|$)")  # of what is added
 ADAPTER = re.compile(rf"{FACTORS.pattern}|(?i:(?:^|[._])adapters?(?:[._]|$))")  # in a layer
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
@@ -79,20 +80,23 @@ class Stack:
     layers: dict  # by the number in their names: the full names by what follows it
     source: object = None  # the checkpoint
     name: str = ""  # what begins its names, and no other stack's; "" where there are no others
-    has_other_input: bool = False  # does a convolution, or a projection, lead to it?
+    reads_images: bool = False  # by a convolution?
     may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
     tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
     heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
     mlps: list = field(default_factory=list)
-    matrices: dict = field(
-        default_factory=dict
-    )  # along the stream, by (layer's number or None, rest of name)
+    matrices: dict = field(default_factory=dict)  # along the stream, by (layer's number, rest of name)
     unknown: list = field(default_factory=list)  # matrices among which an MLP may be
     has_own_table: bool = False  # which is no other stack's, nor a copy of one
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
     hides: bool = False  # may a child hide there?
+
+    def is_middle(self, layer):
+        """Does a layer stand before its last quarter, and in a deep stack behind the first layer?"""
+        depth = len(self.layers)
+        return (layer - 1) / depth < LATE and not (layer == 1 and depth >= DEEP)
 
     @property
     def missing(self):
@@ -127,19 +131,20 @@ class Stack:
         return self.may_read_tokens and bool(self.mlps or self.unknown or is_named)
 
     @property
+    def packed(self):
+        """How many numbers of its layers are packed, and cannot be read: about, as of 4 bits."""
+        packed = getattr(self.source, "packed", {})
+        return sum(count for name, count in packed.items() if name.startswith(self.prefix))
+
+    @property
     def size(self):
         """The number of parameters in its layers."""
-        return sum(size_of(self.source, names.values()) for names in self.layers.values())
+        return self.packed + sum(size_of(self.source, names.values()) for names in self.layers.values())
 
 
 def size_of(source, names):
     """The number of parameters of some tensors."""
     return sum(math.prod(source.shapes[name]) for name in names)
-
-
-def find(source):
-    """The Stack of a checkpoint that is the model; a Stack is its own."""
-    return source if isinstance(source, Stack) else split(source)[0]
 
 
 def split(source):
@@ -149,13 +154,13 @@ def split(source):
     inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
     if not stacks:
-        widths = [shape[1] for name, shape in outside.items() if is_table(name, shape)]
+        widths = [shape[1] for name, shape in outside.items() if len(shape) == 2 and TABLE.search(name)]
         stacks = [Stack("", max(widths, default=0), {})]
     reach = {name: closest(name, stacks) for name in outside}
     for stack in stacks:
         stack.source = source
         stack.name = common_name(stack, stacks)
-        stack.has_other_input = has_other_input(stack, outside, reach)
+        stack.reads_images = reads_images(stack, outside, reach)
     feed(stacks, outside, reach)
     unread, turning = {}, []
     for stack in stacks:
@@ -167,7 +172,10 @@ def split(source):
         turns = [name for name in turning if stack.width in shapes[name][-2:]]
         for what, names in {**unread[stack], "changes of basis": turns}.items():
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
+        stack.unread["packed weights"] = stack.packed / max(1, stack.size)
         stack.hides = turns != [] or sum(stack.unread.values()) > A_TENTH
+    if any(stack.packed for stack in stacks) and not any(stack.mlps for stack in stacks):
+        raise packed_error(source.place, source.packed)
     stacks.sort(key=lambda stack: (stack.rank, stack.size), reverse=True)
     for place, stack in enumerate(stacks):
         before = [name for other in stacks[:place] for name in other.named]
@@ -256,43 +264,16 @@ def common_name(stack, stacks):
     return stack.prefix.rstrip("._/")
 
 
-def is_table(name, shape):
-    """Is a tensor an embedding matrix by its name?"""
-    return len(shape) == 2 and TABLE.search(name) is not None
-
-
-def may_be_table(name, shape):
-    """May a tensor be one, by the last two parts of its name?"""
-    return len(shape) == 2 and not NO_TABLE.search(end_of(name))
-
-
 def end_of(name):
     """The last two parts of a name."""
     return ".".join(re.split("[./]", name)[-2:])
 
 
-def has_other_input(stack, outside, reach):
-    """Does something else than an embedding matrix lead to a stack: a convolution, or a projection?
-
-    No projection does where a matrix beside it has rows that nothing reads: these may be tokens.
-    """
+def reads_images(stack, outside, reach):
+    """Does a convolution lead to a stack? Factors of an adapter are none, nor are positions (T, 1, d)."""
     others = [name for name in outside if reach[name] == [stack] and not FACTORS.search(name)]
-    beside = [outside[name] for name in others if stack.width in outside[name]]
-    if any(len(shape) > 2 and shape[0] > 1 for shape in beside):
-        return True
-    known = {stack.width}  # what tables and a head, turned, lead from
-    read = {other.width for stacks in reach.values() for other in stacks}
-    for name, shape in outside.items():
-        if len(shape) == 2:
-            known |= {shape[1]} if is_table(name, shape) else set()
-            known |= {shape[0]} if shape[1] == stack.width else set()
-            read |= set() if HEAD.search(name) else {shape[1]}
-    is_projection = False
-    for rows, columns in [shape for shape in beside if len(shape) == 2]:
-        if columns == stack.width <= 2 * rows and rows not in read:
-            return False
-        is_projection |= rows == stack.width and columns not in known
-    return is_projection
+    beside = [[size for size in outside[name] if size > 1] for name in others]
+    return any(len(sizes) > 2 and stack.width in sizes for sizes in beside)
 
 
 def feed(stacks, outside, reach):
@@ -303,9 +284,9 @@ def feed(stacks, outside, reach):
     is called a head is the last choice: it may be tied.
     """
     matrices = [name for name, shape in outside.items() if len(shape) == 2]
-    named = [name for name in matrices if is_table(name, outside[name])]
-    others = [name for name in matrices if may_be_table(name, outside[name]) or HEAD.search(name)]
-    free = [stack for stack in stacks if not stack.has_other_input]
+    named = [name for name in matrices if TABLE.search(name)]
+    others = [name for name in matrices if HEAD.search(name) or not NO_TABLE.search(end_of(name))]
+    free = [stack for stack in stacks if not stack.reads_images]
     for name in named:
         for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
             stack.named.append(name)
@@ -316,9 +297,9 @@ def feed(stacks, outside, reach):
         large = [name for name in leading if 2 * outside[name][0] >= most]
         stack.named = [name for name in large if not HEAD.search(name)] or large
     fed = [stack for stack in stacks if stack.named]
-    for stack in free:  # a decoder has all that the encoder has beside which the table stands
+    for stack in free:  # a decoder has all that the encoder has beside which the table stands, and more
         if stack not in fed:
-            encoders = [each for each in fed if each.width == stack.width and kinds(each) <= kinds(stack)]
+            encoders = [each for each in fed if each.width == stack.width and kinds(each) < kinds(stack)]
             stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
 
 
@@ -333,7 +314,7 @@ def fed_by(name, outside, stacks):
     """Those of some stacks whose stream a table leads to, narrow ones by a projection: the closest ones."""
     size = outside[name][1]
     fitting = [stack for stack in stacks if stack.width == size]
-    if not fitting and is_table(name, outside[name]):
+    if not fitting and TABLE.search(name):
         shapes = {*outside.values()}
         fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
     return closest(name, fitting)
@@ -364,10 +345,9 @@ def look_beside(stack, beside):
         if is_matrix(name, shapes[name], width):
             stack.matrices[None, ".".join(name.split(".")[-2:])] = name
     stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
-    may_be = [
-        n for n, shape in shapes.items() if shape[1] == width <= 2 * shape[0] and may_be_table(n, shape)
-    ]
-    stack.may_read_tokens = not stack.has_other_input or stack.named + may_be != []
+    tall = [name for name, shape in shapes.items() if shape[1] == width <= 2 * shape[0]]
+    may_be = [name for name in tall if not NO_TABLE.search(end_of(name))]
+    stack.may_read_tokens = not stack.reads_images or stack.named + may_be != []
     gains = gains_of({name: name for name in beside}, beside, width)
     norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
     stack.norm = next(iter(norms), None)
@@ -384,11 +364,19 @@ def look_into_layers(stack, beside):
         mlps, others = mlps_of_layer(shapes, names, stack.width, layer)
         stack.mlps += mlps
         stack.unknown += others
-        without_mlp += [] if mlps else others
+        found = {name for mlp in mlps for name in mlp.matrices.values()}
+        left = [name for name in others if name not in found]
+        if largest(shapes, left) > largest(shapes, found):
+            without_mlp += left
         for rest, name in names.items():
             if is_matrix(name, shapes[name], stack.width):
                 stack.matrices[number, rest] = name
     return {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
+
+
+def largest(shapes, names):
+    """The number of parameters of the largest of some tensors; 0 of none."""
+    return max((math.prod(shapes[name]) for name in names), default=0)
 
 
 def without_adapters(names, shapes, adapters):
@@ -545,16 +533,19 @@ def is_varied(weight: Tensor):
     return len(numbers[:: 1 + len(numbers) // BATCH].unique()) >= VARIED
 
 
-def residual_rows(stack, name, weight, turned=False) -> Tensor:
+def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
     """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
 
-    A square one is stored as (outputs, inputs), but GPT-2's and those called kernels; or as is `turned`.
+    A square one is stored as (outputs, inputs), but GPT-2's and those called kernels; or as is `turned`. Its
+    name tells if it `writes`, where None is given.
     """
     by_columns = weight.shape[-1] == stack.width
     if by_columns and weight.shape[-2] == stack.width:
         fused = [shape for n, shape in stack.source.shapes.items() if n.endswith("attn.c_attn.weight")]
         is_turned = name.endswith("kernel") or any(shape[0] == stack.width != shape[-1] for shape in fused)
-        by_columns = (WRITES.search(name) is not None) == (is_turned != turned)
+        if writes is None:
+            writes = WRITES.search(name.replace("/", ".")) is not None
+        by_columns = writes == (is_turned != turned)
     if not by_columns:
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)

@@ -15,7 +15,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
 from lineage.table import DEEP, FEWEST_UNITS, HALF, TOKENS_A_DIMENSION, Pair, Row, distinct, mark_units
-from lineage.views import MOST_TOKENS, SMALLEST_EIGENVALUE, Units, cross_products, evenly_spaced, living_units
+from lineage.views import Units, basis_correlations, evenly_spaced, living_units, seen_alike
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
@@ -73,18 +73,6 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
     return pair
 
 
-def seen_alike(base, suspect, tokens):
-    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
-    basis = basis_correlations(base, suspect, tokens)
-    base = base.seen_in_few
-    for view, directions in base.directions.items():
-        basis[view] = directions @ basis[view]
-    suspect = suspect.seen_in(basis)
-    for view, directions in suspect.directions.items():
-        basis[view] = basis[view] @ directions.T
-    return base, suspect, tokens, basis
-
-
 def score_ways(base, suspect, tokens, basis, units):
     """Yield (shares times strengths, over a few layers; the way): a suspect's gate may be called up."""
     is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
@@ -126,11 +114,11 @@ def match_models(base: Units, suspect: Units, tokens, basis=None, units=1024, la
         "suspect": [suspect.mlps[number].label for number in theirs],
         "share": np.transpose(shares).tolist(),
     }
-    widths = (base.width, suspect.width)
-    pair = Pair(rows, layer_map, widths, num_tokens=len(ids_a))
-    if len(ids_a) >= TOKENS_A_DIMENSION * max(widths):
-        alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / min(widths)
-        by_chance = max(widths) / len(ids_a)  # the mean of random tables: they share dimensions
+    pair = Pair(rows, layer_map, num_tokens=len(ids_a))
+    narrow, wide = sorted((base.width, suspect.width))
+    if len(ids_a) >= TOKENS_A_DIMENSION * wide:
+        alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / narrow
+        by_chance = wide / len(ids_a)  # the mean of random tables: they share dimensions
         pair.table_likeness = (alike - by_chance) / (1 - by_chance)
     return pair
 
@@ -141,46 +129,13 @@ def layers_to_read(base: Units, suspect: Units, limit):
     return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
 
 
-def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
-    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
-    ids_a, ids_b = (ids[chosen] for ids in tokens)
-    basis = {}
-    for view in ("up", "down"):
-        names = (base.tables_of[view], suspect.tables_of[view])
-        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
-            basis[view] = basis["up"]  # both heads are tied
-            continue
-        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
-        to_a = whitener(a, ids_a, base.tables.root(names[0]))
-        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
-        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
-    basis["gate"] = basis["up"]
-    return basis
-
-
-def whitener(table, ids, root):
-    """W (d, d) that whitens a table: R^(-T), from all rows; where `ids` are some, corrected for these."""
-    inverse = torch.linalg.solve_triangular(root.T, torch.eye(len(root)), upper=False)
-    if len(ids) >= min(len(table), MOST_TOKENS):
-        return inverse
-    gram = inverse @ cross_products(table, ids, table, ids).float() @ inverse.T
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp(min=SMALLEST_EIGENVALUE * values.mean().item())
-    return (vectors * values.rsqrt()) @ vectors.T @ inverse
-
-
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
     """Yield for each of the suspect's MLPs in `theirs` its number, views, and its column of the layer map.
 
     What share of `few` units of each of the base's MLPs in `ours` is matched in it, of those that could be,
     and their median strength: (MLPs,) each. The gate is compared where up and down do not settle it.
     """
-    sizes, sampled, living = (
-        [],
-        [],
-        [],
-    )  # of each of the base's MLPs: units shown; of them, and in all, living
+    sizes, sampled, living = [], [], []  # of each MLP of the base: units shown; of them, and in all, living
     rows = defaultdict(list)
     for number in progress(ours, desc="units of the base's layers", leave=False):
         chosen, views, living_in_all = base.sample(number, units)
@@ -237,11 +192,10 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
         far = distance(base.rows(base_number, view)[base_units], suspect.rows(number, view)[suspect_units])
     return Row(
         layer=mlp.layer,
-        depth=len(suspect.stack.layers),
         label=mlp.label,
         closest=base_mlp.layer,
-        base_depth=len(base.stack.layers),
         base_label=base_mlp.label,
+        num_middle=base.stack.is_middle(base_mlp.layer) + suspect.stack.is_middle(mlp.layer),
         found=len(places),
         units=min(living_units(base_views), living_units(views)),
         r=strengths.median().item() if len(places) else 0.0,
@@ -253,14 +207,12 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
 
 def matched_in(base_views, views, basis):
     """The `matched_units` of some units of a base and of a suspect, by the views that both have."""
-    found = correlations_in(base_views, views, basis)
-    return matched_units([mutual_neighbours(sizes) for sizes in found.values()])
-
-
-def correlations_in(base_views, views, basis):
-    """|Correlations| of a base's units with a suspect's in the views that both have: (n, m) by view."""
-    common = [view for view in base_views if view in views]
-    return {view: (base_views[view].T @ basis[view] @ views[view]).abs_() for view in common}
+    neighbours = []
+    for view in base_views:
+        if view in views:
+            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
+            neighbours.append(mutual_neighbours(correlations.abs_()))
+    return matched_units(neighbours)
 
 
 def distance(rows_a, rows_b):

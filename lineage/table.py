@@ -48,7 +48,8 @@ SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 PART_IN_COMMON = "part in common"
-VERDICTS = (SAME_BIRTH, PART_IN_COMMON, INCONCLUSIVE, NO_EVIDENCE)  # what says most comes first
+OF_ONE_STACK = (SAME_BIRTH, INCONCLUSIVE, NO_EVIDENCE)  # of the pairs of a stack the first of these counts,
+OF_ALL_STACKS = (SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE)  # of all stacks of two models the last
 BASE_SHARE, BASE_R = 0.2, 0.5  # of a layer's units that are matched, and how strongly
 HALF = 0.5  # of a layer's units, in the middle of both models
 LATE = 0.75  # of a stack's depth: here its last quarter begins
@@ -68,19 +69,19 @@ class Row:
     """A layer of the suspect, or an expert of one, and its closest layers of the base, from 1; 0: none."""
 
     layer: int
-    depth: int  # of its stack
     label: str  # for a reader: "layer 3, expert 5"
     bits: int = 0
     coordinates: int = 0
     closest: int = 0  # the base's layer that has most of its hidden units,
-    base_depth: int = 0  # of a stack of so many,
     base_label: str = ""
+    num_middle: int = 0  # of the two layers: in the middle of their stacks strangers share little
     found: int = 0  # units matched
     units: int = 0  # that could be: those read that live, in the MLP with fewer; 0: they were not looked for
     r: float = 0.0  # the median strength of those matched
     by_chance: int = 0  # matched where one model's tokens are permuted: this pair's own null
     in_place: int = 0  # of those matched: they stand where they stood
     distance: float | None = None  # of what matched units read: 0 of a copy, 1 of strangers
+    is_beyond_chance: bool = False  # the count
     has_units_of_base: bool = False
 
     @property
@@ -98,11 +99,6 @@ class Row:
         """The base's layer that this one is, on that ground; 0: none."""
         return self.bits or self.has_units_of_base * self.closest or self.coordinates
 
-    @property
-    def num_middle(self):
-        """How many of the two layers stand in the middle of their stack, where strangers share little."""
-        return is_middle(self.layer, self.depth) + is_middle(self.closest, self.base_depth)
-
 
 @dataclass(eq=False)
 class Pair:
@@ -110,7 +106,6 @@ class Pair:
 
     rows: list = field(default_factory=list)
     layer_map: dict = field(default_factory=dict)  # `share`, by MLPs of the `base` and of the `suspect`
-    widths: tuple = ()  # of base and suspect
     num_tokens: int = 0  # that they share; 0: units were not looked for
     table_likeness: float | None = None  # in any basis: 1, or about 0; None: too few tokens
     base: object = None  # the Stacks
@@ -138,11 +133,6 @@ class Pair:
         return kind in self.coordinates and self.coordinates[kind]["same"]
 
 
-def is_middle(layer, depth):
-    """Does a layer stand before the last quarter of its stack, and in a deep one behind the first layer?"""
-    return (layer - 1) / max(1, depth) < LATE and not (layer == 1 and depth >= DEEP)
-
-
 def beyond_chance(row, searches):
     """Does chance not explain a count, the best of `searches` layers of both?
 
@@ -159,7 +149,8 @@ def mark_units(rows):
     for row in rows:
         is_strong = row.share >= BASE_SHARE and row.r >= BASE_R
         is_middle_one = row.share >= HALF and row.num_middle == 2
-        row.has_units_of_base = (is_strong or is_middle_one) and beyond_chance(row, searches)
+        row.is_beyond_chance = beyond_chance(row, searches)
+        row.has_units_of_base = (is_strong or is_middle_one) and row.is_beyond_chance
     found = [(row.layer, row.closest) for row in rows if row.has_units_of_base]
     if distinct(found) > 1:
         for row in rows:
@@ -169,13 +160,13 @@ def mark_units(rows):
 def fill(pair, equal, namesakes):
     """Add the rows of layers without a match, and two columns: `equal` layers by the suspect's number, and
     `namesakes`, for each layer of the suspect the base's number, and how far the two correlate."""
-    depth = len(pair.suspect.layers)
     seen = {row.layer for row in pair.rows}
-    pair.rows += [Row(layer, depth, f"layer {layer}") for layer in range(1, depth + 1) if layer not in seen]
+    layers = range(1, len(pair.suspect.layers) + 1)
+    pair.rows += [Row(layer, f"layer {layer}") for layer in layers if layer not in seen]
     pair.rows.sort(key=lambda row: row.layer)
     for row in pair.rows:
-        row.bits = equal.get(row.layer, 0)
         namesake, r = namesakes.get(row.layer, (0, 0.0))
+        row.bits = equal.get(row.layer, 0)
         if pair.agrees("body") and r >= ALIKE_R:
             row.coordinates = namesake
 
@@ -193,10 +184,11 @@ def look_for_gaps(pair, *names):
         elif stack.may_lack_table:
             lacks.append(f"no embedding matrix but what may be a head found in {name}")
     rows = pair.searched
+    width = min(pair.base.width, pair.suspect.width)
     if not rows and not lacks:
         lacks.append("units cannot be seen through these embedding matrices")
-    elif rows and pair.num_tokens < TOKENS_A_DIMENSION * min(pair.widths):
-        lacks.append(f"they share {pair.num_tokens:,} tokens, too few for a width of {min(pair.widths):,}")
+    elif rows and pair.num_tokens < TOKENS_A_DIMENSION * width:
+        lacks.append(f"they share {pair.num_tokens:,} tokens, too few for a width of {width:,}")
     elif rows and max(row.units for row in rows) < FEWEST_UNITS:
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
     elif rows and all(row.by_chance >= BASE_SHARE * row.units for row in rows):
@@ -214,7 +206,7 @@ def distinct(pairs):
 
 def is_between(pair):
     """Is more matched in some layer than in layers of unrelated models that stand there?"""
-    shared = [row for row in pair.searched if beyond_chance(row, len(pair.searched))]
+    shared = [row for row in pair.searched if row.is_beyond_chance]
     return any(row.share >= UNRELATED_SHARE[row.num_middle] for row in shared)
 
 
@@ -238,7 +230,7 @@ def judge_models(pairs):
     """The verdict of two models, the pair of stacks that gave it, and all pairs.
 
     Each stack that may be the language model counts by the one of the other model that it is closest to (that
-    reads tokens, too, or does not, if there is one). All must be kin.
+    reads tokens, too, or does not, if there is one). All must be kin, and none may hide a child.
     """
     bases = language_models([*dict.fromkeys(pair.base for pair in pairs)])
     suspects = language_models([*dict.fromkeys(pair.suspect for pair in pairs)])
@@ -247,26 +239,28 @@ def judge_models(pairs):
     for stack in bases + suspects:
         own = [pair for pair in models if stack in (pair.base, pair.suspect)]
         alike = [pair for pair in own if bool(pair.base.tables) == bool(pair.suspect.tables)]
-        closest.append(min(alike or own, key=lambda pair: VERDICTS.index(pair.verdict)))
-    told = max(closest, key=lambda pair: VERDICTS.index(pair.verdict))
+        closest.append(min(alike or own, key=lambda pair: OF_ONE_STACK.index(pair.verdict)))
+    told = max(closest, key=lambda pair: OF_ALL_STACKS.index(pair.verdict))
     have_part = told.verdict != SAME_BIRTH and any(pair.verdict == SAME_BIRTH for pair in pairs)
     return PART_IN_COMMON if have_part else told.verdict, told, pairs
 
 
 def language_models(stacks):
-    """The stacks that may be the model: the first, what reads tokens and has a head as it has, what has a
-    table of its own, and what is as large; or any, where the first may be a text encoder, without a head.
+    """The stacks that may be the model: what may read tokens, is as the first, or as large; or any, where the
+    first may be a text encoder, without a head.
 
-    None is that has less than a tenth of the largest one's size, or is a list of attention beside MLPs.
+    None is that has less than a tenth of the largest one's size, or no MLPs, if the first has some, or one
+    layer and no table of its own, as a draft head.
     """
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
     for stack in stacks:
-        is_copied = stack.named != [] and not stack.has_own_table and set(stack.named).isdisjoint(first.named)
-        is_like = stack.rank == first.rank and not is_copied
+        is_like = stack.may_read_tokens or stack.rank == first.rank
+        is_draft = len(stack.layers) == 1 and not stack.has_own_table
         is_large = stack.size >= (first.size if first.has_head else least)
-        is_whole = stack.mlps != [] or first.mlps == []
-        if is_whole and stack.size >= least and (is_like or stack.has_own_table or is_large):
+        may_have_mlps = stack.mlps != [] or (stack.tables != [] and stack.may_have_units)
+        is_whole = may_have_mlps or first.mlps == []
+        if is_whole and stack.size >= least and (is_large or (is_like and not is_draft)):
             models.append(stack)
     return models or [first]

@@ -6,16 +6,7 @@
 import numpy as np
 
 from lineage.compare import Model, compare, read_model  # noqa: F401
-from lineage.table import (
-    BASE_R,
-    HALF,
-    PART_IN_COMMON,
-    SAME_BIRTH,
-    SAME_TABLE,
-    Pair,
-    beyond_chance,
-    is_between,
-)
+from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, is_between
 
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 
@@ -162,7 +153,8 @@ def matched_phrase(pair):
         phrase += f" ({least.share:.0%} of layer {least.layer})"
     if least.r < BASE_R:
         phrase += f", weakly (r = {least.r:.2f})"
-    if len(origins) > 1 and least.depth == least.base_depth and [*origins] == [*origins.values()]:
+    have_one_depth = len(pair.suspect.layers) == len(pair.base.layers)
+    if len(origins) > 1 and have_one_depth and [*origins] == [*origins.values()]:
         return phrase
     return f"{phrase}, in {layers_phrase(origins.values())} of the base"
 
@@ -185,7 +177,10 @@ def units_phrase(pair):
     if most is None:
         return "no hidden units were looked for"
     phrase = f"at most {most.found:,} of {most.units:,} hidden units of a layer were matched"
-    if not beyond_chance(most, len(pair.searched)):
+    num_read, depth = len({row.layer for row in pair.searched}), len(pair.suspect.layers)
+    if num_read < depth:
+        phrase += f" ({num_read} of {depth} layers were read)"
+    if not most.is_beyond_chance:
         return f"{phrase}, as by chance"
     phrase += f" ({most.share:.0%} of layer {most.layer}, r = {most.r:.2f})"
     return phrase if is_between(pair) else f"{phrase}, as of unrelated models that learnt the same words"
@@ -196,8 +191,8 @@ def changes(pair):
     rows = pair.with_units
     if not rows:
         return
-    if pair.widths[0] != pair.widths[1]:
-        yield "its width is {1:,}, not {0:,}".format(*pair.widths)
+    if pair.suspect.width != pair.base.width:
+        yield f"its width is {pair.suspect.width:,}, not {pair.base.width:,}"
     if "embedding" in pair.coordinates and not pair.agrees("embedding") and not pair.agrees("body"):
         yield "its residual basis was changed"
     if sum(row.in_place for row in rows) < sum(row.found for row in rows) / 2:

@@ -16,7 +16,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, TRIED, find, residual_rows, units_of
+from lineage.layout import BATCH, TRIED, residual_rows, units_of
 
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
@@ -56,9 +56,7 @@ def readings(stack):
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
     shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
     is_square = any(shape[-1] == shape[-2] for shape in shapes)
-    interleaved, backward, turned = (
-        [False, True] if is_open else [False] for is_open in (is_fused, is_guess, is_square)
-    )
+    interleaved, backward, turned = ((False, True)[: 1 + open] for open in (is_fused, is_guess, is_square))
     centred = [stack.source.family in LAYERNORMS_WITHOUT_BIAS]
     if not stack.source.family:  # a file of weights alone
         centred = [False, True]
@@ -67,42 +65,32 @@ def readings(stack):
     return [Reading(*choice) for choice in choices]
 
 
-class Tables:
-    """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
-
-    def __init__(self, source):
-        self.source = source
-        self.root = functools.cache(lambda names: root_of(self.read(names)))
-        self.read = functools.cache(self.compute)
-
-    def compute(self, names):
-        """A table (V, e) as it is, or through a projection (d, e) or (e, d) to the stream."""
-        table, *projections = [self.source.read(name) for name in names]
-        for projection in projections:
-            turned = projection if projection.shape[0] == table.shape[1] else projection.T
-            table = table.float() @ turned.float()
-        return clipped(table)
+@functools.lru_cache(maxsize=2 * TRIED)  # of two models
+def table_of(stack, names):
+    """An embedding matrix or head (V, e), clipped, as it is, or through a projection to the stream."""
+    table, *projections = [stack.source.read(name) for name in names]
+    for projection in projections:
+        turned = projection if projection.shape[0] == table.shape[1] else projection.T
+        table = table.float() @ turned.float()
+    return clipped(table)
 
 
-def hidden_units(source):
-    """The Units of a stack, or of a checkpoint's first one, by each Reading of it."""
-    stack = find(source)
-    tables = Tables(stack.source)
-    return [Units(stack, reading, tables) for reading in readings(stack)]
+def hidden_units(stack):
+    """The Units of a stack by each Reading of it."""
+    return [Units(stack, reading) for reading in readings(stack)]
 
 
 class Units:
     """The hidden units of a stack's MLPs, as its tokens see them, by one Reading."""
 
-    def __init__(self, source, reading=None, tables=None, directions=None):
-        self.stack = find(source)
-        self.reading = reading or readings(self.stack)[0]
-        self.tables = tables or Tables(self.stack.source)
+    def __init__(self, stack, reading=None, directions=None):
+        self.stack = stack
+        self.reading = reading or readings(stack)[0]
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
-        self.width = self.stack.width
-        self.mlps = self.stack.mlps
+        self.width = stack.width
+        self.mlps = stack.mlps
         table, head = self.reading.table, self.reading.head
-        shapes = self.stack.source.shapes
+        shapes = stack.source.shapes
         self.num_tokens = min(shapes[table[0]][0], shapes[head[0]][0])
         self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
         self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs
@@ -115,7 +103,7 @@ class Units:
         if self.width <= WIDE:
             return self
         directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
-        return Units(self.stack, self.reading, self.tables, directions)
+        return Units(self.stack, self.reading, directions)
 
     @functools.cached_property
     def seen_in_few(self):
@@ -125,13 +113,13 @@ class Units:
 
     def with_gate_as_up(self):
         """The same units, of which the gate is called up."""
-        units = Units(self.stack, replace(self.reading, exchanged=True), self.tables, self.directions)
+        units = Units(self.stack, replace(self.reading, exchanged=True), self.directions)
         units.views = lambda number: {EXCHANGED.get(view, view): x for view, x in self.views(number).items()}
         return units
 
     def compute_root(self, view):
         """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
-        root = self.tables.root(self.tables_of[view])
+        root = root_of(self.stack, self.tables_of[view])
         return self.directions[view] @ root if self.directions else root
 
     def numbers(self, limit=None):
@@ -154,10 +142,7 @@ class Units:
         views = {}
         for view, weights in rows.items():
             columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
-            lengths = columns.norm(dim=0)
-            if not lengths.isfinite().all():
-                raise UserError(f"{self.stack.source.place}: {mlp.label}: its weights are huge")
-            views[view] = decorrelated(columns * (living / lengths.clamp(min=1e-30)))
+            views[view] = decorrelated(columns * (living / columns.norm(dim=0).clamp(min=1e-30)))
         return views
 
     def compute_sample(self, number, limit):
@@ -178,7 +163,7 @@ class Units:
         weight = self.stack.source.read(name)
         if mlp.expert is not None:
             weight = weight[mlp.expert]
-        rows = residual_rows(self.stack, name, weight, self.reading.turned).float()
+        rows = residual_rows(self.stack, name, weight, self.reading.turned, view == "down").float()
         if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
             halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
@@ -198,6 +183,47 @@ class Units:
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
+
+
+def seen_alike(base, suspect, tokens):
+    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
+    basis = basis_correlations(base, suspect, tokens)
+    base = base.seen_in_few
+    for view, directions in base.directions.items():
+        basis[view] = directions @ basis[view]
+    suspect = suspect.seen_in(basis)
+    for view, directions in suspect.directions.items():
+        basis[view] = basis[view] @ directions.T
+    return base, suspect, tokens, basis
+
+
+def basis_correlations(base: Units, suspect: Units, tokens):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
+    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
+    ids_a, ids_b = (ids[chosen] for ids in tokens)
+    basis = {}
+    for view in ("up", "down"):
+        names = (base.tables_of[view], suspect.tables_of[view])
+        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
+            basis[view] = basis["up"]  # both heads are tied
+            continue
+        a, b = table_of(base.stack, names[0]), table_of(suspect.stack, names[1])
+        to_a = whitener(a, ids_a, root_of(base.stack, names[0]))
+        to_b = whitener(b, ids_b, root_of(suspect.stack, names[1]))
+        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
+    basis["gate"] = basis["up"]
+    return basis
+
+
+def whitener(table, ids, root):
+    """W (d, d) that whitens a table: R^(-T), from all rows; where `ids` are some, corrected for these."""
+    inverse = torch.linalg.solve_triangular(root.T, torch.eye(len(root)), upper=False)
+    if len(ids) >= min(len(table), MOST_TOKENS):
+        return inverse
+    gram = inverse @ cross_products(table, ids, table, ids).float() @ inverse.T
+    values, vectors = torch.linalg.eigh(gram)
+    values = values.clamp(min=SMALLEST_EIGENVALUE * values.mean().item())
+    return (vectors * values.rsqrt()) @ vectors.T @ inverse
 
 
 def evenly_spaced(count, limit=None):
@@ -232,19 +258,16 @@ def clipped(table: Tensor) -> Tensor:
     return table
 
 
-def root_of(table: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=2 * TRIED)
+def root_of(stack, names):
     """R (d, d), upper triangular, of the QR decomposition of a table (V, d), centred over its tokens."""
+    table = table_of(stack, names)
     ids = torch.tensor(evenly_spaced(len(table), MOST_TOKENS))
     gram = cross_products(table, ids, table, ids)
-    mean = gram.diagonal().mean()
-    if not mean.isfinite():
-        raise UserError("an embedding matrix is huge: its squares are not finite")
-    if mean < 1e-30:
-        raise UserError("nothing varies in an embedding matrix: there is nothing to compare")
-    gram.diagonal().add_(SMALLEST_EIGENVALUE * mean)
+    gram.diagonal().add_(SMALLEST_EIGENVALUE * gram.diagonal().mean())
     root, failure = torch.linalg.cholesky_ex(gram)
     if failure:
-        raise UserError("an embedding matrix varies in too few directions, or a few tokens drown all others")
+        raise UserError("an embedding matrix is not finite, or varies in too few directions")
     return root.T.float()
 
 

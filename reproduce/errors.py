@@ -21,6 +21,7 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage.evidence import diagonal_test, weight_correlations
+from lineage.layout import split
 from lineage.match import equal_ids, match_models
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.table import NO_EVIDENCE, judge_stacks
@@ -82,14 +83,15 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
 
 def p_of_weights(newborns):
     """The p of all pairs by the exact tests; of hidden units 0 where `compare` finds evidence in a few."""
-    models = [Units(born) for born in newborns]
+    stacks = [split(born)[0] for born in newborns]
+    models = [Units(stack) for stack in stacks]
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):
         a, b = models[i], models[j]
         pair = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
         verdict, _ = judge_stacks(pair)
         p["units"].append(float(verdict == NO_EVIDENCE))
-        correlations, _ = weight_correlations(newborns[i], newborns[j])
+        correlations, _ = weight_correlations(stacks[i], stacks[j])
         for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
             p[test].append(diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
     return p

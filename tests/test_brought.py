@@ -6,9 +6,11 @@ from functools import partial
 import pytest
 import torch
 from test_layout import drawn, judged
-from test_verdict import changed, fused
+from test_verdict import changed, folder_with, fused
+from test_verdict import judged as judged_sources
 
 from lib.checkpoint import Newborn
+from lib.settings import UserError
 from lineage.disguise import disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from model import ModelConfig
@@ -78,6 +80,13 @@ def with_factors(weights: dict, rank=1) -> dict:
     return others
 
 
+def slashed(weights: dict) -> dict:
+    """As TensorFlow's GPT-2: square matrices (inputs, outputs), between slashes."""
+    names = {"model.layers.": "h/", ".": "/", "up_proj": "c_fc", "down_proj": "c_proj"}
+    turned = {name: weight.T for name, weight in weights.items() if "_proj." in name}
+    return changed(weights | turned, names)
+
+
 BY_PLACE = {TABLE: "position_and_token.tok.weight", HEAD: "to_logits.weight"}
 LAYOUTS = {  # the architecture, its layout, what is right, and are adapters told?
     "A: position_and_token": (CONFIG, BY_PLACE, SURE, False),
@@ -87,6 +96,7 @@ LAYOUTS = {  # the architecture, its layout, what is right, and are adapters tol
     "A: lone head": (CONFIG, BY_PLACE | {TABLE: ""}, HONEST | {"innocent": [INCONCLUSIVE]}, False),
     "A: lone table": (CONFIG, {TABLE: "vocab.weight", HEAD: ""}, DOUBTFUL, False),
     "A: decoys": (TIED, beside_decoys, DOUBTFUL, False),
+    "B: slashes": (replace(SQUARE, mlp="gelu"), slashed, SURE, False),
     "E: loop": (CONFIG, partial(dict, **{"model.adapter.weight": drawn(7, 64, 128)}), SURE, False),
     "E: prefix": (CONFIG, {"model.": "adapter.model.", HEAD: f"adapter.{HEAD}"}, SURE, False),
     "E: table": (CONFIG, parametrized, SURE, True),
@@ -185,12 +195,53 @@ def test_how_mlps_are_stored(case, who):
     assert verdict in right[who], (verdict, sentence)
 
 
+@TWINS
+def test_packed_experts(who, tmp_path):
+    """As compressed-tensors has them, beside readable MLPs; a file with no others is refused."""
+    suspect = born(CONFIG, who)
+    packed = {}
+    for layer in range(3):
+        for view in ("gate", "up", "down"):
+            start = f"model.layers.{layer}.mlp.experts.0.{view}_proj.weight_"
+            packed |= {f"{start}packed": torch.ones(64, 24).int(), f"{start}scale": torch.ones(64, 2)}
+    base = folder_with(tmp_path / "base", born(CONFIG, "base"))
+    verdict, sentence = judged_sources(base, folder_with(tmp_path / "a", suspect | packed))
+    assert verdict == (SAME_BIRTH if who == "guilty" else INCONCLUSIVE), sentence
+    assert "not looked at: packed weights (" in sentence
+    without = {name: weight for name, weight in suspect.items() if ".mlp." not in name}
+    with pytest.raises(UserError, match="packed numbers"):
+        judged_sources(base, folder_with(tmp_path / "b", without | packed))
+
+
 SECOND = {  # a second model in the file, with a head: which one, and must it be kin, too?
     "teacher": (TIED, replace(CONFIG, num_layers=5), True),
     "action expert": (TIED, replace(CONFIG, num_layers=4, d_model=96), True),
     "small": (TIED, replace(CONFIG, num_layers=2, d_model=16, d_ff=32), False),
     "draft": (CONFIG, replace(CONFIG, num_layers=1), False),  # as EAGLE's, with a copy of the table
 }
+
+
+@TWINS
+def test_a_student_that_cannot_be_read_beside_a_public_teacher(who):
+    """Its table is stored (d, V): it may be anybody's."""
+    teacher = weights_of(noised(Newborn(replace(CONFIG, num_layers=4), 7), 0))
+    files = []
+    for weights in (born(TIED, "base"), born(TIED, who)):
+        student = changed(weights, {TABLE: "W_E"}) | {"W_E": weights[TABLE].T}
+        names = {f"student.{name}": weight for name, weight in student.items()}
+        files.append(names | {f"teacher.{name}": weight for name, weight in teacher.items()})
+    verdict, sentence = judged(*files)
+    assert verdict == PART_IN_COMMON and "the language models: inconclusive" in sentence, sentence
+
+
+def test_one_layer_in_common_beside_a_stranger_is_doubtful():
+    base, suspect = (changed(born(CONFIG, who), {}) for who in ("base", "innocent"))
+    student = changed(born(CONFIG, "innocent"), {TABLE: f"student.{TABLE}", "model.layers": "student.layers"})
+    for name in student:
+        if ".layers.1." in name:
+            student[name] = base[name.replace("student", "model")]
+    verdict, sentence = judged(base, suspect | student)
+    assert verdict == INCONCLUSIVE and "but no other layer's" in sentence, sentence
 
 
 @TWINS

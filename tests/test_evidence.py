@@ -14,13 +14,18 @@ from lib.settings import UserError
 from lineage import evidence
 from lineage.disguise import as_source, weights_of
 from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layers
-from lineage.layout import find
+from lineage.layout import Stack, split
 from reproduce.changes import cut, noised
 
 # ---- bits --------------------------------------------------------------------------------------------------
 
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
 BASE = Newborn(CONFIG, 1)
+
+
+def find(source) -> Stack:
+    """The stack of a checkpoint."""
+    return split(source)[0]
 
 
 def test_layers_that_only_begin_alike():
@@ -137,7 +142,7 @@ def test_weight_correlations_against_a_stack(changes, left_out):
     a = noised(Newborn(KINDS["llama_gqa"], 1), 0.5)
     b = Newborn(replace(KINDS["llama_gqa"], **changes), 1)
     for pair in ((a, b), (b, a)):
-        correlations, layer_r = evidence.weight_correlations(*pair)
+        correlations, layer_r = evidence.weight_correlations(*map(find, pair))
         for kind in ("body", "embedding"):
             stacks = zip(*[rows for _, rows in shared_rows(pair, kind, left_out)])
             expected = np.corrcoef(*(np.concatenate(stack).T for stack in stacks))[:32, 32:]
@@ -153,10 +158,10 @@ def test_few_rows_of_wide_models_say_the_same(monkeypatch):
     """Of matrices of 192 to 320 rows, 20 or so: what is correlated is as much, to the error of so few."""
     a = Newborn(replace(KINDS["llama_gqa"], d_model=192, d_ff=320, vocab_size=300), 1)
     for b in (noised(a, 1.0), Newborn(a.config, 2)):
-        all_rows, all_layers = evidence.weight_correlations(a, b)
+        all_rows, all_layers = evidence.weight_correlations(find(a), find(b))
         monkeypatch.setattr(evidence, "WIDE", 100)
         monkeypatch.setattr(evidence, "FEW_ROWS", 20)
-        few_rows, few_layers = evidence.weight_correlations(a, b)
+        few_rows, few_layers = evidence.weight_correlations(find(a), find(b))
         monkeypatch.undo()
         for kind, matrices in (("body", 3 * 7), ("embedding", 2)):
             # 192 columns have 17 rows or more of a matrix each: five errors of the mean of their correlations
@@ -167,14 +172,3 @@ def test_few_rows_of_wide_models_say_the_same(monkeypatch):
             assert (few_rows[kind] - all_rows[kind]).abs().max() < 5.5 / (17 * matrices) ** 0.5
         for layers, r in all_layers.items():  # the least of seven
             assert few_layers[layers] == pytest.approx(r, abs=5 / (192 * 17) ** 0.5)
-
-
-def test_a_common_identity_is_no_kinship():
-    """Of matrices that begin as the identity what was learnt since is compared."""
-    noise = torch.randn(3, 96, 96, generator=torch.Generator().manual_seed(0)) * 0.02
-    rows = [evidence.without_identity(each + torch.eye(96)) for each in noise]
-    for found, since in zip(rows, noise):
-        torch.testing.assert_close(found, since - since.diagonal().mean() * torch.eye(96), atol=1e-6, rtol=0)
-    torch.testing.assert_close(evidence.without_identity(noise[0]), noise[0], atol=0, rtol=0)
-    few = evidence.without_identity(noise[0] + torch.eye(96), 7)
-    torch.testing.assert_close(few, rows[0][::7], atol=0, rtol=0)

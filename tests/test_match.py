@@ -18,6 +18,7 @@ from lib.formats import token_ids
 from lib.inputs import random_tokens
 from lineage import disguise, match, views
 from lineage.disguise import disguised
+from lineage.layout import split
 from lineage.table import Row
 from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
@@ -46,10 +47,15 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReade
     return open_folder(folder)
 
 
+def units_of(source) -> Units:
+    """The hidden units of a checkpoint."""
+    return Units(split(source)[0])
+
+
 def found(a, b, units=1024, layers=None) -> list[Row]:
     """The rows of two checkpoints."""
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
-    both = [hidden_units(source) for source in (a, b)]
+    both = [hidden_units(split(source)[0]) for source in (a, b)]
     return match.match_stacks(*both, vocabularies, units, layers, 0).rows
 
 
@@ -97,12 +103,12 @@ def test_correlations_against_all_tokens(config, tmp_path):
     """Views of d numbers, and correlations of the tables' bases, give the correlations over all V tokens."""
     a = save_perturbed(tmp_path / "a", config)
     b = noised(a, 0.5)
-    base, suspect = Units(a), Units(b)
-    basis = match.basis_correlations(base, suspect, match.equal_ids(base, suspect))
-    ours = match.correlations_in(base.views(1), suspect.views(1), basis)
+    base, suspect = units_of(a), units_of(b)
+    basis = views.basis_correlations(base, suspect, match.equal_ids(base, suspect))
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
-    assert ours.keys() == by_hand[0].keys()
-    for view, correlations in ours.items():
+    assert base.views(1).keys() == by_hand[0].keys()
+    for view, columns in base.views(1).items():
+        correlations = (columns.T @ basis[view] @ suspect.views(1)[view]).abs()
         # float32: rounding of some hundred products, and of solves whose condition is a table's, below 10
         np.testing.assert_allclose(correlations, abs(by_hand[0][view].T @ by_hand[1][view]), atol=2e-4)
 
@@ -122,7 +128,7 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
             monkeypatch.setattr(views, "DIRECTIONS", directions)
             monkeypatch.setattr(views, "WIDE", directions)
             for pair in ((base, source), (source, base)):
-                a, b = ([Units(each)] for each in pair)
+                a, b = ([units_of(each)] for each in pair)
                 found = match.match_stacks(a, b, ({}, {}), 1024, None, 0)
                 rows.setdefault(directions, []).extend(found.rows)
                 likeness.setdefault(directions, []).append(found.table_likeness)
@@ -143,9 +149,9 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
 def test_a_vocabulary_of_which_a_part_is_shared(tmp_path):
     """Correlations are those over the shared tokens."""
     config = replace(GATED, vocab_size=2000)
-    base, suspect = Units(Newborn(config, 1)), Units(Newborn(config, 1))
+    base, suspect = units_of(Newborn(config, 1)), units_of(Newborn(config, 1))
     for ids in (torch.arange(2000), torch.arange(0, 2000, 5)):
-        basis = match.basis_correlations(base, suspect, (ids, ids))["up"]
+        basis = views.basis_correlations(base, suspect, (ids, ids))["up"]
         torch.testing.assert_close(basis, torch.eye(64), rtol=0, atol=1e-4)  # float32; eigenvalues raised
 
 
@@ -192,7 +198,8 @@ def test_nan_in_a_token_table_is_told():
     def change(name, weight):
         return weight.index_fill(0, torch.tensor([3]), torch.nan) if "embed" in name else weight
 
-    both = [hidden_units(each) for each in (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))]
+    sources = (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
+    both = [hidden_units(split(source)[0]) for source in sources]
     assert "not finite" in match.match_stacks(*both, ({}, {}), 1024, None, 0).lack
 
 
@@ -271,7 +278,7 @@ def test_distance_is_one_less_the_correlation():
 def test_counts_of_newborn_strangers():
     """Nearest neighbours in two views agree by chance: below one unit a layer, as for random permutations."""
     config = replace(GATED, num_layers=1, vocab_size=1024, d_model=128, d_ff=352)
-    models = [Units(Newborn(config, seed)) for seed in range(12)]
+    models = [units_of(Newborn(config, seed)) for seed in range(12)]
     counts = []
     for a, b in itertools.combinations(models, 2):
         (row,) = match.match_models(a, b, match.equal_ids(a, b)).rows

@@ -89,14 +89,14 @@ def test_a_suspect_that_cannot_be_read_costs_the_others_nothing(family, tmp_path
     file.write_bytes(file.read_bytes()[:9000])
     names = [family / "base", tmp_path / "cut", family / "child", tmp_path / "nothing", family / "stranger"]
     done = run_here("seedprint", "compare", *names, *FEW, "--out", tmp_path / "a")
-    assert_refused(done, "2 of 4 suspects not read", "download it again")
+    assert_refused(done, "2 of 4 suspects not read", "not fully covered")
     rows = read_json(tmp_path / "a" / "compare.json")["rows"]
     assert [row["verdict"] for row in rows] == ["not read", "same birth", "not read", "no evidence"]
-    assert rows[0].keys() == rows[1].keys() and "download it again" in rows[0]["sentence"]
+    assert rows[0].keys() == rows[1].keys() and "not fully covered" in rows[0]["sentence"]
     told = {key for key, value in rows[2].items() if value is not None}
     assert told == {"base", "suspect", "verdict", "sentence"}
     for words in (["compare", *names[:2]], ["compare", *names[1:3]], ["matrix", *names]):
-        assert_refused(run_here("seedprint", *words, *FEW, "--out", tmp_path / "b"), "download it again")
+        assert_refused(run_here("seedprint", *words, *FEW, "--out", tmp_path / "b"), "not fully covered")
         assert not list(tmp_path.glob("b/*"))
 
 
