@@ -1,11 +1,13 @@
 """How fast is it, beside transformers?
 
     python -m reproduce.bench --dtype bfloat16        # a minute and a half on 2 cores
-    python -m reproduce.bench --device cuda           # training alone, compiled, on a GPU
+    python -m reproduce.bench --device cuda           # compiled, alone on a GPU
 
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
 backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
-and batch, and takes turns with ours. Rows have the medians, in tokens/s, and `ratio`, ours to theirs.
+and batch, and takes turns with ours. Rows have the medians, in tokens/s, and `ratio`, ours to theirs. It has
+no GPT-2 with RoPE. On a GPU both are compiled, and rows have the share of FLOP/s that ours makes of: the
+card's dense products in bfloat16 by its maker, if the card is known, and those measured here.
 """
 
 from functools import partial
@@ -18,34 +20,53 @@ import train
 from init import newborn
 from lib.checkpoint import config_json
 from lib.results import Experiment
-from lib.runtime import progress, seconds_of
-from lib.settings import Command, RunSettings, run_script
-from model import PRESETS, ModelConfig
+from lib.runtime import matmul_peak, progress, seconds_of, training_flops
+from lib.settings import Command, RunSettings, UserError, run_script
+from model import PRESETS, ModelConfig, Transformer
 
-CASES = {  # on each device: work, preset, sequences in a batch, tokens in a sequence
-    "cpu": (
-        ("forward", "nano_llama", 32, 64),
-        ("forward", "nano_llama", 2, 1024),
-        ("training", "tiny_llama", 32, 256),
-        ("training", "nano_llama", 4, 512),
-    ),
-    "cuda": (("training", "llama_60m", 16, 2048), ("training", "llama_60m", 32, 2048)),
-}
+CASES = (  # work, preset, sequences in a batch, tokens in a sequence
+    ("forward", "nano_llama", 32, 64),
+    ("forward", "nano_llama", 2, 1024),
+    ("training", "tiny_llama", 32, 256),
+    ("training", "nano_llama", 4, 512),
+)
+GPU_CASES = (
+    ("training", "llama_60m", 16, 2048),
+    ("training", "llama_60m", 32, 2048),
+    ("training", "nano_gpt2", 16, 1024),
+    ("training", "nano_gpt2", 32, 1024),
+)
 ROUNDS = 5  # turns of each; the median counts
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # FLOP/s of bfloat16, by a part of the card's name
 
 
 def bench(settings: RunSettings):
     """How many tokens/s do we and transformers read and learn? Writes bench.json."""
     experiment = Experiment("bench", "", settings)
     rows = []
-    for work, name, B, T in progress(CASES[experiment.device.type], desc="bench", unit=" cases"):
+    on_gpu = experiment.device.type == "cuda"
+    for work, name, B, T in progress(GPU_CASES if on_gpu else CASES, desc="bench", unit=" cases"):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=experiment.device)
         make = forward_passes if work == "forward" else training_steps
         with torch.inference_mode(work == "forward"):
-            ours, theirs = take_turns(make(name, tokens, experiment.dtype), B * T)
-        row = {"model": name, "work": work, "batch_size": B, "sequence_length": T}
-        rows.append(row | {"ours": ours, "transformers": theirs, "ratio": ours / theirs})
+            ours, *theirs = take_turns(make(name, tokens, experiment.dtype), B * T)
+        row = {"model": name, "work": work, "batch_size": B, "sequence_length": T, "ours": ours}
+        if theirs:
+            row |= {"transformers": theirs[0], "ratio": ours / theirs[0]}
+        if on_gpu:
+            row |= shares_of_peak(ours, name, T, experiment.device, experiment.dtype)
+        rows.append(row)
     return experiment.save(rows)
+
+
+def shares_of_peak(speed, name, T, device, dtype):
+    """Shares of a card's FLOP/s, by its maker and as measured, that training at `speed` tokens/s makes."""
+    with torch.device("meta"):
+        flops = speed * training_flops(Transformer(PRESETS[name]), T)
+    card = torch.cuda.get_device_name(device)
+    peaks = [peak for part, peak in PEAKS.items() if part in card and dtype == torch.bfloat16]
+    by_maker = flops / peaks[0] if peaks else None
+    return {"share_of_peak": by_maker, "share_of_measured": flops / matmul_peak(device, dtype)}
 
 
 def take_turns(works, num_tokens):
@@ -66,18 +87,24 @@ def forward_passes(name, tokens, dtype):
 
 
 def training_steps(name, tokens, dtype):
-    """Ours and theirs: each does a step on windows (B, T + 1), and returns its mean loss."""
+    """Ours and, of a LLaMA, theirs: each does a step on windows (B, T + 1), and returns its mean loss."""
     ours = newborn(name, 0, device=tokens.device)
+    works = [training_step(ours, for_device(ours, tokens.device), tokens, dtype)]
+    if PRESETS[name].norm == "layernorm":
+        return works
     theirs = transformers_model(PRESETS[name]).to(tokens.device)
-    our_loss, their_logits = ours, theirs
-    if tokens.is_cuda:  # as train.py does
-        our_loss, their_logits = torch.compile(ours), torch.compile(theirs)
+    their_logits = for_device(theirs, tokens.device)
 
     def their_loss(inputs, targets):
         logits = their_logits(inputs, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
-    return [training_step(ours, our_loss, tokens, dtype), training_step(theirs, their_loss, tokens, dtype)]
+    return [*works, training_step(theirs, their_loss, tokens, dtype)]
+
+
+def for_device(model, device):
+    """A model as it is trained: compiled on a GPU, as it is on a CPU."""
+    return torch.compile(model) if device.type == "cuda" else model
 
 
 def training_step(model, summed_loss, tokens, dtype):
@@ -97,9 +124,11 @@ def training_step(model, summed_loss, tokens, dtype):
 
 
 def transformers_model(config: ModelConfig):
-    """transformers' model of a LLaMA's shape, random weights, SDPA."""
-    import transformers  # of requirements-dev.txt
-
+    """transformers' model of a LLaMA's shape, random weights, SDPA; UserError if it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
     theirs = transformers.AutoConfig.for_model(**config_json(config))
     return transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa").eval()
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import run_here
+from conftest import KINDS, random_model, run_here
 
 from lib.files import read_json
+from lib.runtime import training_flops
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import bench
 
@@ -17,8 +18,7 @@ TOKENS = torch.randint(97, (4, 17), generator=torch.Generator().manual_seed(0))
 def small_cases(monkeypatch):
     """A preset of tiny_llama's name whose passes take milliseconds, and no other case."""
     monkeypatch.setitem(PRESETS, "tiny_llama", ModelConfig(97, 64, 2, 2, 32, 48))
-    cases = (("forward", "tiny_llama", 4, 16), ("training", "tiny_llama", 2, 16))
-    monkeypatch.setitem(bench.CASES, "cpu", cases)
+    monkeypatch.setattr(bench, "CASES", (("forward", "tiny_llama", 4, 16), ("training", "tiny_llama", 2, 16)))
 
 
 def test_rows_of_both_works(tmp_path):
@@ -48,6 +48,30 @@ def test_both_learn_the_same_windows():
     assert losses[0][0] == pytest.approx(expected, rel=1e-5)  # float32 sums of 64 losses
     for first, _, third in losses:
         assert third < first
+
+
+def test_what_a_gpu_is_asked(monkeypatch):
+    """A GPT-2 has no peer; of a known card's peak and of the measured one half and a quarter are used."""
+    monkeypatch.setitem(PRESETS, "nano_gpt2", KINDS["gpt2"])
+    assert len(bench.training_steps("nano_gpt2", TOKENS, torch.bfloat16)) == 1
+    speed = 0.5 * 989e12 / training_flops(random_model(KINDS["gpt2"]), 16)
+    monkeypatch.setattr(bench, "matmul_peak", lambda device, dtype: 2 * 989e12)
+    shares = {}
+    for card in ("NVIDIA H100 80GB HBM3", "a card of next year"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
+        shares[card[:1]] = bench.shares_of_peak(speed, "nano_gpt2", 16, torch.device("cuda"), torch.bfloat16)
+    assert shares["N"] == pytest.approx({"share_of_peak": 0.5, "share_of_measured": 0.25})
+    assert shares["a"] == pytest.approx({"share_of_peak": None, "share_of_measured": 0.25})
+
+
+def test_turns_alternate_and_medians_count(monkeypatch):
+    turns = []
+    seconds = {"A": iter([30.0, 20.0, 5.0]), "B": iter([3.0, 2.0, 1.0])}
+    monkeypatch.setattr(bench, "ROUNDS", 3)
+    monkeypatch.setattr(bench, "seconds_of", lambda work: next(seconds[work()]))
+    works = [lambda: turns.append("A") or "A", lambda: turns.append("B") or "B"]
+    assert bench.take_turns(works, 60) == [60 / 20, 60 / 2]
+    assert turns == ["A", "B"] * 4
 
 
 def test_transformers_model_has_the_same_parameters():
