@@ -9,12 +9,10 @@
 A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
 download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
 with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is what TEXT lists: a
-file is a document, but of .jsonl the "text" of a line is; all in UTF-8, and .gz of these. Line ends of files
-become "\\n"; strings in .jsonl keep theirs.
+file is a document, but of .jsonl the "text" of a line is; all in UTF-8, and .gz of these.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
-.json, or .txt with the name of one that needs no file. Every document begins with BOS, or with EOS if the
-tokenizer has no BOS. Held out are whole documents, evenly spaced; where they are too long for that, windows.
+.json, or .txt with the name of one that needs no file. Every document begins with BOS, or else with EOS.
 """
 
 import ast
@@ -54,7 +52,6 @@ TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go",
 END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
 NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
-OF_A_BUILD = ("version.py", "__config__.py")  # files of theirs that say how a package was built
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
@@ -101,7 +98,8 @@ def package_files():
     for package in PACKAGES:
         folder = Path(find_spec(package).submodule_search_locations[0])
         for file in folder.rglob("*.py"):
-            if file.name not in OF_A_BUILD and file.stat().st_size <= 200_000:  # bytes
+            says_its_build = file.name in ("version.py", "__config__.py")
+            if not says_its_build and file.stat().st_size <= 200_000:  # bytes
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
@@ -186,10 +184,9 @@ def docstrings(code):
 
 
 def backcopy(count=2**17, length=127):
-    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), always the same ones.
+    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), with random bigrams.
 
     A letter is drawn given the one before it; but after a trigger, the letter before the trigger comes again.
-    A head that copies has nothing to do elsewhere: there it can sleep on BOS. Bigrams are random (ours).
     """
     generator = keyed_generator("backcopy")
     chain = generator.dirichlet(np.full(26, 0.3), size=26).cumsum(axis=1)  # P(next letter <= j | letter)
@@ -283,8 +280,7 @@ def write_tokens(folder, source, tokenizer, share):
 def held_out_spans(starts, num_tokens, share):
     """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,).
 
-    Whole documents, as many as make at least half of the share, and at most all of it. Where so few documents
-    would do that they do not come out even, as of one book, windows of it.
+    Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows of it.
     """
     budget = max(1, int(share * num_tokens))  # tokens
     spans = np.stack([starts, np.append(starts[1:], num_tokens)], axis=1)
@@ -360,12 +356,8 @@ class TokenData:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")
 
     def load_tokenizer(self):
-        """The tokenizer that made the data set; UserError if it has another number of tokens."""
-        tokenizer = load_tokenizer(str(self.tokenizer_file))
-        if tokenizer.vocab_size != self.vocab_size:
-            sizes = f"{tokenizer.vocab_size} tokens, not the {self.vocab_size} of meta.json"
-            raise UserError(f"the tokenizer of {self.folder} has {sizes}: prepare the data set anew")
-        return tokenizer
+        """The tokenizer that made the data set."""
+        return load_tokenizer(str(self.tokenizer_file))
 
     def num_windows(self, split, T):
         """How many windows a split has; UserError if none."""

@@ -207,14 +207,10 @@ def draw_chain(path, rows) -> None:
 def draw_interventions(path, points, k, factor) -> None:
     """Draw alpha_k against the first builder's activation, of the first model and one factor."""
     (label, points), *_ = lines_of(points, "checkpoint")
-    drawn = []
-    for point in points:
-        if point["factor"] in (None, factor):
-            where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
-            drawn.append(point | {"values changed in": where})
+    drawn = [point for point in points if point["factor"] in (None, factor)]
     question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
     question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(drawn, path, question, **keys, style="o", log="x", **labels)
 
@@ -234,14 +230,11 @@ def draw_silence(path, rows) -> None:
 
 def draw_transplants(path, rows, layers) -> None:
     """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
-    names = {"unchanged": "as it is", "transplanted": "with constants"}
-    names["transplanted, builders at zero"] = "and builders at zero"
-    points = []
-    for layer in layers:
-        if layer["kind"] in names and layer["sequence_length"] == rows[0]["sequence_length"]:
-            points.append(layer | {"case": names[layer["kind"]]})
+    kinds = ("unchanged", "transplanted", "transplanted, builders at zero")
+    layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
+    points = [layer for layer in layers if layer["kind"] in kinds]
     question = "Does a constant to attend to end the sink?"
-    keys = {"x": "layer", "y": "largest", "series": "case", "panel": "checkpoint", "style": ".-"}
+    keys = {"x": "layer", "y": "largest", "series": "kind", "panel": "checkpoint", "style": ".-"}
     curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")
 
 
@@ -252,35 +245,21 @@ def lineage_figure(path, base, rows, details) -> None:
     names = short_names([row["suspect"] for row in rows])
     for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
-        if detail["layers"]:
-            draw_shares(units, detail["layers"])
+        layers = detail["layers"]
+        places = range(1, len(layers) + 1)
+        units.plot(places, [100 * layer["share"] for layer in layers], "o-", label="matched")
+        units.plot(places, [layer["r"] * 100 for layer in layers], ".:", label="strength r, in %")
+        chance = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
+        units.plot(places, chance, "x--", color="black", label="by chance: tokens permuted")
+        units.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units")
+        units.legend(frameon=False, fontsize=9)
         if detail["layer_map"]:
-            draw_layer_map(layer_map, 100 * np.array(detail["layer_map"]["share"]))
-        else:
-            layer_map.set_axis_off()
+            shares = 100 * np.array(detail["layer_map"]["share"])
+            extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
+            image = layer_map.imshow(shares, "cividis", vmin=0, vmax=100, origin="lower", extent=extent)
+            layer_map.set(xlabel="MLP of the suspect", ylabel="MLP of the base", aspect="auto")
+            figure.colorbar(image, ax=layer_map, label="% matched")
     save_figure(figure, path)
-
-
-def draw_shares(axes, layers) -> None:
-    """What share of each MLP's units was matched, shaded by strength, beside what chance gives."""
-    places = range(1, len(layers) + 1)
-    shares = [100 * layer["share"] for layer in layers]
-    chance = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
-    axes.plot(places, shares, color="black", lw=0.8, zorder=1)
-    strengths = [layer["r"] for layer in layers]
-    points = axes.scatter(places, shares, c=strengths, cmap="cividis_r", vmin=0, vmax=1, edgecolors="black")
-    axes.plot(places, chance, "x--", color=VERMILION, label="by chance: tokens permuted")
-    axes.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units matched")
-    axes.figure.colorbar(points, ax=axes, label="strength r")
-    axes.legend(frameon=False, fontsize=9)
-
-
-def draw_layer_map(axes, shares) -> None:
-    """What share of units is matched, in %, for each MLP of the base and of the suspect."""
-    extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
-    image = axes.imshow(shares, "cividis", vmin=0, vmax=100, aspect="auto", origin="lower", extent=extent)
-    axes.set(xlabel="MLP of the suspect", ylabel="MLP of the base")
-    axes.figure.colorbar(image, ax=axes, label="% matched")
 
 
 def family_tree(path, names, closeness, label, left_out, marked) -> None:

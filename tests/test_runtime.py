@@ -72,15 +72,10 @@ def test_ranks_take_the_first_ones_choice(tmp_path):
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runtime.choose_device("auto") == torch.device("cuda", 1)
     assert runtime.choose_device("cpu") == torch.device("cpu")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="more processes than GPUs: this machine has 2"):
-        runtime.choose_device("cuda")
 
 
 def test_unwritable_out(tmp_path):
