@@ -59,7 +59,7 @@ def test_a_single_file_in_place_of_its_folder(folder):
             formats.open_checkpoint(place)
 
 
-def nano_gpt(path: Path, prefix="", shift=0.0) -> None:
+def nano_gpt(path: Path, prefix="") -> None:
     """A ckpt.pt of nanoGPT with bias=False: weights beside other things, matrices as (outputs, inputs)."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"wte": (300, 64), "wpe": (32, 64), "ln_f": (64,)}
@@ -71,33 +71,18 @@ def nano_gpt(path: Path, prefix="", shift=0.0) -> None:
     for name, shape in shapes.items():
         weight = torch.randn(shape, generator=generator)
         weights[f"{prefix}transformer.{name}.weight"] = 1 + 0.3 * weight if len(shape) == 1 else weight
-    for layer in range(2):  # LayerNorm takes it out again
-        block = f"{prefix}transformer.h.{layer}"
-        weights[f"{block}.mlp.c_fc.weight"] += shift / weights[f"{block}.ln_2.weight"]
     torch.save({"model": weights, "iter_num": 7, "config": {"n_layer": 2}}, path)
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.03, 1.0])
-def test_a_checkpoint_of_nano_gpt(shift, tmp_path):
-    """A copy is one, whether it is of a compiled model or has in its rows what LayerNorm takes out."""
+def test_a_checkpoint_of_nano_gpt(tmp_path):
+    """A copy is one, also of a compiled model."""
     nano_gpt(tmp_path / "ckpt.pt", "_orig_mod.")
-    nano_gpt(tmp_path / "copy.pt", shift=shift)
+    nano_gpt(tmp_path / "copy.pt")
     words = [tmp_path / "ckpt.pt", tmp_path / "copy.pt", "--permutations", 199, "--out", tmp_path]
     done = run_here("seedprint", "compare", *words)
     assert done.returncode == 0, done.stderr
     (row,) = read_json(tmp_path / "compare.json")["rows"]
     assert row["units_found"] == 256 and row["distance"] < 1e-6, row  # float32 sums
-
-
-def test_a_mapped_tensor_is_read_as_it_is(tmp_path):
-    """A parameter of a module; changes stay the reader's."""
-    module = torch.nn.Linear(3, 2).bfloat16()
-    torch.save({"wte.weight": module.weight}, tmp_path / "x.bin")
-    source = formats.open_any(tmp_path / "x.bin")
-    for _ in range(2):
-        read = source.read("wte.weight")
-        assert torch.equal(read, module.weight)
-        read.detach().zero_()
 
 
 # ---- hostile files -----------------------------------------------------------------------------------------
@@ -358,11 +343,11 @@ def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
 def test_dictionaries_of_dictionaries(tmp_path):
     """As nanoGPT, Lightning and DeepSpeed have them, beside other models; and Megatron, a level deeper."""
     weights = {"wte.weight": torch.ones(3, 2)}
-    for key in ("model", "state_dict", "module"):
-        others = {"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3}
-        torch.save(others | {key: weights}, tmp_path / "x")
-        source = formats.open_any(tmp_path / "x")
-        assert source.shapes == {"wte.weight": (3, 2)} and source.read("wte.weight")[0, 0] == 1
+    torch.save({"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3, "state_dict": weights}, tmp_path / "x")
+    source = formats.open_any(tmp_path / "x")
+    for _ in range(2):  # changes stay the reader's
+        assert torch.equal(source.read("wte.weight"), torch.ones(3, 2))
+        source.read("wte.weight").zero_()
     deep = {"encoder": {"layers": {layer: {"mlp": {"weight": torch.ones(4, 4)}} for layer in range(2)}}}
     torch.save(deep | {"embedding.word_embeddings.weight": torch.ones(9, 4)}, tmp_path / "x")
     expected = {"embedding.word_embeddings.weight", *(f"encoder.layers.{n}.mlp.weight" for n in range(2))}
@@ -375,15 +360,6 @@ def test_a_part_is_no_model(name, tmp_path):
     torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
     with pytest.raises(UserError, match="one of a model's parts: name their folder"):
         formats.open_any(tmp_path / name)
-
-
-def test_a_file_without_weights_has_no_layers(tmp_path):
-    """A schedule, or a state of random numbers: nothing is said of kinship."""
-    torch.save({"w": torch.ones(9, 4), "h.0.a.weight": torch.ones(4, 4)}, tmp_path / "base.pt")
-    torch.save({"base_lrs": [0.1], "cpu": torch.ones(99).byte()}, tmp_path / "b.pt")
-    models = [verdict_of.read_model(name, formats.open_any(tmp_path / name)) for name in ("base.pt", "b.pt")]
-    row, _ = verdict_of.compare_pair(*models)
-    assert row["verdict"] == "inconclusive" and "has no layers, and no weights" in row["sentence"]
 
 
 def test_layers_along_either_axis_of_one_tensor(tmp_path):

@@ -127,16 +127,11 @@ def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monk
 
 
 def test_a_gguf_file_is_fetched_if_it_is_named_or_alone(here):
-    for name, file in (
-        ("org/one-gguf", "only.gguf"),
-        ("org/ggufs/b.gguf", "b.gguf"),
-        ("org/whole/a.gguf", "a.gguf"),
+    for repo, name, file in (
+        ("org/one-gguf", "org/one-gguf", "only.gguf"),
+        ("org/ggufs", "org/ggufs/b.gguf", "b.gguf"),
     ):
-        place = fetch(name)
-        assert (
-            place.name == file
-            and place.read_bytes() == here.repositories["/".join(name.split("/")[:2])][file]
-        )
+        assert fetch(name).name == file and fetch(name).read_bytes() == here.repositories[repo][file]
         assert fetched(here) == [file]
     assert fetch(f"org/ggufs@{COMMIT}/b.gguf").name == "b.gguf"
 
