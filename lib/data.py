@@ -28,7 +28,6 @@ import sysconfig
 import warnings
 import zlib
 from array import array
-from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import exists, isdir
@@ -131,13 +130,6 @@ def text_files(name):
     return files
 
 
-def passed_over(source):
-    """The files of a source that are no text, counted by their endings, in words."""
-    files = itertools.chain(*[files_of(name) for name in source if name not in NAMES])
-    endings = Counter(ending(file) for file in files if ending(file) not in TEXT)
-    return ", ".join(f"{count:,} {ending or 'without ending'}" for ending, count in endings.most_common())
-
-
 def read(file):
     """The Pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
     check_regular(file)
@@ -218,8 +210,10 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    if files := passed_over(settings.source):
-        print(f"passed over, as no text: {files}")
+    files = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
+    passed_over = [file for file in files if ending(file) not in TEXT]
+    if passed_over:
+        print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
     tokenizer = load_tokenizer(settings.tokenizer, (piece.text for piece in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")

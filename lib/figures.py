@@ -15,11 +15,7 @@ from lib.runtime import rank
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.prop_cycle": cycler(color=COLOURS),
-}
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.prop_cycle": cycler(color=COLOURS)}
 DASHES = ("--", ":")  # of the first theory, and the second
 
 
@@ -143,8 +139,8 @@ def draw_preferences(path, rows, tokens, dimensions) -> None:
         by_rank.set_xlabel("rank of the predicted token")
         draw_counts(by_token, percent, *of_tokens, "token number")
         draw_counts(by_dimension, percent, *of_dimensions, "hidden dimension")
-    for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
-        axes.set_ylabel(f"{what},\n% of sequences")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("% of sequences")
     save_figure(figure, path)
 
 
@@ -271,21 +267,19 @@ def family_tree(path, names, closeness, label, left_out, marked) -> None:
     from scipy.spatial.distance import squareform
 
     count = len(names)
-    title = "Which models are of one birth?"
-    figure, grid = new_figure(title, 1, 2, 2.5 + 0.45 * count, 2 + 0.55 * count, width_ratios=(1, 2))
-    tree, heat = grid[0]
+    size = (2.5 + 0.45 * count, 2 + 0.55 * count)
+    figure, ((tree, heat),) = new_figure("Which models are of one birth?", 1, 2, *size, width_ratios=(1, 2))
     order = [i for i in range(count) if names[i] not in left_out]
     if len(order) > 1:
         distances = squareform(1 - np.clip(closeness[np.ix_(order, order)], 0, 1), checks=False)
         leaves = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
         order = [order[leaf] for leaf in leaves]
-    grey = [i for i in range(count) if i not in order]
-    order += grey
     tree.set(xlabel="distance", title="family tree", yticks=[], ylim=(0, 10 * count))
-    is_grey = np.isin(order, grey)
-    closeness = np.ma.array(closeness[np.ix_(order, order)], mask=is_grey[:, None] | is_grey)
+    shown = np.full((count, count), np.nan)
+    shown[: len(order), : len(order)] = closeness[np.ix_(order, order)]
+    order += [i for i in range(count) if i not in order]
     heat.set_facecolor("lightgrey")
-    image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    image = heat.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
     heat.scatter(*np.nonzero(marked[np.ix_(order, order)]), edgecolors="white", facecolors="none")
     labels = [short_names(names)[i] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)

@@ -30,7 +30,6 @@ from model import GPT2, ModelConfig, Transformer
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
-STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
 NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
 SCALE = re.compile(r"_scale(?:_inv|_ub)?$")  # beside FP8: of a matrix, of its inputs, of keys, ...
@@ -197,25 +196,6 @@ def open_tensors(paths):
             is_safe = beginning(path)[8:9] == "{"  # behind the length of a header
             tensors |= safetensors_of(path) if is_safe else pickled_tensors(path)
     return tensors
-
-
-def unstacked(tensors):
-    """Tensors, of which those that hold all layers, as MaxText's along the second axis, are one for each."""
-    stacked = [name for name, tensor in tensors.items() if STACK.match(name) and len(tensor.shape) > 1]
-    for axis in (0, 1):
-        if len({tensors[name].shape[axis] for name in stacked}) == 1:
-            break
-    else:
-        return tensors
-    layers = {name: tensor for name, tensor in tensors.items() if name not in stacked}
-    for name in stacked:
-        shape = list(tensors[name].shape)
-        prefix = STACK.match(name)[0]
-        for layer in range(shape.pop(axis)):
-            read = partial(tensors[name].read, (slice(None),) * axis + (layer,))
-            place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
-            layers[place] = LazyTensor(tuple(shape), tensors[name].kind, read)
-    return layers
 
 
 def gpt2_tensors(tensors):
@@ -491,7 +471,7 @@ def foreign_checkpoint(place, raw, tensors):
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps)
+    return CheckpointReader(place, tensors, None, family, names_mlps)
 
 
 def token_ids(place):

@@ -155,8 +155,7 @@ def print_rows(rows, columns=()) -> None:
 def mean_over_seeds(samples, measured, theories=()):
     """One row for samples that differ only in `seed` and in the columns named here: the means of `measured`.
 
-    `theories` agree, but for their last bits: the first is kept.
-    `seed_std` is the standard deviation of the first measured one. The columns' order is kept.
+    `theories` agree but for their last bits; `seed_std` is the standard deviation of the first measured one.
     """
     groups = defaultdict(list)
     named = {"seed", *measured, *theories}

@@ -77,10 +77,7 @@ def choose_dtype(device):
 
 @functools.cache
 def bfloat16_gain(size=384, count=40):
-    """How many times as fast as in float32 one thread of a CPU makes products (size, size) in bfloat16.
-
-    They take turns of two milliseconds or less, of which the best count, whatever other processes do.
-    """
+    """How many times as fast as in float32 one thread makes products in bfloat16, each by its best turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     matrix = torch.randn(size, size)

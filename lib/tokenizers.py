@@ -178,17 +178,11 @@ def sentencepiece_tokenizer(name, model):
     with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
     bos, eos = (None if token == -1 else token for token in (coder.bos_id(), coder.eos_id()))
-    return Tokenizer(
-        vocab_size=coder.vocab_size(),
-        bos=eos if bos is None else bos,
-        eos=eos,
-        encode=coder.encode,
-        decode=coder.decode,
-        file="tokenizer.model",
-        content=model,
-        piece=coder.id_to_piece,
-        for_transformers=functools.cache(lambda: tokenizer_json(coder)),
-    )
+    bos = eos if bos is None else bos
+    kept = ("tokenizer.model", model)
+    converted = functools.cache(lambda: tokenizer_json(coder))
+    coders = (coder.encode, coder.decode)
+    return Tokenizer(coder.vocab_size(), bos, eos, *coders, *kept, coder.id_to_piece, converted)
 
 
 def tokenizer_json(coder):

@@ -155,8 +155,7 @@ def test_a_folder_means_all_text_in_it(tmp_path):
     words = ["--tokenizer", "bytes", "--held-out", 0.5, "--out"]
     for i, name in enumerate([folder, f"{folder}/**"]):
         printed = run_here("lib.data", name, *words, tmp_path / f"set{i}").stdout
-        counted = printed.split("passed over, as no text: ")[1].splitlines()[0].split(", ")
-        assert counted[0] == "2 .csv" and sorted(counted[1:]) == ["1 .png", "1 .zst", "1 without ending"]
+        assert "passed over, as no text: 5 files, as " in printed
     assert "passed over" not in run_here("lib.data", folder / "a/c.md", *words, tmp_path / "set").stdout
 
 

@@ -360,17 +360,3 @@ def test_a_part_is_no_model(name, tmp_path):
     torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
     with pytest.raises(UserError, match="one of a model's parts: name their folder"):
         formats.open_any(tmp_path / name)
-
-
-def test_layers_along_either_axis_of_one_tensor(tmp_path):
-    """As MaxText keeps them, with numbers in the names of matrices."""
-    stored = {"layers/mlp/wi_0/kernel": torch.randn(4, 3, 6), "layers/mlp/wo/kernel": torch.randn(6, 3, 4)}
-    for axis in (0, 1):
-        tensors = {name: weight.transpose(0, 1 - axis).contiguous() for name, weight in stored.items()}
-        safetensors.torch.save_file(tensors, tmp_path / f"{axis}.safetensors")
-        source = formats.open_any(tmp_path / f"{axis}.safetensors")
-        assert len(source.shapes) == 6
-        for name, weight in stored.items():
-            for layer in range(3):
-                read = source.read(name.replace("layers/", f"layers/{layer}."))
-                torch.testing.assert_close(read, weight[:, layer], rtol=0, atol=0)
