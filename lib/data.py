@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import exists, isdir
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -64,22 +64,15 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
-
-    text: str
-    begins: bool = True  # a document
-
-
 def pieces(source):
-    """The Pieces of a source, in order, without empty ones; UserError, at once, if there are no files."""
-    return filter(lambda piece: piece.text, itertools.chain(*[pieces_of(name) for name in source]))
+    """The pieces of a source, in order: a text that is not empty, and does a document begin with it?"""
+    return filter(lambda piece: piece[0], itertools.chain(*[pieces_of(name) for name in source]))
 
 
 def pieces_of(name):
-    """The Pieces of one name in a source."""
+    """The pieces of one name in a source; UserError, at once, if there are no files."""
     if name == "backcopy":
-        return map(Piece, backcopy())
+        return ((text, True) for text in backcopy())
     if name not in NAMES:
         return itertools.chain.from_iterable(map(read, text_files(name)))
     if name == "packages":
@@ -88,7 +81,7 @@ def pieces_of(name):
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
         files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
     codes = (file.read_text("utf-8-sig", "replace") for file in files)
-    return map(Piece, map(docstrings, codes) if name == "docstrings" else codes)
+    return ((docstrings(code) if name == "docstrings" else code, True) for code in codes)
 
 
 def package_files():
@@ -131,7 +124,7 @@ def text_files(name):
 
 
 def read(file):
-    """The Pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
+    """The pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
     check_regular(file)
     unpack = gzip.open if file.suffix == ".gz" else open
     try:
@@ -144,15 +137,15 @@ def read(file):
 
 
 def pages(lines):
-    """The Pieces of a document: pages, each with the rest of its last line."""
+    """The pieces of a document: pages, each with the rest of its last line."""
     begins = True
     while text := lines.read(PAGE) + lines.readline(PAGE):
-        yield Piece(text, begins)
+        yield text, begins
         begins = False
 
 
 def json_lines(file, lines):
-    """The Pieces of the documents that a .jsonl file's lines are."""
+    """The pieces of the documents that a .jsonl file's lines are."""
     for number, line in enumerate(lines, start=1):
         try:
             text = json.loads(line)["text"] if line.strip() else ""
@@ -214,7 +207,7 @@ def prepare(settings: Settings):
     passed_over = [file for file in files if ending(file) not in TEXT]
     if passed_over:
         print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
-    tokenizer = load_tokenizer(settings.tokenizer, (piece.text for piece in pieces(settings.source)))
+    tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
@@ -229,7 +222,7 @@ def prepare(settings: Settings):
 
 
 def write_tokens(folder, source, tokenizer, share):
-    """Write the tokens of a source's Pieces to train.bin and val.bin; returns what meta.json says of them."""
+    """Write the tokens of a source's pieces to train.bin and val.bin; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {share}".encode() + tokenizer.content)
@@ -240,17 +233,17 @@ def write_tokens(folder, source, tokenizer, share):
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
-            for piece, tokens in zip(some, tokenizer.encode([piece.text for piece in some])):
-                if piece.begins:
+            for (text, begins), tokens in zip(some, tokenizer.encode([text for text, _ in some])):
+                if begins:
                     starts.append(num_tokens)
                     tokens = [*begin, *tokens]
                 written = np.array(tokens, dtype).tobytes()
                 file.write(written)
                 fingerprint.update(written)
-                size = len(piece.text.encode())
+                size = len(text.encode())
                 bar.update(size)
                 num_bytes += size
-                num_ends += piece.text.count(END)
+                num_ends += text.count(END)
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")

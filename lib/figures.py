@@ -121,10 +121,7 @@ def plain(key):
 
 
 def draw_preferences(path, rows, tokens, dimensions) -> None:
-    """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions.
-
-    `tokens` and `dimensions` hold, for each row, how often each comes first, and uniform draws' by rank.
-    """
+    """BB Figures 1a and 10, a column for each of six rows: how often each comes first, and uniform draws'."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     names = short_names([row["model"] for row in rows])

@@ -116,13 +116,13 @@ def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
-        content = "".join(piece.text for piece in read(Path(text)))
+        content = "".join(piece for piece, _ in read(Path(text)))
     else:
         content = ""
-        for piece in pieces((text,)):
-            if piece.begins and content:
+        for piece, begins in pieces((text,)):
+            if begins and content:
                 content += "\n\n"
-            content += piece.text
+            content += piece
             if len(content) >= SOURCE_CHARACTERS:
                 break
         content += "\n\n"

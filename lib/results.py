@@ -43,10 +43,7 @@ class Experiment:
         self.begun = time.perf_counter()
 
     def save(self, rows, columns=(), shown=None, **more):
-        """Write the JSON, print the `columns` of the rows that are `shown`; returns what the JSON holds.
-
-        Figures are drawn before, so that the JSON is a sign that all is there.
-        """
+        """Write the JSON, after the figures, print `columns` of the rows `shown`; returns what it holds."""
         self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
         result = {
             "experiment": self.name,

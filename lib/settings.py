@@ -100,11 +100,7 @@ def read_command(commands, words, document):
 
 
 def read_settings(defaults, words, document, subcommand="", has_config=True):
-    """The settings of a command line: `defaults`, then files' values (words in .py before the flags), flags.
-
-    Returns the names that the files give, too. A mistake in a flag ends the process with status 2, as tyro
-    has it; other mistakes raise UserError.
-    """
+    """The settings of `defaults`, then config files, then flags, and the names that the files give."""
     before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     positional = []
     in_files = set()

@@ -123,10 +123,7 @@ def tiktoken_tokenizer(name):
 
 
 def json_tokenizer(path, content, bos=None, eos=None):
-    """The tokenizer of a tokenizer.json's bytes.
-
-    `bos` and `eos` are text; None: what it puts before a text, and a special token of a usual name, if any.
-    """
+    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None: as it says itself."""
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()

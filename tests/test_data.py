@@ -41,8 +41,8 @@ def prepare(source, out, **more):
 
 
 def texts(*source):
-    """The texts of a source's Pieces."""
-    return [piece.text for piece in data.pieces(tuple(map(str, source)))]
+    """The texts of a source's pieces."""
+    return [text for text, _ in data.pieces(tuple(map(str, source)))]
 
 
 def documents_of(folder, split):
@@ -102,18 +102,18 @@ def test_documents_of_files(tmp_path):
     """A .txt file is one document, cut at line ends; of JSON lines surrogates go, and empty texts."""
     long, strange = tmp_path / "long.txt", tmp_path / "strange.jsonl"
     long.write_text("".join(f"line {i}\n" for i in range(30_000)))
-    pages = list(data.pieces((str(long),)))
-    assert "".join(page.text for page in pages) == long.read_text()
-    assert all(page.text.endswith("\n") and 2**16 <= len(page.text) < 2**16 + 12 for page in pages[:-1])
-    assert [page.begins for page in pages] == [True] + [False] * (len(pages) - 1)
+    pages, begins = zip(*data.pieces((str(long),)))
+    assert "".join(pages) == long.read_text()
+    assert all(page.endswith("\n") and 2**16 <= len(page) < 2**16 + 12 for page in pages[:-1])
+    assert begins == (True, *[False] * (len(pages) - 1))
     tokens = data.TokenData(prepare(long, tmp_path / "set")).tokens
     assert (tokens["train"] == 256).sum() + (tokens["val"] == 256).sum() == 1
     strange.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
     assert texts(strange) == ["a?b", "😀"]
     lines = write_lines(tmp_path / "lines.jsonl", ["1234 " * 300_000, "short"])
     *long, last = data.pieces((str(lines),))  # a single line is cut, too
-    assert max(len(piece.text) for piece in long) <= 2**17 and len(long) > 8
-    assert "".join(piece.text for piece in long) == "1234 " * 300_000 and last == ("short", True)
+    assert max(len(text) for text, _ in long) <= 2**17 and len(long) > 8
+    assert "".join(text for text, _ in long) == "1234 " * 300_000 and last == ("short", True)
 
 
 def test_line_ends(tmp_path):
@@ -134,7 +134,7 @@ def test_what_ends_no_document_is_said(tmp_path, capsys):
 def test_numbers_that_need_more_than_16_bits(tmp_path, size, dtype):
     ids = [[0, size - 1]]
     tokenizer = SimpleNamespace(vocab_size=size, bos=None, encode=lambda _: ids, content=b"", file="")
-    assert data.write_tokens(tmp_path, iter([data.Piece("ab")]), tokenizer, 0.5)["dtype"] == dtype
+    assert data.write_tokens(tmp_path, iter([("ab", True)]), tokenizer, 0.5)["dtype"] == dtype
 
 
 def test_a_folder_means_all_text_in_it(tmp_path):
