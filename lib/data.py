@@ -329,7 +329,6 @@ class TokenData:
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
         self.tokenizer_file = self.folder / self.meta.tokenizer_file
-        check_regular(self.tokenizer_file)
         self.tokens = {}  # of each split, memory-mapped
         for split in ("train", "val"):
             path = self.folder / f"{split}.bin"

@@ -297,9 +297,8 @@ def gguf_config(file):
             raw[theirs] = value
     head_dim = raw.get("hidden_size", 0) / max(1, raw.get("num_attention_heads", 1))
     table = file.tensors.get(TOKEN_TABLE)
-    has_experts = f"{family}.expert_count" in file.values
     return raw | {
-        "model_type": f"{family} with experts" if has_experts else family,
+        "model_type": family,
         "vocab_size": table.shape[0] if table else 0,
         "tie_word_embeddings": "lm_head.weight" not in file.tensors,
         "rope_scaling": {"rope_type": gguf_rope(file, family, raw.get("head_dim", head_dim))},

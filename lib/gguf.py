@@ -1,9 +1,5 @@
 """What is in a .gguf file, as llama.cpp and Ollama keep models?
 
-    >>> tensors = GGUF(smollm2()).tensors
-    >>> tensors["model.layers.0.self_attn.k_proj.weight"].read().shape  # one at a time, dequantised
-    torch.Size([192, 576])
-
 The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file. The
 package `gguf` knows how numbers are packed, and what tensors are called.
 """

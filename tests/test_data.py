@@ -11,7 +11,6 @@ import sysconfig
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,13 +127,6 @@ def test_what_ends_no_document_is_said(tmp_path, capsys):
     stories.write_text("Once é.\n<|endoftext|>\nTwice.\n<|endoftext|>\n")
     assert len(documents_of(prepare(stories, tmp_path / "one", held_out=0.9), "train")) == 1
     assert f"{data.END}, 2 times in the text, ends no document" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(2**16, "uint16"), (2**16 + 1, "uint32")])
-def test_numbers_that_need_more_than_16_bits(tmp_path, size, dtype):
-    ids = [[0, size - 1]]
-    tokenizer = SimpleNamespace(vocab_size=size, bos=None, encode=lambda _: ids, content=b"", file="")
-    assert data.write_tokens(tmp_path, iter([("ab", True)]), tokenizer, 0.5)["dtype"] == dtype
 
 
 def test_a_folder_means_all_text_in_it(tmp_path):

@@ -5,7 +5,6 @@ import os
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -159,10 +158,6 @@ def test_shards_may_not_lead_elsewhere(folder):
 )
 def test_packed_weights_are_refused_whatever_their_name(name, kind, folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors |= {"model.attn.bias": torch.ones(9, 9).byte(), "position_ids": torch.ones(1, 9).long()}
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
-    assert "model.norm.weight" in formats.open_any(folder).shapes  # masks and positions are no weights
     safetensors.torch.save_file(tensors | {name: torch.ones(32, 32).to(kind)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"{name} has packed numbers, of (F8_E5M2|I32|U8): .*dequantize"):
         formats.open_any(folder)
@@ -173,7 +168,7 @@ def test_integers_that_are_no_weights(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     others = {"model.layers.0.mlp._extra_state": torch.zeros(0, dtype=torch.uint8)}
     others |= {"hash.lookup": torch.ones(97, 2).long(), "model.layers.0.mlp.ids": torch.ones(9, 2).long()}
-    others |= {"model.layers.0.self_attn.causal": torch.ones(9, 9).bool()}
+    others |= {"model.attn.bias": torch.ones(9, 9).byte(), "position_ids": torch.ones(1, 9).long()}
     safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
     assert formats.open_any(folder).shapes.keys() == tensors.keys()
     assert formats.open_checkpoint(folder).config is not None
@@ -183,7 +178,7 @@ def in_fp8(weight, kind):
     """A matrix in FP8, its scales as several libraries keep them, and what torch makes of the two."""
     if kind == "none":
         return weight.to(torch.float8_e4m3fn), None, weight.to(torch.float8_e4m3fn).float()
-    rows, columns = {"block": (13, 17), "share": (8, 16), "row": (1, 999), "number": (999, 999)}[kind]
+    rows, columns = {"block": (13, 17), "row": (1, 999), "number": (999, 999)}[kind]
     packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     expected = torch.empty(weight.shape)
     scales = []
@@ -200,7 +195,6 @@ def in_fp8(weight, kind):
 
 FP8_FOLDERS = [  # how scales are kept, their name, and what config.json says
     ("block", "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [13, 17]}),  # DeepSeek, Qwen
-    ("share", "weight_scale", {}),
     ("row", "weight_scale", {"quant_method": "compressed-tensors"}),
     ("number", "weight_scale", {"quant_method": "modelopt"}),
     ("none", "", {}),
@@ -245,17 +239,13 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path, c
 
 
 def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
-    weight = torch.randn(3, 256, 200)  # of three experts
+    weight = torch.randn(3, 256, 200)  # of three experts, in blocks of 128 where nothing tells their size
     scale = torch.rand(3, 2, 2)
     kept = {"a.experts.up_proj": weight.to(torch.float8_e4m3fn), "a.experts.up_proj_scale_inv": scale}
-    safetensors.torch.save_file(kept | {"b.weight": torch.ones(3)}, tmp_path / "x")
-    source = formats.open_any(tmp_path / "x")
-    read = source.read("a.experts.up_proj")
-    for expert, i, j in np.ndindex(3, 2, 2):  # blocks of 128, where nothing tells their size
-        block = (expert, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-        exact = kept["a.experts.up_proj"].float()[block] * scale[expert, i, j]
-        assert torch.equal(read[block], exact)
-    assert source.shapes.keys() == {"a.experts.up_proj", "b.weight"}
+    safetensors.torch.save_file(kept, tmp_path / "x")
+    scales = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :200]
+    exact = kept["a.experts.up_proj"].float() * scales
+    assert torch.equal(formats.open_any(tmp_path / "x").read("a.experts.up_proj"), exact)
     kept["a.experts.up_proj_scale_inv"] = torch.rand(3, 7, 2)
     safetensors.torch.save_file(kept, tmp_path / "x")
     with pytest.raises(UserError, match="x: a.experts.up_proj"):
@@ -294,18 +284,6 @@ def test_mlps_that_nobody_found_are_missing(folder):
         model = verdict_of.read_model("", formats.open_any(folder))
         (stack,) = model.stacks
         assert stack.missing == "MLPs" and stack.may_have_units is not verdict
-
-
-def test_a_prefix_before_all_names(folder):
-    """As DistributedDataParallel writes them: compared, and not run."""
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    base = verdict_of.read_model("base", formats.open_any(folder))
-    renamed = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    safetensors.torch.save_file(renamed, folder / "model.safetensors")
-    with pytest.raises(UserError, match="prefix"):
-        formats.open_checkpoint(folder)
-    row, _ = verdict_of.compare_pair(base, verdict_of.read_model("suspect", formats.open_any(folder)))
-    assert row["verdict"] == "same birth"
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
