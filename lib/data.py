@@ -349,9 +349,8 @@ class TokenData:
         """How many windows a split has; UserError if none."""
         size = len(self.tokens[split])
         if size <= T:
-            sizes = f"{size} tokens, not the {T + 1} of one window"
-            hint = "shorten the sequences, or prepare it anew with more text or another --held-out"
-            raise UserError(f"the {split} split of {self.folder} has {sizes}: {hint}")
+            sizes = f"{size} tokens, not the {T + 1} of one window: shorten the sequences"
+            raise UserError(f"the {split} split of {self.folder} has {sizes}")
         return (size - 1) // T
 
     def windows(self, split, numbers, T):

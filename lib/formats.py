@@ -31,7 +31,6 @@ from model import GPT2, ModelConfig, Transformer
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
-NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
 SCALE = re.compile(r"_scale(?:_inv|_ub)?$")  # beside FP8: of a matrix, of its inputs, of keys, ...
 BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
@@ -135,7 +134,7 @@ def as_user_error(path):
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if beginning(path).startswith("version https://git-lfs"):
             reason = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
-        raise UserError(f"cannot read {path}: {reason}") from None
+        raise UserError(f"cannot read {path}: {reason}; if it is damaged, download it again") from None
 
 
 def is_gguf(place):
@@ -230,12 +229,10 @@ def with_scales(place, raw, tensors):
     said = BLOCK_SIZE.search(json.dumps(raw))
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
     for name in packed:
-        scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale", NO_SCALE))
-        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, blocks)
-        weights[name] = LazyTensor(tensors[name].shape, "F32", read)
-    bare = [name for name in packed if not {f"{name}_scale_inv", f"{name}_scale"} & tensors.keys()]
-    if bare and is_first_process():
-        print(f"{place}: {bare[0]} is in FP8 without a scale: it is read as it is", file=sys.stderr)
+        scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
+        if scale is not None:
+            read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, blocks)
+            weights[name] = LazyTensor(tensors[name].shape, "F32", read)
     return weights
 
 
@@ -307,8 +304,6 @@ def gguf_config(file):
 
 def gguf_rope(file, family, head_dim):
     """The type of a GGUF's RoPE: "none", or what its header says of it that we do not follow."""
-    if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
-        return "rope_freqs"
     prefix = f"{family}.rope."
     said = {key: value for key, value in file.values.items() if key.startswith(prefix)}
     said.pop(f"{prefix}freq_base", None)
