@@ -157,7 +157,6 @@ LINKS = {  # of SO's chain
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
-CONTROLS = ("removers", "elsewhere", "random")  # kinds of rows of `silence`
 
 
 def draw_alpha1(path, rows) -> None:
@@ -212,10 +211,9 @@ def draw_silence(path, rows) -> None:
     """Draw sink rate against the disparity that is left, of each model, and of its controls."""
     points = []
     for row in rows:
-        if row["kind"] in ("none", "first"):
-            points.append(row | {"model": row["checkpoint"]})
-        elif row["kind"] in CONTROLS:
-            points.append(row | {"model": f"{row['checkpoint']}, controls"})
+        who = "" if row["kind"] in ("none", "first") else ", controls"
+        if row["kind"] not in ("alone", "constant"):
+            points.append(row | {"model": row["checkpoint"] + who})
     question = "How far must one dimension fall before the sink goes?"
     labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
     curves(points, path, question, x="disparity", y="sink_rate", series="model", style="o", log="x", **labels)
@@ -290,8 +288,8 @@ def draw_persistence(path, rows) -> None:
     taus = []
     for row in rows[1:]:  # a logarithmic axis has no step 0
         for model, who in (("its own birth", ""), ("another birth", "stranger_")):
-            tau = {"step": row["step"], "model": model, "zero": 0.0}
-            taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
+            spread = {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]}
+            taus.append(spread | {"step": row["step"], "model": model, "zero": 0.0})
     question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
     keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
     curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")

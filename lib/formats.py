@@ -1,9 +1,5 @@
 """What is in a stranger's checkpoint?
 
-    >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or others of FAMILIES; or our own
-    >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
-    torch.Size([4096])
-
 A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
 .gguf file, which has all in it, may be named in its place. Nothing is executed: a .safetensors or .gguf file
 is a table of names before the numbers, and of a pickle `weights_only` allows tensors and plain values alone.

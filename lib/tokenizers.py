@@ -1,9 +1,5 @@
 """How does text become token numbers, and back?
 
-    >>> from lib.tokenizers import load_tokenizer
-    >>> load_tokenizer("bytes").encode(["def f"])
-    [[100, 101, 102, 32, 102]]
-
 A tokenizer is bpe:N (N tokens, trained here on a text), a SentencePiece .model file, a tokenizer.json, a
 .gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token that is written in a text,
 as <|endoftext|> may be, is spelt like any other word.
