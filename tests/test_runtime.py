@@ -34,21 +34,6 @@ def test_bfloat16_where_it_is_measured_to_be_fast(tmp_path, monkeypatch, capsys)
         assert capsys.readouterr().out == f"--dtype auto: {expected} on cpu\n"
 
 
-def test_the_gain_is_of_the_best_times_of_one_thread(monkeypatch):
-    """What disturbs one product of a format, or all of a while, does not matter."""
-    seconds = iter([9.0, 9.0, 9.0, 8.0, 3.0, 1.5, 4.0, 7.0])
-    threads = torch.get_num_threads()
-    order = []
-
-    def seconds_of(work):
-        order.append((work().dtype, torch.get_num_threads()))
-        return next(seconds)
-
-    monkeypatch.setattr(runtime, "seconds_of", seconds_of)
-    assert runtime.bfloat16_gain.__wrapped__(8, 4) == 2.0
-    assert order == [(torch.float32, 1), (torch.bfloat16, 1)] * 4 and torch.get_num_threads() == threads
-
-
 def test_ranks_take_the_first_ones_choice(tmp_path):
     """Each has measured something else."""
     script = tmp_path / "script.py"
