@@ -78,9 +78,6 @@ class GGUF:
         for _ in range(num_values):
             key = header.value()
             values[key] = header.value(header.number("I"))
-        kind = values.get("general.type", "model")
-        if kind != "model" or values.get("general.architecture") == "clip":
-            raise UserError(f"{path} is no language model, but an adapter, a projector or another part")
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
             raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")

@@ -243,7 +243,6 @@ HOSTILE = {
     "many tensors": header(num_tensors=2**60),
     "past the end": header(tensors=[tensor(8, place=2**63)]),
     "part": header(text(b"split.count") + struct.pack("<IH", 2, 3)),
-    "adapter": header(text(b"general.type") + struct.pack("<I", 8) + text(b"adapter")),
 }
 
 
