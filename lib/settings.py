@@ -14,7 +14,6 @@ import difflib
 import inspect
 import itertools
 import os
-import re
 import runpy
 import sys
 import types
@@ -86,8 +85,6 @@ def read_command(commands, words, document):
         if "" not in commands:
             print(document)
             sys.exit(0)
-    elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
-        check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
