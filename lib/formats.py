@@ -80,7 +80,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PART = re.compile(r"(consolidated\.|mp_rank_)(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.")  # of a model, by name
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -249,8 +248,9 @@ def multiplied(label, read, read_scale, blocks, part=...):
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
-        if PART.search(f"{place.parent.name}/{place.name}"):
-            raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
+        second = re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place))
+        if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
+            raise UserError(f"{place} has a part of each matrix: name a folder, or join the parts first")
         return [place]
     names = [name for name in WEIGHT_FILES if exists(place / name)]
     if not names:
