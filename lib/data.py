@@ -74,7 +74,11 @@ def pieces_of(name):
     if name == "backcopy":
         return ((text, True) for text in backcopy())
     if name not in NAMES:
-        return itertools.chain.from_iterable(map(read, text_files(name)))
+        files = [file for file in files_of(name) if ending(file) in TEXT]
+        if not files:
+            expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, {', '.join(NAMES)}"
+            raise UserError(f"no text in '{name}': expected {expected}")
+        return itertools.chain.from_iterable(map(read, files))
     if name == "packages":
         files = package_files()
     else:  # the standard library, in whose folder packages may be installed
@@ -112,15 +116,6 @@ def files_of(name):
         else:
             files.append(path)
     return dict.fromkeys(files)
-
-
-def text_files(name):
-    """Those of them that are text; UserError if none."""
-    files = [file for file in files_of(name) if ending(file) in TEXT]
-    if not files:
-        expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, {', '.join(NAMES)}"
-        raise UserError(f"no text in '{name}': expected {expected}")
-    return files
 
 
 def read(file):

@@ -406,7 +406,13 @@ def open_any(place):
     except UserError as error:  # config.json contradicts the weights, which suffice
         if is_first_process():
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
-    return foreign_checkpoint(place, raw or {}, tensors)
+    if tensors and all("lora" in name for name in tensors):
+        raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
+    raw = raw or {}
+    # names of a .gguf file say nothing of norms: gains stand there as they are
+    family = "" if is_gguf(place) else str(raw.get("model_type", ""))
+    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
+    return CheckpointReader(place, tensors, None, family, names_mlps)
 
 
 def contents(place):
@@ -452,16 +458,6 @@ def own_checkpoint(place, raw, tensors):
             said = f"{name} is {tensors[name].shape}, expected {shape} by config.json: correct what it says"
             raise UserError(f"{place}: {said}")
     return CheckpointReader(place, tensors, config)
-
-
-def foreign_checkpoint(place, raw, tensors):
-    """The CheckpointReader of another architecture, which its tensors alone tell."""
-    if tensors and all("lora" in name for name in tensors):
-        raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
-    # names of a .gguf file say nothing of norms: gains stand there as they are
-    family = "" if is_gguf(place) else str(raw.get("model_type", ""))
-    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, tensors, None, family, names_mlps)
 
 
 def token_ids(place):
