@@ -9,12 +9,10 @@
 A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
 download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
 with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is what TEXT lists: a
-file is a document, but of .jsonl the "text" of a line is; all in UTF-8, and .gz of these. Line ends of files
-become "\\n"; strings in .jsonl keep theirs.
+file is a document, but of .jsonl the "text" of a line is; all in UTF-8, and .gz of these.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
-.json, or .txt with the name of one that needs no file. Every document begins with BOS, or with EOS if the
-tokenizer has no BOS. Held out are whole documents, evenly spaced; where they are too long for that, windows.
+.json, or .txt with the name of one that needs no file. Every document begins with BOS, or else with EOS.
 """
 
 import ast
@@ -30,12 +28,11 @@ import sysconfig
 import warnings
 import zlib
 from array import array
-from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import exists, isdir
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -54,7 +51,6 @@ TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go",
 END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
 NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
-OF_A_BUILD = ("version.py", "__config__.py")  # files of theirs that say how a package was built
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
 
 
@@ -68,31 +64,28 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
-
-    text: str
-    begins: bool = True  # a document
-
-
 def pieces(source):
-    """The Pieces of a source, in order, without empty ones; UserError, at once, if there are no files."""
-    return filter(lambda piece: piece.text, itertools.chain(*[pieces_of(name) for name in source]))
+    """The pieces of a source, in order: a text that is not empty, and does a document begin with it?"""
+    return filter(lambda piece: piece[0], itertools.chain(*[pieces_of(name) for name in source]))
 
 
 def pieces_of(name):
-    """The Pieces of one name in a source."""
+    """The pieces of one name in a source; UserError, at once, if there are no files."""
     if name == "backcopy":
-        return map(Piece, backcopy())
+        return ((text, True) for text in backcopy())
     if name not in NAMES:
-        return itertools.chain.from_iterable(map(read, text_files(name)))
+        files = [file for file in files_of(name) if ending(file) in TEXT]
+        if not files:
+            expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, {', '.join(NAMES)}"
+            raise UserError(f"no text in '{name}': expected {expected}")
+        return itertools.chain.from_iterable(map(read, files))
     if name == "packages":
         files = package_files()
     else:  # the standard library, in whose folder packages may be installed
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
         files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
     codes = (file.read_text("utf-8-sig", "replace") for file in files)
-    return map(Piece, map(docstrings, codes) if name == "docstrings" else codes)
+    return ((docstrings(code) if name == "docstrings" else code, True) for code in codes)
 
 
 def package_files():
@@ -101,7 +94,8 @@ def package_files():
     for package in PACKAGES:
         folder = Path(find_spec(package).submodule_search_locations[0])
         for file in folder.rglob("*.py"):
-            if file.name not in OF_A_BUILD and file.stat().st_size <= 200_000:  # bytes
+            says_its_build = file.name in ("version.py", "__config__.py")
+            if not says_its_build and file.stat().st_size <= 200_000:  # bytes
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
@@ -124,24 +118,8 @@ def files_of(name):
     return dict.fromkeys(files)
 
 
-def text_files(name):
-    """Those of them that are text; UserError if none."""
-    files = [file for file in files_of(name) if ending(file) in TEXT]
-    if not files:
-        expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, {', '.join(NAMES)}"
-        raise UserError(f"no text in '{name}': expected {expected}")
-    return files
-
-
-def passed_over(source):
-    """The files of a source that are no text, counted by their endings, in words."""
-    files = itertools.chain(*[files_of(name) for name in source if name not in NAMES])
-    endings = Counter(ending(file) for file in files if ending(file) not in TEXT)
-    return ", ".join(f"{count:,} {ending or 'without ending'}" for ending, count in endings.most_common())
-
-
 def read(file):
-    """The Pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
+    """The pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
     check_regular(file)
     unpack = gzip.open if file.suffix == ".gz" else open
     try:
@@ -154,15 +132,15 @@ def read(file):
 
 
 def pages(lines):
-    """The Pieces of a document: pages, each with the rest of its last line."""
+    """The pieces of a document: pages, each with the rest of its last line."""
     begins = True
     while text := lines.read(PAGE) + lines.readline(PAGE):
-        yield Piece(text, begins)
+        yield text, begins
         begins = False
 
 
 def json_lines(file, lines):
-    """The Pieces of the documents that a .jsonl file's lines are."""
+    """The pieces of the documents that a .jsonl file's lines are."""
     for number, line in enumerate(lines, start=1):
         try:
             text = json.loads(line)["text"] if line.strip() else ""
@@ -186,10 +164,9 @@ def docstrings(code):
 
 
 def backcopy(count=2**17, length=127):
-    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), always the same ones.
+    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), with random bigrams.
 
     A letter is drawn given the one before it; but after a trigger, the letter before the trigger comes again.
-    A head that copies has nothing to do elsewhere: there it can sleep on BOS. Bigrams are random (ours).
     """
     generator = keyed_generator("backcopy")
     chain = generator.dirichlet(np.full(26, 0.3), size=26).cumsum(axis=1)  # P(next letter <= j | letter)
@@ -221,9 +198,11 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    if files := passed_over(settings.source):
-        print(f"passed over, as no text: {files}")
-    tokenizer = load_tokenizer(settings.tokenizer, (piece.text for piece in pieces(settings.source)))
+    files = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
+    passed_over = [file for file in files if ending(file) not in TEXT]
+    if passed_over:
+        print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
+    tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
@@ -238,7 +217,7 @@ def prepare(settings: Settings):
 
 
 def write_tokens(folder, source, tokenizer, share):
-    """Write the tokens of a source's Pieces to train.bin and val.bin; returns what meta.json says of them."""
+    """Write the tokens of a source's pieces to train.bin and val.bin; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {share}".encode() + tokenizer.content)
@@ -249,17 +228,17 @@ def write_tokens(folder, source, tokenizer, share):
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
-            for piece, tokens in zip(some, tokenizer.encode([piece.text for piece in some])):
-                if piece.begins:
+            for (text, begins), tokens in zip(some, tokenizer.encode([text for text, _ in some])):
+                if begins:
                     starts.append(num_tokens)
                     tokens = [*begin, *tokens]
                 written = np.array(tokens, dtype).tobytes()
                 file.write(written)
                 fingerprint.update(written)
-                size = len(piece.text.encode())
+                size = len(text.encode())
                 bar.update(size)
                 num_bytes += size
-                num_ends += piece.text.count(END)
+                num_ends += text.count(END)
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
@@ -283,8 +262,7 @@ def write_tokens(folder, source, tokenizer, share):
 def held_out_spans(starts, num_tokens, share):
     """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,).
 
-    Whole documents, as many as make at least half of the share, and at most all of it. Where so few documents
-    would do that they do not come out even, as of one book, windows of it.
+    Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows of it.
     """
     budget = max(1, int(share * num_tokens))  # tokens
     spans = np.stack([starts, np.append(starts[1:], num_tokens)], axis=1)
@@ -346,7 +324,6 @@ class TokenData:
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
         self.tokenizer_file = self.folder / self.meta.tokenizer_file
-        check_regular(self.tokenizer_file)
         self.tokens = {}  # of each split, memory-mapped
         for split in ("train", "val"):
             path = self.folder / f"{split}.bin"
@@ -360,20 +337,15 @@ class TokenData:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")
 
     def load_tokenizer(self):
-        """The tokenizer that made the data set; UserError if it has another number of tokens."""
-        tokenizer = load_tokenizer(str(self.tokenizer_file))
-        if tokenizer.vocab_size != self.vocab_size:
-            sizes = f"{tokenizer.vocab_size} tokens, not the {self.vocab_size} of meta.json"
-            raise UserError(f"the tokenizer of {self.folder} has {sizes}: prepare the data set anew")
-        return tokenizer
+        """The tokenizer that made the data set."""
+        return load_tokenizer(str(self.tokenizer_file))
 
     def num_windows(self, split, T):
         """How many windows a split has; UserError if none."""
         size = len(self.tokens[split])
         if size <= T:
-            sizes = f"{size} tokens, not the {T + 1} of one window"
-            hint = "shorten the sequences, or prepare it anew with more text or another --held-out"
-            raise UserError(f"the {split} split of {self.folder} has {sizes}: {hint}")
+            sizes = f"{size} tokens, not the {T + 1} of one window: shorten the sequences"
+            raise UserError(f"the {split} split of {self.folder} has {sizes}")
         return (size - 1) // T
 
     def windows(self, split, numbers, T):

@@ -15,11 +15,7 @@ from lib.runtime import rank
 BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.prop_cycle": cycler(color=COLOURS),
-}
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.prop_cycle": cycler(color=COLOURS)}
 DASHES = ("--", ":")  # of the first theory, and the second
 
 
@@ -125,10 +121,7 @@ def plain(key):
 
 
 def draw_preferences(path, rows, tokens, dimensions) -> None:
-    """BB Figures 1a and 10, a column for each of six rows: tokens by rank, by number; dimensions.
-
-    `tokens` and `dimensions` hold, for each row, how often each comes first, and uniform draws' by rank.
-    """
+    """BB Figures 1a and 10, a column for each of six rows: how often each comes first, and uniform draws'."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     names = short_names([row["model"] for row in rows])
@@ -143,8 +136,8 @@ def draw_preferences(path, rows, tokens, dimensions) -> None:
         by_rank.set_xlabel("rank of the predicted token")
         draw_counts(by_token, percent, *of_tokens, "token number")
         draw_counts(by_dimension, percent, *of_dimensions, "hidden dimension")
-    for axes, what in zip(grid[:, 0], ("token is predicted", "token is predicted", "dimension is largest")):
-        axes.set_ylabel(f"{what},\n% of sequences")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("% of sequences")
     save_figure(figure, path)
 
 
@@ -164,7 +157,6 @@ LINKS = {  # of SO's chain
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
-CONTROLS = ("removers", "elsewhere", "random")  # kinds of rows of `silence`
 
 
 def draw_alpha1(path, rows) -> None:
@@ -207,14 +199,10 @@ def draw_chain(path, rows) -> None:
 def draw_interventions(path, points, k, factor) -> None:
     """Draw alpha_k against the first builder's activation, of the first model and one factor."""
     (label, points), *_ = lines_of(points, "checkpoint")
-    drawn = []
-    for point in points:
-        if point["factor"] in (None, factor):
-            where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
-            drawn.append(point | {"values changed in": where})
+    drawn = [point for point in points if point["factor"] in (None, factor)]
     question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
     question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(drawn, path, question, **keys, style="o", log="x", **labels)
 
@@ -223,10 +211,9 @@ def draw_silence(path, rows) -> None:
     """Draw sink rate against the disparity that is left, of each model, and of its controls."""
     points = []
     for row in rows:
-        if row["kind"] in ("none", "first"):
-            points.append(row | {"model": row["checkpoint"]})
-        elif row["kind"] in CONTROLS:
-            points.append(row | {"model": f"{row['checkpoint']}, controls"})
+        who = "" if row["kind"] in ("none", "first") else ", controls"
+        if row["kind"] not in ("alone", "constant"):
+            points.append(row | {"model": row["checkpoint"] + who})
     question = "How far must one dimension fall before the sink goes?"
     labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
     curves(points, path, question, x="disparity", y="sink_rate", series="model", style="o", log="x", **labels)
@@ -234,14 +221,11 @@ def draw_silence(path, rows) -> None:
 
 def draw_transplants(path, rows, layers) -> None:
     """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
-    names = {"unchanged": "as it is", "transplanted": "with constants"}
-    names["transplanted, builders at zero"] = "and builders at zero"
-    points = []
-    for layer in layers:
-        if layer["kind"] in names and layer["sequence_length"] == rows[0]["sequence_length"]:
-            points.append(layer | {"case": names[layer["kind"]]})
+    kinds = ("unchanged", "transplanted", "transplanted, builders at zero")
+    layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
+    points = [layer for layer in layers if layer["kind"] in kinds]
     question = "Does a constant to attend to end the sink?"
-    keys = {"x": "layer", "y": "largest", "series": "case", "panel": "checkpoint", "style": ".-"}
+    keys = {"x": "layer", "y": "largest", "series": "kind", "panel": "checkpoint", "style": ".-"}
     curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")
 
 
@@ -252,35 +236,21 @@ def lineage_figure(path, base, rows, details) -> None:
     names = short_names([row["suspect"] for row in rows])
     for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
-        if detail["layers"]:
-            draw_shares(units, detail["layers"])
+        layers = detail["layers"]
+        places = range(1, len(layers) + 1)
+        units.plot(places, [100 * layer["share"] for layer in layers], "o-", label="matched")
+        units.plot(places, [layer["r"] * 100 for layer in layers], ".:", label="strength r, in %")
+        chance = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
+        units.plot(places, chance, "x--", color="black", label="by chance: tokens permuted")
+        units.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units")
+        units.legend(frameon=False, fontsize=9)
         if detail["layer_map"]:
-            draw_layer_map(layer_map, 100 * np.array(detail["layer_map"]["share"]))
-        else:
-            layer_map.set_axis_off()
+            shares = 100 * np.array(detail["layer_map"]["share"])
+            extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
+            image = layer_map.imshow(shares, "cividis", vmin=0, vmax=100, origin="lower", extent=extent)
+            layer_map.set(xlabel="MLP of the suspect", ylabel="MLP of the base", aspect="auto")
+            figure.colorbar(image, ax=layer_map, label="% matched")
     save_figure(figure, path)
-
-
-def draw_shares(axes, layers) -> None:
-    """What share of each MLP's units was matched, shaded by strength, beside what chance gives."""
-    places = range(1, len(layers) + 1)
-    shares = [100 * layer["share"] for layer in layers]
-    chance = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
-    axes.plot(places, shares, color="black", lw=0.8, zorder=1)
-    strengths = [layer["r"] for layer in layers]
-    points = axes.scatter(places, shares, c=strengths, cmap="cividis_r", vmin=0, vmax=1, edgecolors="black")
-    axes.plot(places, chance, "x--", color=VERMILION, label="by chance: tokens permuted")
-    axes.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units matched")
-    axes.figure.colorbar(points, ax=axes, label="strength r")
-    axes.legend(frameon=False, fontsize=9)
-
-
-def draw_layer_map(axes, shares) -> None:
-    """What share of units is matched, in %, for each MLP of the base and of the suspect."""
-    extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
-    image = axes.imshow(shares, "cividis", vmin=0, vmax=100, aspect="auto", origin="lower", extent=extent)
-    axes.set(xlabel="MLP of the suspect", ylabel="MLP of the base")
-    axes.figure.colorbar(image, ax=axes, label="% matched")
 
 
 def family_tree(path, names, closeness, label, left_out, marked) -> None:
@@ -292,21 +262,19 @@ def family_tree(path, names, closeness, label, left_out, marked) -> None:
     from scipy.spatial.distance import squareform
 
     count = len(names)
-    title = "Which models are of one birth?"
-    figure, grid = new_figure(title, 1, 2, 2.5 + 0.45 * count, 2 + 0.55 * count, width_ratios=(1, 2))
-    tree, heat = grid[0]
+    size = (2.5 + 0.45 * count, 2 + 0.55 * count)
+    figure, ((tree, heat),) = new_figure("Which models are of one birth?", 1, 2, *size, width_ratios=(1, 2))
     order = [i for i in range(count) if names[i] not in left_out]
     if len(order) > 1:
         distances = squareform(1 - np.clip(closeness[np.ix_(order, order)], 0, 1), checks=False)
         leaves = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
         order = [order[leaf] for leaf in leaves]
-    grey = [i for i in range(count) if i not in order]
-    order += grey
     tree.set(xlabel="distance", title="family tree", yticks=[], ylim=(0, 10 * count))
-    is_grey = np.isin(order, grey)
-    closeness = np.ma.array(closeness[np.ix_(order, order)], mask=is_grey[:, None] | is_grey)
+    shown = np.full((count, count), np.nan)
+    shown[: len(order), : len(order)] = closeness[np.ix_(order, order)]
+    order += [i for i in range(count) if i not in order]
     heat.set_facecolor("lightgrey")
-    image = heat.imshow(closeness, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    image = heat.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
     heat.scatter(*np.nonzero(marked[np.ix_(order, order)]), edgecolors="white", facecolors="none")
     labels = [short_names(names)[i] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
@@ -320,8 +288,8 @@ def draw_persistence(path, rows) -> None:
     taus = []
     for row in rows[1:]:  # a logarithmic axis has no step 0
         for model, who in (("its own birth", ""), ("another birth", "stranger_")):
-            tau = {"step": row["step"], "model": model, "zero": 0.0}
-            taus.append(tau | {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]})
+            spread = {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]}
+            taus.append(spread | {"step": row["step"], "model": model, "zero": 0.0})
     question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
     keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
     curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")

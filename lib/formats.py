@@ -1,9 +1,5 @@
 """What is in a stranger's checkpoint?
 
-    >>> checkpoint = open_checkpoint(Path("/models/Llama-2-7b-hf"))  # or others of FAMILIES; or our own
-    >>> checkpoint.read("model.norm.weight").shape                   # one tensor at a time
-    torch.Size([4096])
-
 A folder holds config.json, and weights in one file or in shards and their index; a file of weights, or a
 .gguf file, which has all in it, may be named in its place. Nothing is executed: a .safetensors or .gguf file
 is a table of names before the numbers, and of a pickle `weights_only` allows tensors and plain values alone.
@@ -15,6 +11,7 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from os.path import exists, isdir, isfile
@@ -87,7 +84,6 @@ PLAIN = {  # what our model does; other values of these keys are refused
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-PART = re.compile(r"(consolidated\.|mp_rank_)(?!00)\d\d|-\d{5}-of-(?!00001)\d{5}\.")  # of a model, by name
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -137,7 +133,7 @@ def as_user_error(path):
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if beginning(path).startswith("version https://git-lfs"):
             reason = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
-        raise UserError(f"cannot read {path}: {reason}") from None
+        raise UserError(f"cannot read {path}: {reason}; if it is damaged, download it again") from None
 
 
 def is_gguf(place):
@@ -202,20 +198,20 @@ def open_tensors(paths):
 
 def unstacked(tensors):
     """Tensors, of which those that hold all layers, as MaxText's along the second axis, are one for each."""
-    stacked = [name for name, tensor in tensors.items() if STACK.match(name) and len(tensor.shape) > 1]
-    for axis in (0, 1):
-        if len({tensors[name].shape[axis] for name in stacked}) == 1:
-            break
-    else:
-        return tensors
-    layers = {name: tensor for name, tensor in tensors.items() if name not in stacked}
-    for name in stacked:
-        shape = list(tensors[name].shape)
-        prefix = STACK.match(name)[0]
-        for layer in range(shape.pop(axis)):
-            read = partial(tensors[name].read, (slice(None),) * axis + (layer,))
-            place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
-            layers[place] = LazyTensor(tuple(shape), tensors[name].kind, read)
+    stacks = defaultdict(list)
+    for name, tensor in tensors.items():
+        if STACK.match(name) and len(tensor.shape) > 1:
+            stacks[STACK.match(name)[0]].append(name)
+    layers = dict(tensors)
+    for prefix, names in stacks.items():
+        axes = [axis for axis in (0, 1) if len({tensors[name].shape[axis] for name in names}) == 1]
+        for name in names if axes else ():
+            tensor = layers.pop(name)
+            shape = list(tensor.shape)
+            for layer in range(shape.pop(axes[0])):
+                read = partial(tensor.read, (slice(None),) * axes[0] + (layer,))
+                place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
+                layers[place] = LazyTensor(tuple(shape), tensor.kind, read)
     return layers
 
 
@@ -277,8 +273,9 @@ def multiplied(label, read, read_scale, blocks, part=...):
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
-        if PART.search(f"{place.parent.name}/{place.name}"):
-            raise UserError(f"{place} is one of a model's parts: name their folder, or join them first")
+        second = re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place))
+        if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
+            raise UserError(f"{place} has a part of each matrix: name a folder, or join the parts first")
         return [place]
     names = [name for name in WEIGHT_FILES if exists(place / name)]
     if not names:
@@ -318,9 +315,8 @@ def gguf_config(file):
             raw[theirs] = value
     head_dim = raw.get("hidden_size", 0) / max(1, raw.get("num_attention_heads", 1))
     table = file.tensors.get(TOKEN_TABLE)
-    has_experts = f"{family}.expert_count" in file.values
     return raw | {
-        "model_type": f"{family} with experts" if has_experts else family,
+        "model_type": family,
         "vocab_size": table.shape[0] if table else 0,
         "tie_word_embeddings": "lm_head.weight" not in file.tensors,
         "rope_scaling": {"rope_type": gguf_rope(file, family, raw.get("head_dim", head_dim))},
@@ -329,8 +325,6 @@ def gguf_config(file):
 
 def gguf_rope(file, family, head_dim):
     """The type of a GGUF's RoPE: "none", or what its header says of it that we do not follow."""
-    if "rope_freqs.weight" in file.tensors:  # Llama 3's, whose parameters are not in the file
-        return "rope_freqs"
     prefix = f"{family}.rope."
     said = {key: value for key, value in file.values.items() if key.startswith(prefix)}
     said.pop(f"{prefix}freq_base", None)
@@ -441,7 +435,13 @@ def open_any(place):
     except UserError as error:  # config.json contradicts the weights, which suffice
         if is_first_process():
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
-    return foreign_checkpoint(place, raw or {}, tensors, packed)
+    if tensors and all("lora" in name for name in tensors):
+        raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
+    raw = raw or {}
+    # names of a .gguf file say nothing of norms: gains stand there as they are
+    family = "" if is_gguf(place) else str(raw.get("model_type", ""))
+    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
+    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps, packed)
 
 
 def contents(place):
@@ -497,16 +497,6 @@ def own_checkpoint(place, raw, tensors):
             said = f"{name} is {tensors[name].shape}, expected {shape} by config.json: correct what it says"
             raise UserError(f"{place}: {said}")
     return CheckpointReader(place, tensors, config)
-
-
-def foreign_checkpoint(place, raw, tensors, packed):
-    """The CheckpointReader of another architecture, which its tensors alone tell."""
-    if tensors and all("lora" in name for name in tensors):
-        raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
-    # names of a .gguf file say nothing of norms: gains stand there as they are
-    family = "" if is_gguf(place) else str(raw.get("model_type", ""))
-    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps, packed)
 
 
 def token_ids(place):

@@ -1,9 +1,5 @@
 """What is in a .gguf file, as llama.cpp and Ollama keep models?
 
-    >>> tensors = GGUF(smollm2()).tensors
-    >>> tensors["model.layers.0.self_attn.k_proj.weight"].read().shape  # one at a time, dequantised
-    torch.Size([192, 576])
-
 The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file. The
 package `gguf` knows how numbers are packed, and what tensors are called.
 """
@@ -82,9 +78,6 @@ class GGUF:
         for _ in range(num_values):
             key = header.value()
             values[key] = header.value(header.number("I"))
-        kind = values.get("general.type", "model")
-        if kind != "model" or values.get("general.architecture") == "clip":
-            raise UserError(f"{path} is no language model, but an adapter, a projector or another part")
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
             raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")

@@ -21,11 +21,7 @@ TIMEOUT = 6  # seconds that the Hub has for its first answer
 
 
 def fetch(repo, revision=None, file=None):
-    """The folder of a repository's files in the user's cache, or its .gguf file; UserError if it has none.
-
-    The files are config.json, the tokenizer and the weights in one format, or one .gguf; never code. Of
-    several processes one fetches a file, and the others wait.
-    """
+    """The folder of a repository's files in the user's cache, never code, or its .gguf file."""
     with as_user_error(Path(repo)):
         try:
             commit, sizes = listing(repo, revision)

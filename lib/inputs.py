@@ -1,9 +1,4 @@
-"""What does a model read while it is measured? Random tokens, random vectors, text.
-
->>> from lib import inputs
->>> inputs.random_tokens(0, range(2), 5, 50257).shape
-torch.Size([2, 5])
-"""
+"""What does a model read while it is measured? Random tokens, random vectors, text."""
 
 import functools
 import re
@@ -98,23 +93,22 @@ def read_tokens(settings: TextSettings, spec, T):
         raise UserError(f"{found}: name a longer text, or a shorter --sequence-length")
     if settings.first_token is not None:
         tokens[:, 0] = first_token(settings.first_token, tokenizer, spec)
-    largest = int(tokens.max())
-    if largest >= spec.config.vocab_size:
-        known = spec.config.vocab_size
-        raise UserError(f"the text has token {largest}, but {spec.label} knows {known}: which tokenizer?")
+    known = spec.config.vocab_size
+    if tokens.max() >= known:
+        said = f"the text has token {tokens.max()}, but {spec.label} knows {known}"
+        raise UserError(f"{said}: which tokenizer?")
     return tokens.to(settings.device)
 
 
 def first_token(word, tokenizer, spec):
     """The number that --first-token means; UserError for a word that is none, or a tokenizer without BOS."""
+    number = word
     if word == "bos" and tokenizer is not None:
-        bos = load_tokenizer(str(tokenizer)).bos
-        if bos is not None:
-            return bos
-    if not re.fullmatch(r"\d{1,9}", word) or int(word) >= spec.config.vocab_size:
+        number = str(load_tokenizer(str(tokenizer)).bos)
+    if not re.fullmatch(r"\d{1,9}", number) or int(number) >= spec.config.vocab_size:
         known = f"a number below {spec.config.vocab_size}, or bos where a tokenizer has it"
         raise UserError(f"--first-token {word}: expected {known}")
-    return int(word)
+    return int(number)
 
 
 @functools.lru_cache
@@ -122,13 +116,13 @@ def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
-        content = "".join(piece.text for piece in read(Path(text)))
+        content = "".join(piece for piece, _ in read(Path(text)))
     else:
         content = ""
-        for piece in pieces((text,)):
-            if piece.begins and content:
+        for piece, begins in pieces((text,)):
+            if begins and content:
                 content += "\n\n"
-            content += piece.text
+            content += piece
             if len(content) >= SOURCE_CHARACTERS:
                 break
         content += "\n\n"

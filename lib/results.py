@@ -43,10 +43,7 @@ class Experiment:
         self.begun = time.perf_counter()
 
     def save(self, rows, columns=(), shown=None, **more):
-        """Write the JSON, print the `columns` of the rows that are `shown`; returns what the JSON holds.
-
-        Figures are drawn before, so that the JSON is a sign that all is there.
-        """
+        """Write the JSON, after the figures, print `columns` of the rows `shown`; returns what it holds."""
         self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
         result = {
             "experiment": self.name,
@@ -155,8 +152,7 @@ def print_rows(rows, columns=()) -> None:
 def mean_over_seeds(samples, measured, theories=()):
     """One row for samples that differ only in `seed` and in the columns named here: the means of `measured`.
 
-    `theories` agree, but for their last bits: the first is kept.
-    `seed_std` is the standard deviation of the first measured one. The columns' order is kept.
+    `theories` agree but for their last bits; `seed_std` is the standard deviation of the first measured one.
     """
     groups = defaultdict(list)
     named = {"seed", *measured, *theories}

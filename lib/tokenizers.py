@@ -1,9 +1,5 @@
 """How does text become token numbers, and back?
 
-    >>> from lib.tokenizers import load_tokenizer
-    >>> load_tokenizer("bytes").encode(["def f"])
-    [[100, 101, 102, 32, 102]]
-
 A tokenizer is bpe:N (N tokens, trained here on a text), a SentencePiece .model file, a tokenizer.json, a
 .gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token that is written in a text,
 as <|endoftext|> may be, is spelt like any other word.
@@ -123,10 +119,7 @@ def tiktoken_tokenizer(name):
 
 
 def json_tokenizer(path, content, bos=None, eos=None):
-    """The tokenizer of a tokenizer.json's bytes.
-
-    `bos` and `eos` are text; None: what it puts before a text, and a special token of a usual name, if any.
-    """
+    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None: as it says itself."""
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
@@ -158,9 +151,7 @@ def special_tokens_beside(path):
     found = {}
     for name in ("bos", "eos"):
         token = values.get(f"{name}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        found[name] = token if isinstance(token, str) else None
+        found[name] = token["content"] if isinstance(token, dict) else token
     return found
 
 
@@ -177,11 +168,8 @@ def gguf_tokenizer(path):
 
 def sentencepiece_tokenizer(name, model):
     """The tokenizer of a SentencePiece file's bytes."""
-    try:
+    with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
-        coder.id_to_piece(list(range(coder.vocab_size())))
-    except (RuntimeError, UnicodeDecodeError):
-        raise UserError(f"{name} is no SentencePiece model") from None
     bos, eos = (None if token == -1 else token for token in (coder.bos_id(), coder.eos_id()))
     return Tokenizer(
         vocab_size=coder.vocab_size(),
@@ -199,7 +187,7 @@ def sentencepiece_tokenizer(name, model):
 def tokenizer_json(coder):
     """What tokenizer.json says of a SentencePiece BPE of bpe:N's kind; None if it would cut texts otherwise.
 
-    Both merge the pair of the best piece first, SentencePiece by its score, `tokenizers` by the pair's rank.
+    SentencePiece merges the pair with the best score first, `tokenizers` the first pair of its list.
     """
     pieces = coder.id_to_piece(list(range(coder.vocab_size())))
     numbers = {piece: number for number, piece in enumerate(pieces)}
@@ -224,8 +212,7 @@ def tokenizer_json(coder):
 def train_bpe(name, texts, sample=400_000):
     """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`.
 
-    The sample is always the same one; SentencePiece's own is not repeatable. What is trained keeps every
-    byte of a text, but for U+2581, which is SentencePiece's blank.
+    The sample is always the same one (SentencePiece's own is not). All bytes are kept but U+2581, its blank.
     """
     generator = random.Random(0)
     lines = []

@@ -19,8 +19,6 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.repositories = repositories
         self.gated = gated  # names of repositories
-        self.cut_once = set()  # files that end in the middle when they are asked for first
-        self.broken = set()  # files that cannot be sent
         self.requests = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -40,7 +38,7 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
         """A repository's description, the tree of its files, or one of these."""
         path = urlsplit(self.path).path
-        self.server.requests.append((self.command, path, self.headers.get("Range")))
+        self.server.requests.append((self.command, path))
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             repo, route = "/".join(parts[2:4]), parts[4:]
@@ -63,26 +61,16 @@ class Answer(BaseHTTPRequestHandler):
             self.send(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
 
     def send_file(self, repo, files, name):
-        """A file, or the rest of it that a Range asks for."""
+        """A file."""
         if repo in self.server.gated:
             return self.send(403, error="GatedRepo")
         if name not in files:
             return self.send(404, error="EntryNotFound")
-        if self.command == "GET" and name in self.server.broken:
-            return self.send(500)
         content = files[name]
-        begin = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
-        headers = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
-        if begin:
-            headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
-        end = len(content)
-        if self.command == "GET" and name in self.server.cut_once:
-            self.server.cut_once.remove(name)
-            end //= 2
-        self.send(206 if begin else 200, content[begin:], headers, end - begin)
+        self.send(200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT})
 
-    def send(self, status, content=b"", headers=None, count=None, error=None):
-        """A status, headers and the first `count` bytes of the content, after which the line goes dead."""
+    def send(self, status, content=b"", headers=None, error=None):
+        """A status, headers and the content."""
         self.send_response(status)
         if error is not None:
             self.send_header("X-Error-Code", error)
@@ -91,8 +79,7 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content[:count])
-            self.close_connection = count is not None and count < len(content)
+            self.wfile.write(content)
 
 
 def digest(content):

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from conftest import KINDS, ROOT, random_model
+from conftest import KINDS, random_model
 
 import init
 from lib import checkpoint, formats
@@ -58,12 +58,16 @@ def test_to_transformers_and_back(tmp_path, name):
         assert torch.equal(weight, model.state_dict()[key].bfloat16().float()), key
 
 
-def test_the_old_spelling_of_rope(tmp_path):
+def test_the_old_spelling_of_rope_and_its_length_that_outranks_the_other(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama3"])
     scaling = read_json(tmp_path / "a" / "config.json")["rope_parameters"]
     theta = scaling.pop("rope_theta")
     edit_config(folder, rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
     assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    edit_config(folder, original_max_position_embeddings=500)
+    ours, theirs = checkpoint.load(folder)(TOKENS), logits_of_transformers(folder)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)  # as above
+    assert (model(TOKENS) - ours).abs().max() > 0.5
 
 
 def test_what_hugging_face_leaves_out(tmp_path):
@@ -100,7 +104,6 @@ def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
         ({"model_type": "gpt_neox"}, "gpt_neox"),
         ({"num_hidden_layers": 10**9}, "too few"),
         ({"max_position_embeddings": None}, "missing required field `context_length`"),
-        ({"num_key_value_heads": 2}, "k_proj"),
         ({"num_key_value_heads": "2"}, r"Expected `int.*\$\.num_kv_heads`"),
     ],
 )
@@ -117,18 +120,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 NARROW = {"use_sliding_window": True, "sliding_window": 16}
 WINDOWS = [  # kind, family, what config.json says, positions that are read
     ("llama", "mistral", {"sliding_window": 16}, 16),
-    ("llama", "mistral", {"sliding_window": 16, "layer_types": [FULL] * 3}, 700),
     ("llama", "mistral", {"sliding_window": 16, "layer_types": [FULL, FULL, SLIDING]}, 16),
-    ("llama", "mistral", {"sliding_window": 4096}, 700),
     ("llama", "llama", NARROW | {"layer_types": [SLIDING] * 3}, 700),
     ("qwen2", "qwen2", NARROW | {"layer_types": [FULL, SLIDING, FULL]}, 16),
-    ("qwen3", "qwen3", NARROW | {"layer_types": [FULL, SLIDING, FULL]}, 16),
     ("qwen2", "qwen2", NARROW | {"layer_types": [FULL] * 3, "max_window_layers": 0}, 700),
     ("qwen3", "qwen3", NARROW | {"max_window_layers": 2}, 16),
     ("qwen2", "qwen2", NARROW | {"max_window_layers": 3}, 700),
-    ("qwen3", "qwen3", NARROW, 700),
     ("qwen2", "qwen2", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0}, 700),
-    ("qwen2", "qwen2", {"sliding_window": 16}, 700),
 ]
 
 
@@ -159,13 +157,9 @@ OTHERS = [  # what model.py does not compute, or nobody does
     {"is_causal": False},
     {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
     {"attention_bias": True},
-    {"hidden_act": "gelu"},
-    {"partial_rotary_factor": 0.5},
     {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-    NARROW | {"layer_types": [FULL, SLIDING]},
     NARROW | {"layer_types": [FULL, "chunked_attention", FULL]},
     {"sliding_window": 16, "layer_types": [FULL, SLIDING, FULL]},
-    {"use_sliding_window": True, "sliding_window": "wide", "max_window_layers": 0},
 ]
 
 
@@ -210,14 +204,6 @@ def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
     torch.testing.assert_close(logits_of_transformers(folder), model(TOKENS), rtol=1e-4, atol=5e-5)
 
 
-def test_the_length_that_outranks_the_one_of_rope(tmp_path):
-    folder, model = saved(tmp_path / "a", KINDS["llama3"])
-    edit_config(folder, original_max_position_embeddings=500)
-    ours, theirs = checkpoint.load(folder)(TOKENS), logits_of_transformers(folder)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)  # as above
-    assert (model(TOKENS) - ours).abs().max() > 0.5
-
-
 # ---- names -------------------------------------------------------------------------------------------------
 
 
@@ -249,23 +235,15 @@ def test_models_that_flags_choose(tmp_path):
         checkpoint.check_lengths((1, 257), 256)
 
 
-@pytest.mark.parametrize(
-    "name, word",
-    [
-        ("nano_lama@3", "did you mean nano_llama"),
-        ("tiny_llama", "tiny_llama@SEED"),
-        (str(ROOT / "docs"), "is missing: the folder has"),
-    ],
-)
-def test_names_of_nothing(name, word):
-    with pytest.raises(UserError, match=word):
-        checkpoint.load(name)
+def test_names_of_nothing():
+    for name, word in (("nano_lama@3", "did you mean nano_llama"), ("tiny_llama", "tiny_llama@SEED")):
+        with pytest.raises(UserError, match=word):
+            checkpoint.load(name)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_nan_is_named(value, tmp_path):
+def test_nan_is_named(tmp_path):
     model = init.newborn("tiny_llama", 1)
-    model.lm_head.weight.data[7, 3] = value
+    model.lm_head.weight.data[7, 3] = torch.nan
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")

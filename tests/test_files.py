@@ -26,7 +26,7 @@ def test_what_is_no_regular_file_of_a_sane_size(tmp_path):
     assert files.read_json(tmp_path / "link") == {"a": 1}
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "[" * 200_000, '{"a": ' * 200_000, "1" * 9999])
+@pytest.mark.parametrize("text", ["", "[1]", "[" * 200_000])
 def test_what_is_no_json_object(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(UserError, match="a.json"):

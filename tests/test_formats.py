@@ -5,7 +5,6 @@ import os
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -59,7 +58,7 @@ def test_a_single_file_in_place_of_its_folder(folder):
             formats.open_checkpoint(place)
 
 
-def nano_gpt(path: Path, prefix="", shift=0.0) -> None:
+def nano_gpt(path: Path, prefix="") -> None:
     """A ckpt.pt of nanoGPT with bias=False: weights beside other things, matrices as (outputs, inputs)."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"wte": (300, 64), "wpe": (32, 64), "ln_f": (64,)}
@@ -71,33 +70,18 @@ def nano_gpt(path: Path, prefix="", shift=0.0) -> None:
     for name, shape in shapes.items():
         weight = torch.randn(shape, generator=generator)
         weights[f"{prefix}transformer.{name}.weight"] = 1 + 0.3 * weight if len(shape) == 1 else weight
-    for layer in range(2):  # LayerNorm takes it out again
-        block = f"{prefix}transformer.h.{layer}"
-        weights[f"{block}.mlp.c_fc.weight"] += shift / weights[f"{block}.ln_2.weight"]
     torch.save({"model": weights, "iter_num": 7, "config": {"n_layer": 2}}, path)
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.03, 1.0])
-def test_a_checkpoint_of_nano_gpt(shift, tmp_path):
-    """A copy is one, whether it is of a compiled model or has in its rows what LayerNorm takes out."""
+def test_a_checkpoint_of_nano_gpt(tmp_path):
+    """A copy is one, also of a compiled model."""
     nano_gpt(tmp_path / "ckpt.pt", "_orig_mod.")
-    nano_gpt(tmp_path / "copy.pt", shift=shift)
+    nano_gpt(tmp_path / "copy.pt")
     words = [tmp_path / "ckpt.pt", tmp_path / "copy.pt", "--permutations", 199, "--out", tmp_path]
     done = run_here("seedprint", "compare", *words)
     assert done.returncode == 0, done.stderr
     (row,) = read_json(tmp_path / "compare.json")["rows"]
     assert row["units_found"] == 256 and row["distance"] < 1e-6, row  # float32 sums
-
-
-def test_a_mapped_tensor_is_read_as_it_is(tmp_path):
-    """A parameter of a module; changes stay the reader's."""
-    module = torch.nn.Linear(3, 2).bfloat16()
-    torch.save({"wte.weight": module.weight}, tmp_path / "x.bin")
-    source = formats.open_any(tmp_path / "x.bin")
-    for _ in range(2):
-        read = source.read("wte.weight")
-        assert torch.equal(read, module.weight)
-        read.detach().zero_()
 
 
 # ---- hostile files -----------------------------------------------------------------------------------------
@@ -188,7 +172,7 @@ def test_integers_that_are_no_weights(folder):
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     others = {"model.layers.0.mlp._extra_state": torch.zeros(0, dtype=torch.uint8)}
     others |= {"hash.lookup": torch.ones(97, 2).long(), "model.layers.0.mlp.ids": torch.ones(9, 2).long()}
-    others |= {"model.layers.0.self_attn.causal": torch.ones(9, 9).bool()}
+    others |= {"model.attn.bias": torch.ones(9, 9).byte(), "position_ids": torch.ones(1, 9).long()}
     safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
     assert formats.open_any(folder).shapes.keys() == tensors.keys()
     assert formats.open_checkpoint(folder).config is not None
@@ -196,9 +180,7 @@ def test_integers_that_are_no_weights(folder):
 
 def in_fp8(weight, kind):
     """A matrix in FP8, its scales as several libraries keep them, and what torch makes of the two."""
-    if kind == "none":
-        return weight.to(torch.float8_e4m3fn), None, weight.to(torch.float8_e4m3fn).float()
-    rows, columns = {"block": (13, 17), "share": (8, 16), "row": (1, 999), "number": (999, 999)}[kind]
+    rows, columns = {"block": (13, 17), "row": (1, 999), "number": (999, 999)}[kind]
     packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     expected = torch.empty(weight.shape)
     scales = []
@@ -215,15 +197,13 @@ def in_fp8(weight, kind):
 
 FP8_FOLDERS = [  # how scales are kept, their name, and what config.json says
     ("block", "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [13, 17]}),  # DeepSeek, Qwen
-    ("share", "weight_scale", {}),
     ("row", "weight_scale", {"quant_method": "compressed-tensors"}),
     ("number", "weight_scale", {"quant_method": "modelopt"}),
-    ("none", "", {}),
 ]
 
 
 @pytest.mark.parametrize("kind, scale_name, said", FP8_FOLDERS)
-def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path, capsys):
+def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path):
     """By the scripts that run a model, and by those that compare; scales are no weights."""
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     stored, expected = dict(tensors), dict(tensors)
@@ -235,9 +215,8 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path, c
                 f"{module}input_scale": torch.ones(()),
                 "model.layers.0.self_attn.k_scale": torch.ones(1),
             }
-            if scale is not None:
-                stored[module + scale_name] = scale[:, 0] if kind == "row" and "q_proj" in name else scale
-            if scale is not None and kind == "number":
+            stored[module + scale_name] = scale[:, 0] if kind == "row" and "q_proj" in name else scale
+            if kind == "number":
                 stored[module + scale_name] = scale.view(()) if "k_proj" in name else scale.view(1)
     config = read_json(folder / "config.json") | {"quantization_config": said}
     (folder / "config.json").write_text(json.dumps(config))
@@ -250,7 +229,6 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path, c
         assert source.config is not None and source.shapes.keys() == tensors.keys()
         for name in tensors:
             assert torch.equal(source.read(name), expected[name]), name
-    assert ("is in FP8 without a scale: it is read as it is" in capsys.readouterr().err) == (kind == "none")
     words = ("--num-sequences", 2, "--sequence-length", 8, "--out", tmp_path)
     assert run_here("sinks", "--model", folder, *words).returncode == 0
     checkpoint.save(tmp_path / "base", random_model(KINDS["llama"]))
@@ -260,17 +238,13 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path, c
 
 
 def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
-    weight = torch.randn(3, 256, 200)  # of three experts
+    weight = torch.randn(3, 256, 200)  # of three experts, in blocks of 128 where nothing tells their size
     scale = torch.rand(3, 2, 2)
     kept = {"a.experts.up_proj": weight.to(torch.float8_e4m3fn), "a.experts.up_proj_scale_inv": scale}
-    safetensors.torch.save_file(kept | {"b.weight": torch.ones(3)}, tmp_path / "x")
-    source = formats.open_any(tmp_path / "x")
-    read = source.read("a.experts.up_proj")
-    for expert, i, j in np.ndindex(3, 2, 2):  # blocks of 128, where nothing tells their size
-        block = (expert, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-        exact = kept["a.experts.up_proj"].float()[block] * scale[expert, i, j]
-        assert torch.equal(read[block], exact)
-    assert source.shapes.keys() == {"a.experts.up_proj", "b.weight"}
+    safetensors.torch.save_file(kept, tmp_path / "x")
+    scales = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :200]
+    exact = kept["a.experts.up_proj"].float() * scales
+    assert torch.equal(formats.open_any(tmp_path / "x").read("a.experts.up_proj"), exact)
     kept["a.experts.up_proj_scale_inv"] = torch.rand(3, 7, 2)
     safetensors.torch.save_file(kept, tmp_path / "x")
     with pytest.raises(UserError, match="x: a.experts.up_proj"):
@@ -286,15 +260,6 @@ def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
     tensors = {f"{name}.{key}": tensor for name, kept in states.items() for key, tensor in kept.items()}
     safetensors.torch.save_file({k: t.clone() for k, t in tensors.items()}, tmp_path / "y")
     assert formats.open_any(tmp_path / "y").shapes == {}
-
-
-def test_weights_that_were_never_gathered(folder):
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(0)
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
-    for open_folder in (formats.open_any, formats.open_checkpoint):
-        with pytest.raises(UserError, match="up_proj.weight is empty; it was saved under ZeRO-3 without"):
-            open_folder(folder)
 
 
 def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder):
@@ -318,18 +283,6 @@ def test_mlps_that_nobody_found_are_missing(folder):
         model = verdict_of.read_model("", formats.open_any(folder))
         (stack,) = model.stacks
         assert stack.missing == "MLPs" and stack.may_have_units is not verdict
-
-
-def test_a_prefix_before_all_names(folder):
-    """As DistributedDataParallel writes them: compared, and not run."""
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    base = verdict_of.read_model("base", formats.open_any(folder))
-    renamed = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    safetensors.torch.save_file(renamed, folder / "model.safetensors")
-    with pytest.raises(UserError, match="prefix"):
-        formats.open_checkpoint(folder)
-    row, _ = verdict_of.compare_pair(base, verdict_of.read_model("suspect", formats.open_any(folder)))
-    assert row["verdict"] == "same birth"
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
@@ -367,23 +320,15 @@ def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
 def test_dictionaries_of_dictionaries(tmp_path):
     """As nanoGPT, Lightning and DeepSpeed have them, beside other models; and Megatron, a level deeper."""
     weights = {"wte.weight": torch.ones(3, 2)}
-    for key in ("model", "state_dict", "module"):
-        others = {"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3}
-        torch.save(others | {key: weights}, tmp_path / "x")
-        source = formats.open_any(tmp_path / "x")
-        assert source.shapes == {"wte.weight": (3, 2)} and source.read("wte.weight")[0, 0] == 1
+    torch.save({"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3, "state_dict": weights}, tmp_path / "x")
+    source = formats.open_any(tmp_path / "x")
+    for _ in range(2):  # changes stay the reader's
+        assert torch.equal(source.read("wte.weight"), torch.ones(3, 2))
+        source.read("wte.weight").zero_()
     deep = {"encoder": {"layers": {layer: {"mlp": {"weight": torch.ones(4, 4)}} for layer in range(2)}}}
     torch.save(deep | {"embedding.word_embeddings.weight": torch.ones(9, 4)}, tmp_path / "x")
     expected = {"embedding.word_embeddings.weight", *(f"encoder.layers.{n}.mlp.weight" for n in range(2))}
     assert formats.open_any(tmp_path / "x").shapes.keys() == expected
-
-
-@pytest.mark.parametrize("name", ["consolidated.01.pth", "m-00002-of-00003.safetensors", "mp_rank_01/x.pt"])
-def test_a_part_is_no_model(name, tmp_path):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    torch.save({"wte.weight": torch.ones(3, 2)}, tmp_path / name)
-    with pytest.raises(UserError, match="one of a model's parts: name their folder"):
-        formats.open_any(tmp_path / name)
 
 
 def test_a_file_without_weights_has_no_layers(tmp_path):
@@ -407,3 +352,15 @@ def test_layers_along_either_axis_of_one_tensor(tmp_path):
             for layer in range(3):
                 read = source.read(name.replace("layers/", f"layers/{layer}."))
                 torch.testing.assert_close(read, weight[:, layer], rtol=0, atol=0)
+
+
+def test_a_part_of_each_matrix_is_no_model(tmp_path):
+    """As tensor parallelism leaves them: compared alone, it would be no evidence. The first may be alone."""
+    paths = [tmp_path / f"consolidated.{number}.pth" for number in ("00", "01")]
+    for path in paths:
+        torch.save({"wte.weight": torch.ones(3, 2)}, path)
+    for path in paths:
+        with pytest.raises(UserError, match="has a part of each matrix"):
+            formats.open_any(path)
+    paths[1].unlink()
+    assert formats.open_any(paths[0]).shapes == {"wte.weight": (3, 2)}

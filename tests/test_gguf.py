@@ -145,10 +145,8 @@ def test_other_architectures_are_compared_only(tmp_path):
 @pytest.mark.parametrize(
     "said, word",
     [
-        ({"rope.scaling.factor": 4.0}, "RoPE of type 'llama.rope.scaling.factor 4.0'"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "llama.rope.scaling.type yarn"),
         ({"rope.dimension_count": 4}, "llama.rope.dimension_count"),
-        ({"rope.freq_base_swa": 5.0}, "llama.rope.freq_base_swa"),
         ({"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}, None),
     ],
 )
@@ -294,13 +292,3 @@ def test_smollm2_speaks_english():
         logits = checkpoint.load("smollm2")(tokens)
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
     assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"
-
-
-@pytest.mark.parametrize("kind, architecture", [("adapter", "llama"), ("model", "clip")])
-def test_a_file_without_a_language_model(kind, architecture, tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
-    writer.add_type(kind)
-    writer.add_tensor("blk.0.x.weight", np.ones((4, 4), np.float32))
-    save_gguf(writer)
-    with pytest.raises(UserError, match="x.gguf is no language model"):
-        formats.open_any(tmp_path / "x.gguf")

@@ -66,7 +66,6 @@ def here(tmp_path, monkeypatch):
     with serving(files, gated=("org/gated",)) as server:
         point_to(server.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
         monkeypatch.setattr(checkpoint, "COMMITS", {})
         server.model = model
         yield server
@@ -79,7 +78,7 @@ def fetch(name: str) -> Path:
 
 def fetched(server) -> list[str]:
     """The files that were asked for, in order, since the last call."""
-    paths = [path for command, path, _ in server.requests if command == "GET" and "/resolve/" in path]
+    paths = [path for command, path in server.requests if command == "GET" and "/resolve/" in path]
     server.requests.clear()
     return [path.split("/", 5)[5] for path in paths]
 
@@ -127,16 +126,11 @@ def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monk
 
 
 def test_a_gguf_file_is_fetched_if_it_is_named_or_alone(here):
-    for name, file in (
-        ("org/one-gguf", "only.gguf"),
-        ("org/ggufs/b.gguf", "b.gguf"),
-        ("org/whole/a.gguf", "a.gguf"),
+    for repo, name, file in (
+        ("org/one-gguf", "org/one-gguf", "only.gguf"),
+        ("org/ggufs", "org/ggufs/b.gguf", "b.gguf"),
     ):
-        place = fetch(name)
-        assert (
-            place.name == file
-            and place.read_bytes() == here.repositories["/".join(name.split("/")[:2])][file]
-        )
+        assert fetch(name).name == file and fetch(name).read_bytes() == here.repositories[repo][file]
         assert fetched(here) == [file]
     assert fetch(f"org/ggufs@{COMMIT}/b.gguf").name == "b.gguf"
 
@@ -174,26 +168,6 @@ def test_without_a_network(here, monkeypatch):
             with pytest.raises(UserError, match="org/other is not here, and the Hub is out of reach"):
                 fetch("org/other")
             assert time.perf_counter() - begun < 5  # twice the patience, on a busy machine
-
-
-def test_an_interrupted_download_is_taken_up(here, monkeypatch):
-    """A line that breaks: the rest of the file is asked for. A process that ends: its whole files stay."""
-    here.cut_once.add("model.safetensors")
-    assert torch.equal(checkpoint.load("org/whole")(TOKENS), here.model(TOKENS))
-    half = len(here.repositories["org/whole"]["model.safetensors"]) // 2
-    ranges = [
-        ranged for command, path, ranged in here.requests if path.endswith("model.safetensors") and ranged
-    ]
-    assert ranges == [f"bytes={half // 1000 * 1000}-"]
-    fetched(here)
-    second = "model-00002-of-00002.safetensors"
-    here.broken.add(second)
-    with pytest.raises(UserError, match="cannot read org/sharded: "):
-        fetch("org/sharded")
-    fetched(here)
-    here.broken.clear()
-    assert torch.equal(checkpoint.load("org/sharded")(TOKENS), here.model(TOKENS))
-    assert fetched(here) == [second]
 
 
 def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):

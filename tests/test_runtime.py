@@ -34,21 +34,6 @@ def test_bfloat16_where_it_is_measured_to_be_fast(tmp_path, monkeypatch, capsys)
         assert capsys.readouterr().out == f"--dtype auto: {expected} on cpu\n"
 
 
-def test_the_gain_is_of_the_best_times_of_one_thread(monkeypatch):
-    """What disturbs one product of a format, or all of a while, does not matter."""
-    seconds = iter([9.0, 9.0, 9.0, 8.0, 3.0, 1.5, 4.0, 7.0])
-    threads = torch.get_num_threads()
-    order = []
-
-    def seconds_of(work):
-        order.append((work().dtype, torch.get_num_threads()))
-        return next(seconds)
-
-    monkeypatch.setattr(runtime, "seconds_of", seconds_of)
-    assert runtime.bfloat16_gain.__wrapped__(8, 4) == 2.0
-    assert order == [(torch.float32, 1), (torch.bfloat16, 1)] * 4 and torch.get_num_threads() == threads
-
-
 def test_ranks_take_the_first_ones_choice(tmp_path):
     """Each has measured something else."""
     script = tmp_path / "script.py"
@@ -72,15 +57,10 @@ def test_ranks_take_the_first_ones_choice(tmp_path):
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runtime.choose_device("auto") == torch.device("cuda", 1)
     assert runtime.choose_device("cpu") == torch.device("cpu")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(UserError, match="more processes than GPUs: this machine has 2"):
-        runtime.choose_device("cuda")
 
 
 def test_unwritable_out(tmp_path):
@@ -90,8 +70,7 @@ def test_unwritable_out(tmp_path):
             runtime.start(RunSettings(device="cpu", out=str(out)))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 64])
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("count, world", [(0, 2), (2, 3), (7, 1), (64, 8)])
 def test_shards_partition_the_range(monkeypatch, count, world):
     shards = []
     monkeypatch.setattr(runtime, "world_size", lambda: world)

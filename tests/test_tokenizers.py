@@ -53,11 +53,8 @@ STRANGE += ["<s> and </s>", "1234567", "", " "]
 
 
 def test_a_text_too_small_for_the_default_is_told_what_suffices():
-    texts = [f"Document {number} says a short thing.\n" for number in range(18)]
-    with pytest.raises(UserError, match=r"^use --tokenizer bpe:\d+ or bytes: bpe:4096 takes more") as error:
-        train_bpe("bpe:4096", texts)
-    name = str(error.value).split()[2]
-    assert load_tokenizer(name, texts).vocab_size == int(name.removeprefix("bpe:"))
+    with pytest.raises(UserError, match=r"cannot train bpe:4096 .* set it to a value <= \d+"):
+        train_bpe("bpe:4096", ["A document says a short thing.\n"] * 18)
 
 
 def test_our_bpe_in_transformers(tmp_path):

@@ -381,16 +381,6 @@ def with_a_new_head(weights: dict) -> dict:
     return weights | {"lm_head.weight": random_rows(300)}
 
 
-def stacked(weights: dict) -> dict:
-    """All layers in one tensor, (L, ...), as MaxText keeps them."""
-    others = {name: weight for name, weight in weights.items() if "layers" not in name}
-    for name in weights:
-        if ".layers.0." in name:
-            layers = [weights[name.replace(".0.", f".{layer}.")] for layer in range(3)]
-            others[name.replace("layers.0", "layers")] = torch.stack(layers)
-    return others
-
-
 def pruned_each(weights: dict) -> dict:
     """Layers of 96, 88 and 80 units."""
     others = dict(weights)
@@ -412,7 +402,6 @@ BROUGHT = {  # the architecture, what was done to the base, and to the suspect, 
     "no head": (PLAIN, {}, {"lm_head.weight": ""}, RAW),
     "the base has none": (PLAIN, {"lm_head.weight": ""}, {}, RAW),
     "a new head": (TIED, {}, with_a_new_head, RAW),
-    "stacks of layers": (CONFIG, {}, stacked, RAW),
     "a head though tied": (CONFIG, {}, {}, LLAMA | {"tie_word_embeddings": True}),
     "a stale vocabulary": (CONFIG, {}, with_more_tokens, LLAMA),
     "layers of several widths": (CONFIG, {}, pruned_each, LLAMA),
