@@ -303,6 +303,8 @@ def transplants(settings: TransplantSettings, spec, model):
     if spec.config.explicit_sink:
         raise UserError(f"{spec.label} has an explicit sink already")
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
+    if spec.config.positions == "learned":
+        print(f"{spec.label} has learned positions: its constants stand for a token and for position 1")
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)
