@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -104,13 +105,15 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     for preset in ("tiny_llama", "tiny_qwen"):
         monkeypatch.setitem(model.PRESETS, preset, replace(model.PRESETS[preset], **small))
     monkeypatch.setattr(trainings, "SEEDS", (1000, 123))
+    short = {"paper_sequences": 60, "paper_length": 9}
+    monkeypatch.setattr(trainings, "PaperSettings", partial(trainings.PaperSettings, **short))
     rows = trainings.lineage(RunSettings(out="out", **CPU))["rows"]
     assert len(rows) == 16  # two of each table
     for row in rows:
         assert (row["verdict"] == "same birth") == row["kin"], row
         assert (row["pcs"] > 0.95) == row["kin"]
     pair = (rows[2]["base"], rows[2]["suspect"])
-    expected = seedprint.paper(seedprint.PaperSettings(models=pair, out="out", **CPU))["rows"][0]
+    expected = seedprint.paper(seedprint.PaperSettings(models=pair, out="out", **CPU, **short))["rows"][0]
     assert rows[2].items() >= {key: expected[key] for key in ("paper_mean_tau", "paper_t_p")}.items()
 
 
