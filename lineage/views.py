@@ -65,27 +65,36 @@ def readings(stack):
     return [Reading(*choice) for choice in choices]
 
 
-@functools.lru_cache(maxsize=2 * TRIED)  # of two models
-def table_of(stack, names):
-    """An embedding matrix or head (V, e), clipped, as it is, or through a projection to the stream."""
-    table, *projections = [stack.source.read(name) for name in names]
-    for projection in projections:
-        turned = projection if projection.shape[0] == table.shape[1] else projection.T
-        table = table.float() @ turned.float()
-    return clipped(table)
+class Tables:
+    """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
+
+    def __init__(self, source):
+        self.source = source
+        self.root = functools.cache(lambda names: root_of(self.read(names)))
+        self.read = functools.cache(self.compute)
+
+    def compute(self, names):
+        """A table (V, e) as it is, or through a projection (d, e) or (e, d) to the stream."""
+        table, *projections = [self.source.read(name) for name in names]
+        for projection in projections:
+            turned = projection if projection.shape[0] == table.shape[1] else projection.T
+            table = table.float() @ turned.float()
+        return clipped(table)
 
 
 def hidden_units(stack):
     """The Units of a stack by each Reading of it."""
-    return [Units(stack, reading) for reading in readings(stack)]
+    tables = Tables(stack.source)
+    return [Units(stack, reading, tables) for reading in readings(stack)]
 
 
 class Units:
     """The hidden units of a stack's MLPs, as its tokens see them, by one Reading."""
 
-    def __init__(self, stack, reading=None, directions=None):
+    def __init__(self, stack, reading=None, tables=None, directions=None):
         self.stack = stack
         self.reading = reading or readings(stack)[0]
+        self.tables = tables or Tables(stack.source)
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
         self.width = stack.width
         self.mlps = stack.mlps
@@ -103,7 +112,7 @@ class Units:
         if self.width <= WIDE:
             return self
         directions = {view: torch.linalg.qr(spanning.T).Q.T for view, spanning in rows.items()}
-        return Units(self.stack, self.reading, directions)
+        return Units(self.stack, self.reading, self.tables, directions)
 
     @functools.cached_property
     def seen_in_few(self):
@@ -113,13 +122,13 @@ class Units:
 
     def with_gate_as_up(self):
         """The same units, of which the gate is called up."""
-        units = Units(self.stack, replace(self.reading, exchanged=True), self.directions)
+        units = Units(self.stack, replace(self.reading, exchanged=True), self.tables, self.directions)
         units.views = lambda number: {EXCHANGED.get(view, view): x for view, x in self.views(number).items()}
         return units
 
     def compute_root(self, view):
         """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
-        root = root_of(self.stack, self.tables_of[view])
+        root = self.tables.root(self.tables_of[view])
         return self.directions[view] @ root if self.directions else root
 
     def numbers(self, limit=None):
@@ -207,9 +216,9 @@ def basis_correlations(base: Units, suspect: Units, tokens):
         if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
             basis[view] = basis["up"]  # both heads are tied
             continue
-        a, b = table_of(base.stack, names[0]), table_of(suspect.stack, names[1])
-        to_a = whitener(a, ids_a, root_of(base.stack, names[0]))
-        to_b = whitener(b, ids_b, root_of(suspect.stack, names[1]))
+        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
+        to_a = whitener(a, ids_a, base.tables.root(names[0]))
+        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
         basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
     basis["gate"] = basis["up"]
     return basis
@@ -258,10 +267,8 @@ def clipped(table: Tensor) -> Tensor:
     return table
 
 
-@functools.lru_cache(maxsize=2 * TRIED)
-def root_of(stack, names):
+def root_of(table: Tensor) -> Tensor:
     """R (d, d), upper triangular, of the QR decomposition of a table (V, d), centred over its tokens."""
-    table = table_of(stack, names)
     ids = torch.tensor(evenly_spaced(len(table), MOST_TOKENS))
     gram = cross_products(table, ids, table, ids)
     gram.diagonal().add_(SMALLEST_EIGENVALUE * gram.diagonal().mean())
