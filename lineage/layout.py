@@ -364,10 +364,7 @@ def look_into_layers(stack, beside):
         mlps, others = mlps_of_layer(shapes, names, stack.width, layer)
         stack.mlps += mlps
         stack.unknown += others
-        found = {name for mlp in mlps for name in mlp.matrices.values()}
-        left = [name for name in others if name not in found]
-        if largest(shapes, left) > largest(shapes, found):
-            without_mlp += left
+        without_mlp += [] if mlps else others
         for rest, name in names.items():
             if is_matrix(name, shapes[name], stack.width):
                 stack.matrices[number, rest] = name
@@ -419,13 +416,16 @@ def mlps_of_layer(shapes, names, width, layer):
             if len(shape) == axes and is_matrix(names[rest], shape, width):
                 alike[rest] = shape
         for owner, roles in mlps_by_shape(alike, width).items():
+            of_roles = {role: names[rest] for role, rest in roles.items()}
+            left = [name for name in unknown if name not in of_roles.values()]
+            if not owner and largest(shapes, left) > largest(shapes, of_roles.values()):
+                continue  # matrices of two owners, beside a larger one: of two MLPs, perhaps
             is_named = DOWN.search(roles["down"]) is not None
             number = re.search(r"\.experts?\.(\d+)$", f".{owner}")
             for expert in [None] if axes == 2 else range(alike[roles["down"]][0]):
                 label = f"layer {layer}"
                 if number or expert is not None:
                     label += f", expert {1 + (int(number[1]) if number else expert)}"
-                of_roles = {role: names[rest] for role, rest in roles.items()}
                 mlps.append(MLP(layer, label, of_roles, is_named, expert, *norms))
     return mlps, unknown
 

@@ -256,10 +256,10 @@ def language_models(stacks):
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
     for stack in stacks:
-        is_like = stack.may_read_tokens or stack.rank == first.rank
+        is_like = stack.named != [] or not stack.reads_images or stack.rank == first.rank
         is_draft = len(stack.layers) == 1 and not stack.has_own_table
         is_large = stack.size >= (first.size if first.has_head else least)
-        may_have_mlps = stack.mlps != [] or (stack.tables != [] and stack.may_have_units)
+        may_have_mlps = stack.mlps != [] or (stack.tables != [] and stack.hides)
         is_whole = may_have_mlps or first.mlps == []
         if is_whole and stack.size >= least and (is_large or (is_like and not is_draft)):
             models.append(stack)
