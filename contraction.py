@@ -5,9 +5,10 @@
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
 `layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what attention adds.
-`predict` computes the common direction from the weights. `cure` draws newborns that do not contract. Models
-read Gaussian vectors with the embedding's standard deviation, 0.02 (BB 4.1), but tokens in `predict` and
-`cure`. All seeds of a preset share one embedding matrix (BB B.2); PRESET@SEED has its own.
+`predict` computes the common direction from the weights (its formulas: measure/mean_field.py). `cure` draws
+newborns that do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
+4.1); in `predict` and `cure` they read tokens. All seeds of a preset share one embedding matrix (BB B.2);
+PRESET@SEED has its own.
 
 Every experiment has the same form. `Births.each` makes the newborns, the loop appends rows that hold theory
 beside what was measured, and `finish` draws and saves them; `predict` calls `plot` and `save` itself. Five

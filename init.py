@@ -14,7 +14,7 @@
 
 Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: each row of an MLP down
 projection loses its mean. If all hidden units have the same mean, this mean then adds nothing to the stream
-(`contraction.py cure`). The scheme does not cure SwiGLU. For a scheme of your own, add its name to `SCHEMES`
+(`contraction.py cure`). SwiGLU has no such mean to lose. For a scheme of your own, add its name to `SCHEMES`
 and a line to `birth_value`.
 
 A draw depends on (seed, parameter name, shape) alone. Each parameter has its own generator of numpy's Philox.

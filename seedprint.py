@@ -13,8 +13,8 @@ the base is matched with one of the suspect, `lineage/compare.py` how all layers
 lineage/outputs.py. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
-    units_found     matched of `units`. Of a child the row tells the layer with the smallest share of those
-                    that are the base's; of others the layer with the largest share
+    units_found     matched of `units`: of a child in the worst of the layers that are the base's, of others
+                    in the best layer
     distance        how far matched units' input weights moved: 0 is a copy, 1 a stranger. Cosines between the
                     units of one model are compared with those of the other, and no rotation changes these
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
@@ -22,17 +22,17 @@ lineage/outputs.py. The columns of a row:
     embedding_z     the same of the embedding matrix
 
 Each layer of the suspect is looked for in the base. A layer in the *middle* stands before the last quarter
-of its model, and, if there are eight or more, behind the first one. What is shared by units matched:
+of its model, and, if there are eight or more, behind the first one. Where chance does not explain the count:
 
-    layers in the middle                     both           one            none
-    the base's, if at least                  50 %, or 20 %  20 % with r of at least 0.5 (strangers: 0.26)
-                                             with that r
-    more than strangers share, from          10 %           20 %           50 %
+    of the two layers in the middle          both           one            none
+    the base's, from a share of              50 %           20 %, where r is at least 0.5, in any column
+    inconclusive, from a share of            10 %           20 %           50 %
 
+Language models that never met have an r below 0.26. Once two layers are the base's, 50 % suffice anywhere.
 A layer is also the base's if all of its matrices are those of one layer of the base, bit for bit; or if all
 coordinates agree, and each of its matrices correlates by at least 0.1 with its namesake. The verdict is
 
-    same birth      if two layers are the base's, or the only layer is
+    same birth      if two layers are two of the base's, or the only layer is
     part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads
                     images, a text encoder, a draft head) is a part or all of the other
     inconclusive    if only one of several layers is the base's; if more units are matched than strangers

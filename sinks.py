@@ -13,8 +13,8 @@ that make one dimension large at position 1 (SO: super neurons), and *removers* 
 
 Each subcommand gives `measure_models` a function that returns one model's lists of rows, by name. The list
 `rows` is printed (`anatomy`: `layers`), and the JSON holds all. A model with a tokenizer reads docstrings of
-Python's standard library, or --text; another reads random tokens. `low` and `high` are the ends of Student's
-95 % interval over sequences. Times are of smollm2 on one thread.
+Python's standard library, or --text; another reads random tokens. `low` and `high`, where given, are the ends
+of Student's 95 % interval over sequences. Times are of smollm2 on one thread.
 """
 
 import itertools
@@ -198,9 +198,9 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
 
-    alpha_k is the mean over heads, in the layers above the strongest builder's. `woke` is the share of
-    sequences in which that builder is active at position k. `amplify` needs the mean of all sequences, so
-    there are no batches.
+    alpha_k is the mean over heads, in the layers above the strongest builder's (above layer 1, if
+    that is in the last). `woke` is the share of sequences in which that builder is active at position k.
+    `amplify` needs the mean of all sequences, so there are no batches.
     """
     k = settings.position
     tokens = read_tokens(settings, spec, settings.sequence_length)
@@ -311,7 +311,7 @@ def transplants(settings: TransplantSettings, spec, model):
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(model, activity, others)
-        in_8_bits = [kind for kind, *_ in cases]  # one use: without huge numbers, rounding costs less
+        in_8_bits = [kind for kind, *_ in cases]  # rounded, too: huge numbers make the steps coarse
         if settings.controls:
             cases += control_cases(settings, model, activity, others)
         for kind, changed, units, prefix in progress(cases, desc="transplant", unit=" cases", leave=False):
@@ -350,8 +350,8 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 def transplant_cases(model, activity, others):
     """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
 
-    The builders at zero are the selective ones. Like constants, a token in front gives the text's first token
-    something to attend to: losses are best compared with that case.
+    The builders at zero are `Activity.selective`, not those of `silence`. Like constants, a token in front
+    gives the text's first token something to attend to: losses are best compared with that case.
     """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))
     units = activity.selective()

@@ -128,7 +128,7 @@ class Training:
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
 
     def go_on(self) -> None:
-        """Train up to --max-iters or a signal. A step is saved before its evaluation, which may be slow."""
+        """Train up to --max-iters or a signal. A step due for both is saved before its evaluation."""
         settings = self.settings
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
@@ -188,7 +188,7 @@ class Training:
         self.step += 1
         speed = self.step_tokens / (time.perf_counter() - begun)
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
-        row |= {"tokens_per_second": speed, "mfu": speed / self.peak}
+        row |= {"tokens_per_second": speed, "mfu": speed / self.peak}  # a share of the peak
         return row, num_signals > 0
 
     def evaluate_if_due(self, signals):

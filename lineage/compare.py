@@ -25,7 +25,7 @@ class Model:
     """What is read of a model before it is compared, by `read_model`."""
 
     name: str
-    stacks: dict  # each Stack with its Units by each Reading; what reads tokens and has a head comes first
+    stacks: dict  # each Stack, a run of layers, with its Units by each way to read it; first what has a head
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
     is_newborn: bool
 

@@ -12,8 +12,8 @@ Shuffling units only renames them. Flipping a unit's signs only flips signs of i
 In one view, a unit of the base and one of the suspect are *mutual neighbours* if each has its largest
 |correlation| with the other. One view is not enough: in unrelated models half of the units have a mutual
 neighbour, too. But another view then usually names another unit, so a unit is *matched* if two views name one
-neighbour. Of a layer's pairs of views that counts which matches most units. Nearly all units of a child are
-matched, and less than one in a layer of an unrelated newborn. The null, `by_chance`, is measured: the same
+neighbour. For a whole layer one pair of views counts: the pair that matches most. Nearly all units of a child
+are matched, and about one in a layer of an unrelated newborn. The null, `by_chance`, is measured: the same
 count, after the tokens of one model have been permuted.
 """
 

@@ -6,8 +6,8 @@
 
 The theory rests on two ideas. A layer of random weights is wide, so its pre-activations are Gaussian, and one
 scalar function, the activation's kernel, turns cosines before a layer into cosines after it. Attention at
-birth is close to uniform, so position i averages positions 1..i. Each docstring gives the formulas, and the
-code below it follows their order.
+birth is close to uniform, so position i averages positions 1..i: unrelated sequences stay unrelated, but what
+they share grows. Each docstring gives the formulas, and the code below it follows their order.
 """
 
 import functools
