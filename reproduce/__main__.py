@@ -1,6 +1,6 @@
 """Do the papers hold? Every table and figure of both, their number beside ours.
 
-    python -m reproduce                                    # a day of one core, mostly training; resumes
+    python -m reproduce                                    # nine hours on 2 cores; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
 
 A command makes each result that is missing, or was made by other code than today's. Runs of training that it
