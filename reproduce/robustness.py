@@ -3,7 +3,7 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-`lineage/disguise.py` changes the children. The thresholds of `lineage/verdict.py` rest on this table.
+`lineage/disguise.py` changes the children. The thresholds of `lineage/table.py` rest on its rows.
 """
 
 import itertools
