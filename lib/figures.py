@@ -40,7 +40,9 @@ def save_figure(figure, path) -> None:
         return
     for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
         if axis.get_scale() == "log":  # numbers, where matplotlib has powers of ten
-            axis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_formatter="")
+            low, high = axis.get_view_interval()
+            subs = (1, 2, 5) if high < 1e5 * low else (1,)  # matplotlib draws none of many
+            axis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter="")
     with atomic_file(path) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # no font here has it: a box is drawn
         figure.savefig(temporary, format="png", dpi=120)
@@ -199,10 +201,14 @@ def draw_chain(path, rows) -> None:
 def draw_interventions(path, points, k, factor) -> None:
     """Draw alpha_k against the first builder's activation, of the first model and one factor."""
     (label, points), *_ = lines_of(points, "checkpoint")
-    drawn = [point for point in points if point["factor"] in (None, factor)]
+    drawn = []
+    for point in points:
+        if point["factor"] in (None, factor):
+            where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
+            drawn.append(point | {"values changed in": where})
     question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
     question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed"}
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(drawn, path, question, **keys, style="o", log="x", **labels)
 
