@@ -50,7 +50,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "lineage": "-m reproduce.trainings lineage",
     "calibrations": "-m reproduce.trainings calibrations",
     "text": "-m reproduce.text",
-    "birth": "-m reproduce.birth",
+    "birth": "-m reproduce.text birth",
     "perplexity": f"-m reproduce.trainings perplexity --text {WIKITEXT}",
     "compare": f"seedprint.py compare tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
     "matrix": f"seedprint.py matrix tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",

@@ -21,7 +21,7 @@ from init import newborn
 from lib.checkpoint import config_json
 from lib.results import Experiment
 from lib.runtime import matmul_peak, progress, seconds_of, training_flops
-from lib.settings import Command, RunSettings, UserError, run_script
+from lib.settings import Command, RunSettings, run_script
 from model import PRESETS, ModelConfig, Transformer
 
 CASES = (  # work, preset, sequences in a batch, tokens in a sequence
@@ -124,11 +124,9 @@ def training_step(model, summed_loss, tokens, dtype):
 
 
 def transformers_model(config: ModelConfig):
-    """transformers' model of a LLaMA's shape, random weights, SDPA; UserError if it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("transformers is not installed: pip install -r requirements-dev.txt") from None
+    """transformers' model of a LLaMA's shape, random weights, SDPA (requirements-dev.txt)."""
+    import transformers
+
     theirs = transformers.AutoConfig.for_model(**config_json(config))
     return transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa").eval()
 

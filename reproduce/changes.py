@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from init import keyed_generator
-from lineage.disguise import as_source, weights_of
+from lineage.disguise import as_source, select, weights_of
 
 
 def of_matrices(source, change):
@@ -60,16 +60,7 @@ def narrowed(source, share):
     stream = torch.from_numpy(generator.permutation(old.d_model)[:width])
     units = torch.from_numpy(generator.permutation(old.d_ff)[:num_units])
     weights = weights_of(source)
-    for name, weight in weights.items():
-        kind = name.split(".")[-2]
-        if kind == "down_proj":
-            weights[name] = weight[stream][:, units]
-        elif kind in ("up_proj", "gate_proj"):
-            weights[name] = weight[units][:, stream]
-        elif kind == "o_proj" or kind.endswith("layernorm") or kind == "norm":
-            weights[name] = weight[stream]
-        elif weight.ndim == 2:
-            weights[name] = weight[:, stream]
+    select(weights, {"stream": stream, "units": units})
     return as_source(weights, replace(old, d_model=width, d_ff=num_units, head_dim=old.head_size))
 
 

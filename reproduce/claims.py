@@ -247,12 +247,6 @@ def at_most(rows, bound, *names):
     return text, [row[name] <= bound for row in rows for name in names]
 
 
-def sinks_by_layer(rows):
-    """The share of heads that sink in each layer of a run; no case."""
-    rates = [layer["sink_rate"] for layer in rows[0]["layers"]]
-    return f"{' '.join(f'{rate:.0%}' for rate in rates)} of heads in layers 1 to {len(rates)}", []
-
-
 PARTS = ("variant", "full", "mlp", "attention")
 TEXT = {"part": "runs", "config": "text_sink", "apart": "config"}  # our runs on text, none of a variant
 
@@ -359,7 +353,5 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
         "text", than_none, "headnorm", "effective_rank", above, **TEXT),
     Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32",
         "text", above_zero, "output_tau", calibration="none", **TEXT),
-    Claim("SO: sinks by layer", "from layer 5 on in 152M parameters", "",
-        "text", sinks_by_layer, part="runs", config="text_eight_layers", apart="config"),
 ]
 # fmt: on

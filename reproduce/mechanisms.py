@@ -160,10 +160,10 @@ def variance(settings: LengthSettings):
         spread = attention.RunningStd(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=spread.on_heads)
-        unknown = [(None, None)] * T
-        foreseen = predicted(unknown, std_by_position, model.config, T, settings.init)
-        for i, (std, (uniform, exact)) in enumerate(zip(spread.std(1).tolist(), foreseen), start=1):
-            row = {"position": i, "std": std, "uniform_theory": uniform, "theory": exact}
+        exact = predicted([None] * T, aggregated_std, model.config, T, settings.init)
+        for i, std in enumerate(spread.std(1).tolist(), start=1):
+            uniform = None if exact[0] is None else exact[0] / math.sqrt(i)
+            row = {"position": i, "std": std, "uniform_theory": uniform, "theory": exact[i - 1]}
             births.rows.append(key | row)
     question = "Do the values that attention aggregates shrink along the positions?"
     theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
@@ -171,21 +171,15 @@ def variance(settings: LengthSettings):
     return births.finish(question, "position", "model", theories, ("std",), **options)
 
 
-def std_by_position(config, T, scheme):
-    """The standard deviation at positions 1..T by BB Equation 2, and by `aggregated_std`, in pairs."""
-    theory.check_scheme(scheme)
-    std = aggregated_std(config, T).tolist()
-    return [(std[0] / math.sqrt(i), std[i - 1]) for i in range(1, T + 1)]
-
-
-def aggregated_std(config, T):
-    """Standard deviation of aggregated values at positions 1..T of the first block, (T,) (BB Equation 2).
+def aggregated_std(config, T, scheme):
+    """Standard deviation of aggregated values at positions 1..T of the first block (BB Equation 2).
 
     With t^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
     E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
     keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q.
     RoPE turns that direction by a different angle for each key, which leaves the share kept_i.
     """
+    theory.check_scheme(scheme)
     theory.check_known(config)
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
@@ -194,7 +188,7 @@ def aggregated_std(config, T):
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
     concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
-    return (value_variance * concentration).sqrt()
+    return (value_variance * concentration).sqrt().tolist()
 
 
 def attention_concentration(T, t):

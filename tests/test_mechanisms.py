@@ -137,7 +137,7 @@ def test_variance(results):
             model.hidden(vectors(LENGTH), on_heads=on_heads)
     rows = results["variance"]["rows"]
     assert [row["std"] for row in rows] == pytest.approx(torch.stack(values).mean(0).tolist(), rel=1e-5)
-    expected = mechanisms.aggregated_std(CONFIG, LENGTH).tolist()
+    expected = mechanisms.aggregated_std(CONFIG, LENGTH, "gpt2")
     assert [row["theory"] for row in rows] == expected
     uniform = [expected[0] / position**0.5 for position in range(1, LENGTH + 1)]  # BB Equation 2
     assert [row["uniform_theory"] for row in rows] == pytest.approx(uniform, rel=1e-12)

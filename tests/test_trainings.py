@@ -21,7 +21,7 @@ from lib.runs import read_log
 from lib.settings import OutputSettings, RunSettings, UserError
 from measure.units import observe
 from model import PRESETS
-from reproduce import birth, text, trainings
+from reproduce import text, trainings
 
 CPU = {"device": "cpu", "dtype": "float32"}
 TWO_STEPS = CPU | {"source": ("backcopy",), "tokenizer": "bytes", "sequence_length": 32, "max_iters": 2}
@@ -166,7 +166,7 @@ def test_text_and_birth(quick, monkeypatch):
     loss = train.evaluate(checkpoint.load(run.out), *windows, 9, torch.device("cpu"), torch.float32)
     assert ours["text_loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums
     # birth: the later builders, asked of the newborn
-    found = birth.birth(replace(named, runs=("runs/text/none-42",)))
+    found = text.birth(replace(named, runs=("runs/text/none-42",)))
     assert {row["step"] for row in found["rows"]} == {0, 1, 2}
     windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
     windows[:, 0] = 256
@@ -186,7 +186,7 @@ def test_text_and_birth(quick, monkeypatch):
 
 def test_what_is_noted_is_shown(tmp_path):
     """The committed numbers give the committed results, and say of a folder without any what to do."""
-    for function, name in ((text.text, "text"), (birth.birth, "birth")):
+    for function, name in ((text.text, "text"), (text.birth, "birth")):
         made = function(text.NotedSettings(out=str(tmp_path)))
         assert made["rows"] == read_json(ROOT / f"results/{name}.json")["rows"]
     with pytest.raises(UserError, match="nowhere/settings.json"):
@@ -196,7 +196,7 @@ def test_what_is_noted_is_shown(tmp_path):
 def test_half_of_the_way():
     """The step from which on a link stays beyond half of its way, up or down."""
     steps = [{"step": step, "up": up, "down": -up} for step, up in ((0, 1), (1, 4), (2, 2), (4, 4), (8, 5))]
-    assert birth.half_way(steps, "up") == birth.half_way(steps, "down") == 4
+    assert text.half_way(steps, "up") == text.half_way(steps, "down") == 4
 
 
 def test_perplexity_is_the_cross_entropy(tmp_path, monkeypatch):
