@@ -26,7 +26,7 @@ SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in
 GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
 WIKITEXT = "data/wikitext-2/test.txt"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-FOUR = "--num-sequences 12 --no-controls"  # cases of `transplant`, and one token in front
+FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12 --no-controls"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43 --dtype float32",
     "ten_thousand/probe": "probe.py --seed 42 --num-sequences 10000",
@@ -77,9 +77,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/wikitext/transplant": f"sinks.py transplant --model smollm2 {LONG} --text {WIKITEXT}",
     "qwen2.5-coder-0.5b/transplant": f"sinks.py transplant --model {SMALL} {LONG}",
     "qwen2.5-coder-0.5b/wikitext/transplant": f"sinks.py transplant --model {SMALL} {LONG} --text {WIKITEXT}",
-    "models/transplant": f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {FOUR}",
-    "models/wikitext/transplant": f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {FOUR} "
-    f"--text {WIKITEXT}",
+    "models/transplant": FOUR_CASES,
+    "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
     "bench": "-m reproduce.bench --dtype bfloat16",
 }
 

@@ -21,8 +21,6 @@ from measure.cosines import pairwise_cosine
 from model import rope_frequencies
 from probe import SHOWN, preference
 
-WIDTHS = (128, 256, 512, 1024)  # of `width`
-
 
 @torch.inference_mode()
 def ablation(settings: LengthSettings):
@@ -53,16 +51,15 @@ def engage(settings: NewbornSettings):
             births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
-    x = "preactivation_std"
-    measured = ("mean_cosine", "std_cosine", x)
-    return births.finish(question, x, "normed", theories, measured, style="o", log="xy")
+    measured = ("mean_cosine", "std_cosine", "preactivation_std")
+    return births.finish(question, "preactivation_std", "normed", theories, measured, style="o", log="xy")
 
 
 @torch.inference_mode()
 def width(settings: NewbornSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
     births = Births("width", "ours", settings, (1,))
-    for d in WIDTHS:
+    for d in (128, 256, 512, 1024):
         shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
         x = gaussian_inputs(births, 1, d)[:, 0] / STD  # (n, d)
         for key, model, _ in births.each(vocab_size=1, sublayers="mlp", **shape):
@@ -138,9 +135,7 @@ def averaging_limit(T, layers):
     """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, where rho_L is the limit of infinite T."""
     cosines = []
     for L in range(1, layers + 1):
-        rho = 0.0
-        for k in range(L):
-            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
+        rho = sum(math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1) for k in range(L))
         cosines.append(1 / T + (1 - 1 / T) * rho)
     return cosines
 

@@ -3,7 +3,8 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-`lineage/disguise.py` changes the children. The thresholds of `lineage/table.py` rest on its rows.
+Children are changed here, and by `lineage/disguise.py`, whose changes are not felt. The thresholds of
+`lineage/table.py` rest on the rows.
 """
 
 import itertools
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from init import newborn
+from init import keyed_generator, newborn
 from lib.checkpoint import Newborn, parse_spec
 from lib.figures import curves
 from lib.files import sha256
@@ -24,12 +25,9 @@ from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
-from lineage.disguise import as_source, disguised, weights_of
+from lineage.disguise import as_source, disguised, select, weights_of
 from lineage.outputs import STRANGER_SEED
 from lineage.verdict import compare_pair, read_model
-from reproduce.changes import cut, narrowed, noised, pruned, rounded
-
-COLUMNS = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
 
 
 @dataclass
@@ -45,15 +43,22 @@ def robustness(settings: Settings):
     """What does `compare` say of a model's children, and of models that never met? Writes robustness.json"""
     specs = [parse_spec(name) for name in settings.models]
     experiment = Experiment("robustness", "", settings)
-    rows, details = [], []
+    rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
         row, detail = compare_pair(base, suspect, layers=12 if kind == "never met" else 2**16)
         rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
-    draw_robustness(rows, details, experiment.folder / "robustness.png")
+        for number, layer in enumerate(detail["layers"]):
+            depth = (number + 0.5) / len(detail["layers"])
+            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": kind})
+    question = "Do two models share hidden units? Related ones at all depths, others near the output"
+    labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
+    path = experiment.folder / "robustness.png"
+    curves(points, path, question, x="depth", y="matched", series="kind", style=".", **labels)
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
     files = [spec.folder for spec in specs if spec.folder and spec.folder.is_file()]
-    return experiment.save(rows, COLUMNS, sha256={file.name: sha256(file) for file in files}, **more)
+    columns = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
+    return experiment.save(rows, columns, sha256={file.name: sha256(file) for file in files}, **more)
 
 
 def all_pairs(specs, settings: Settings):
@@ -102,6 +107,68 @@ def relatives(spec, settings: Settings):
     yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load())
 
 
+def of_matrices(source, change):
+    """A checkpoint whose matrices are changed by `change(name, weight)`."""
+    weights = weights_of(source)
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            weights[name] = change(name, weight)
+    return as_source(weights, source.config)
+
+
+def noised(source, size):
+    """Every matrix with Gaussian noise of `size` times its standard deviation."""
+
+    def change(name, weight):
+        noise = keyed_generator("noise", name).standard_normal(weight.shape, np.float32)
+        return weight + size * weight.std() * torch.from_numpy(noise)
+
+    return of_matrices(source, change)
+
+
+def pruned(source, share):
+    """Every matrix without its smallest numbers, a share of all."""
+
+    def change(_, weight):
+        size = weight.abs()
+        least = size.flatten().kthvalue(max(1, int(share * weight.numel()))).values
+        return weight.where(size > least, 0)
+
+    return of_matrices(source, change)
+
+
+def rounded(source, bits):
+    """Every matrix rounded to 2**bits - 1 levels, evenly spaced up to its largest number."""
+
+    def change(_, weight):
+        step = weight.abs().max() / (2 ** (bits - 1) - 1)
+        return (weight / step).round() * step
+
+    return of_matrices(source, change)
+
+
+def narrowed(source, share):
+    """A share of a checkpoint's residual coordinates and of its hidden units, chosen at random; all heads."""
+    old = source.config
+    width, num_units = round(share * old.d_model), round(share * old.d_ff)
+    generator = keyed_generator("narrowed", 0)
+    stream = torch.from_numpy(generator.permutation(old.d_model)[:width])
+    units = torch.from_numpy(generator.permutation(old.d_ff)[:num_units])
+    weights = weights_of(source)
+    select(weights, {"stream": stream, "units": units})
+    return as_source(weights, replace(old, d_model=width, d_ff=num_units, head_dim=old.head_size))
+
+
+def cut(source, layers):
+    """The layers of a checkpoint with these numbers, from 0, in this order; one may come twice."""
+    weights = {name: source.read(name) for name in source.shapes if "layers" not in name}
+    for place, layer in enumerate(layers):
+        for name in source.shapes:
+            if name.startswith(f"model.layers.{layer}."):
+                weights[name.replace(f".{layer}.", f".{place}.")] = source.read(name)
+    return as_source(weights, replace(source.config, num_layers=len(layers)))
+
+
 def trained(model, tokens, rates, teacher=None):
     """A checkpoint of a model after AdamW on tokens (n, T), a sequence a step.
 
@@ -121,18 +188,6 @@ def trained(model, tokens, rates, teacher=None):
         optimizer.zero_grad()
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return as_source(weights, model.config)
-
-
-def draw_robustness(rows, details, path) -> None:
-    """The share of each layer's units that are matched, by relative depth, of each pair."""
-    points = []
-    for row, detail in zip(rows, details):
-        for number, layer in enumerate(detail["layers"]):
-            depth = (number + 0.5) / len(detail["layers"])
-            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": row["kind"]})
-    title = "Do two models share hidden units? Related ones at all depths, others near the output"
-    labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
-    curves(points, path, title, x="depth", y="matched", series="kind", style=".", **labels)
 
 
 COMMANDS = {"": Command(robustness, Settings())}

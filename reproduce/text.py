@@ -258,8 +258,7 @@ def specials(newborn, tokens, sink, builders):
     generator = keyed_generator("random units", *[number for builder in builders for number in builder])
     others = generator.integers(both.shape[1], size=(DRAWS, len(builders)))
     drawn = both[layers - 1, others].mean(1)  # (DRAWS,)
-    reached = int((drawn >= found).sum())
-    p = (1 + reached) / (1 + DRAWS)
+    p = (1 + int((drawn >= found).sum())) / (1 + DRAWS)
     rows = []
     for layer, unit in builders:
         row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}

@@ -230,9 +230,8 @@ def perplexity(settings: PerplexitySettings):
         loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
         return begun_row(run, *key) | {"text_loss": loss}
 
-    path = experiment.folder / "perplexity.jsonl"
-    same = {"text_sha256": sha256(Path(settings.text))}
-    return experiment.save(noted_rows(path, calibration_runs("laptop"), measure, **same))
+    path, digest = experiment.folder / "perplexity.jsonl", sha256(Path(settings.text))
+    return experiment.save(noted_rows(path, calibration_runs("laptop"), measure, text_sha256=digest))
 
 
 COMMANDS = {

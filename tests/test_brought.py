@@ -14,7 +14,7 @@ from lib.settings import UserError
 from lineage.disguise import disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from model import ModelConfig
-from reproduce.changes import noised
+from reproduce.robustness import noised
 
 CONFIG = ModelConfig(600, 64, 3, 4, 64, 192, num_kv_heads=2)
 TIED = replace(CONFIG, tie_embeddings=True)

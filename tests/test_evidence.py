@@ -15,7 +15,7 @@ from lineage import evidence
 from lineage.disguise import as_source, weights_of
 from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layers
 from lineage.layout import Stack, split
-from reproduce.changes import cut, noised
+from reproduce.robustness import cut, noised
 
 # ---- bits --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from lineage import layout
 from lineage.disguise import as_source, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from lineage.verdict import compare_pair, read_model
-from reproduce.changes import noised
+from reproduce.robustness import noised
 
 NOISED = noised(BASE, 0.5)
 

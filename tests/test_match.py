@@ -23,7 +23,7 @@ from lineage.table import Row
 from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
 from model import PRESETS, ModelConfig
-from reproduce.changes import cut, narrowed, noised, of_matrices, pruned, rounded
+from reproduce.robustness import cut, narrowed, noised, of_matrices, pruned, rounded
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)

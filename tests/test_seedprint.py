@@ -20,7 +20,7 @@ from lineage import births, disguise
 from lineage.family import kinship
 from lineage.outputs import kendall, paper_test
 from model import ModelConfig
-from reproduce.changes import noised
+from reproduce.robustness import noised
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 FEW = ["--permutations", 199]

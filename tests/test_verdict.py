@@ -30,7 +30,7 @@ from lineage.table import (
 )
 from lineage.verdict import compare_pair, read_model, row_of, sentence_of
 from model import ModelConfig
-from reproduce.changes import noised
+from reproduce.robustness import noised
 
 OUTCOMES = {
     "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},
