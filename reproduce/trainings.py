@@ -230,7 +230,8 @@ def perplexity(settings: PerplexitySettings):
         loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
         return begun_row(run, *key) | {"text_loss": loss}
 
-    path, digest = experiment.folder / "perplexity.jsonl", sha256(Path(settings.text))
+    path = experiment.folder / "perplexity.jsonl"
+    digest = sha256(Path(settings.text))
     return experiment.save(noted_rows(path, calibration_runs("laptop"), measure, text_sha256=digest))
 
 
