@@ -35,7 +35,7 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure import attention
-from measure.first import draw_first_tokens, first_token_rows
+from measure.first import by_first_token, draw_first_tokens
 from measure.rounding import rounded_losses
 from measure.units import (
     ablate,
@@ -92,8 +92,7 @@ class TransplantSettings(Settings):
 
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
     num_sequences: at_least(2) = 32  # sequences, for T up to 64; for longer ones fewer, but 4 at least
-    constants_text: str | None = None  # text whose first tokens give the constants; None: docstrings
-    num_constants: at_least(1) = 16  # sequences of that text; none of them is measured
+    num_constants: at_least(1) = 16  # sequences of docstrings whose first tokens give the constants
     controls: bool = True  # also measure other tokens in front, other builders, and other constants
     save: str | None = None  # new folder for the model with its constants
 
@@ -148,11 +147,6 @@ def first(settings: Settings):
     experiment, lists = measure_models("first", "ours", settings, by_first_token)
     draw_first_tokens(experiment.folder / "first.png", lists["rows"])
     return experiment.save(**lists)
-
-
-def by_first_token(settings: Settings, spec, model):
-    """The rows of measure/first.py."""
-    return {"rows": first_token_rows(model, read_tokens(settings, spec, settings.sequence_length))}
 
 
 def anatomy(settings: Settings):
@@ -337,10 +331,10 @@ def transplants(settings: TransplantSettings, spec, model):
 
 
 def measured_and_others(settings: TransplantSettings, spec, T):
-    """Sequences to measure, (n, T), and others, (c, T), whose first tokens give the constants."""
+    """Sequences to measure, (n, T), and others, (c, T), of docstrings or random tokens, for the constants."""
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants
-    text = settings.constants_text or (spec.tokenizer_file and "docstrings")
+    text = spec.tokenizer_file and "docstrings"
     if text in (settings.text, text_of(settings, spec)):  # one text: no window is in both
         return read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
     measured = read_tokens(replace(settings, num_sequences=n), spec, T)

@@ -16,7 +16,6 @@ from model import PRESETS
 from reproduce.baselines import BASELINES, THRESHOLD
 
 LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
-NANO_VOCABULARY = PRESETS["nano_gpt2"].vocab_size
 TESTS = ["t-test", "U-test"]  # the paper's
 PAPER_SEQUENCES = 10_000  # behind each row of BB Table 1
 
@@ -265,7 +264,7 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
     Claim("Finding 2.1, Figures 1b, 2", "last states of random sequences grow alike with every layer", "",
         "layers", rises, variant="full", apart="sequence_length"),
     Claim("Finding 2.2", "more newborns prefer the direction's token than by chance (share lost)", "",
-        "predict", more_often, "direction_matches", 1 / NANO_VOCABULARY),
+        "predict", more_often, "direction_matches", 1 / PRESETS["nano_gpt2"].vocab_size),
     Claim("Table 2", "final cosine: full > MLP only > attention only, which is about 0", "",
         "ablation", ordered, "mean_cosine", *PARTS),
     Claim("Figure 3", "times uniform draws: full > MLP only > attention only, about 1", "",
