@@ -35,7 +35,7 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from lib.tokenizers import load_tokenizer
 from measure import attention
-from measure.first import by_first_token, draw_first_tokens
+from measure.first import draw_first_tokens, first_token_rows
 from measure.rounding import rounded_losses
 from measure.units import (
     ablate,
@@ -147,6 +147,11 @@ def first(settings: Settings):
     experiment, lists = measure_models("first", "ours", settings, by_first_token)
     draw_first_tokens(experiment.folder / "first.png", lists["rows"])
     return experiment.save(**lists)
+
+
+def by_first_token(settings: Settings, spec, model):
+    """The rows of measure/first.py."""
+    return {"rows": first_token_rows(model, read_tokens(settings, spec, settings.sequence_length))}
 
 
 def anatomy(settings: Settings):

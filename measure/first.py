@@ -7,19 +7,17 @@ import numpy as np
 import torch
 
 from lib.figures import curves
-from lib.inputs import read_tokens
 from lib.runtime import progress
 from measure import attention
 
 FIRST_TOKENS = 24  # so many tokens are tried
 
 
-def by_first_token(settings, spec, model):
+def first_token_rows(model, tokens):
     """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens at position 1.
 
-    The token in front of each sequence is replaced by tokens of the text, in turn.
+    The token in front of each sequence, of (n, T), is replaced by tokens of the text, in turn.
     """
-    tokens = read_tokens(settings, spec, settings.sequence_length)  # (n, T)
     found = tokens[:, 1:].unique().cpu()
     places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
     candidates = found[places.astype(int)]
@@ -42,7 +40,7 @@ def by_first_token(settings, spec, model):
             "uniform_alpha1": attention.uniform_alpha(tokens.shape[1]),
         }
         rows.append(row)
-    return {"rows": rows}
+    return rows
 
 
 def draw_first_tokens(path, rows) -> None:

@@ -82,7 +82,7 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
     for token in some:
         tokens[:, 0] = token
         expected[token] = alpha_of(explicit(model, tokens), 1).mean(0).numpy()  # (L, H)
-    rows = first.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
+    rows = sinks.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
     assert len(rows) == 12
     for row in rows:
         alphas = {token: heads[row["layer"] - 1, row["head"] - 1] for token, heads in expected.items()}
