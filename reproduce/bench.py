@@ -1,15 +1,16 @@
-"""How fast is a training step, beside transformers?
+"""How fast is it, beside transformers?
 
-    python -m reproduce.bench --dtype bfloat16        # a minute on 2 cores
+    python -m reproduce.bench --dtype bfloat16        # a minute and a half on 2 cores
     python -m reproduce.bench --device cuda           # compiled, alone on a GPU
 
-A step of train.py on random tokens: forward and backward pass in `dtype` with float32 weights, clipping,
-AdamW. transformers' model has the same shape, dtype and batch, and takes turns with ours. Rows have the
-medians, in tokens/s, and `ratio`, ours to theirs. It has no GPT-2 with RoPE. On a GPU both are compiled, and
-rows have the share of FLOP/s that ours makes of: the card's dense products in bfloat16 by its maker, if the
-card is known, and those measured here.
+`forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
+backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
+and batch, and takes turns with ours. Rows have the medians, in tokens/s, and `ratio`, ours to theirs. It has
+no GPT-2 with RoPE. On a GPU both are compiled, and rows have the share of FLOP/s that ours makes of: the
+card's dense products in bfloat16 by its maker, if the card is known, and those measured here.
 """
 
+from functools import partial
 from statistics import median
 
 import torch
@@ -23,26 +24,33 @@ from lib.runtime import matmul_peak, progress, seconds_of, training_flops
 from lib.settings import Command, RunSettings, run_script
 from model import PRESETS, ModelConfig, Transformer
 
-CASES = (("tiny_llama", 32, 256), ("nano_llama", 4, 512))  # preset, sequences in a batch, tokens in each
+CASES = (  # work, preset, sequences in a batch, tokens in a sequence
+    ("forward", "nano_llama", 32, 64),
+    ("forward", "nano_llama", 2, 1024),
+    ("training", "tiny_llama", 32, 256),
+    ("training", "nano_llama", 4, 512),
+)
 GPU_CASES = (
-    ("llama_60m", 16, 2048),
-    ("llama_60m", 32, 2048),
-    ("nano_gpt2", 16, 1024),
-    ("nano_gpt2", 32, 1024),
+    ("training", "llama_60m", 16, 2048),
+    ("training", "llama_60m", 32, 2048),
+    ("training", "nano_gpt2", 16, 1024),
+    ("training", "nano_gpt2", 32, 1024),
 )
 ROUNDS = 5  # turns of each; the median counts
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # FLOP/s of bfloat16, by a part of the card's name
 
 
 def bench(settings: RunSettings):
-    """How many tokens/s do we and transformers learn from? Writes bench.json."""
+    """How many tokens/s do we and transformers read and learn? Writes bench.json."""
     experiment = Experiment("bench", "", settings)
     rows = []
     on_gpu = experiment.device.type == "cuda"
-    for name, B, T in progress(GPU_CASES if on_gpu else CASES, desc="bench", unit=" cases"):
+    for work, name, B, T in progress(GPU_CASES if on_gpu else CASES, desc="bench", unit=" cases"):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=experiment.device)
-        ours, *theirs = take_turns(training_steps(name, tokens, experiment.dtype), B * T)
-        row = {"model": name, "work": "training", "batch_size": B, "sequence_length": T, "ours": ours}
+        make = forward_passes if work == "forward" else training_steps
+        with torch.inference_mode(work == "forward"):
+            ours, *theirs = take_turns(make(name, tokens, experiment.dtype), B * T)
+        row = {"model": name, "work": work, "batch_size": B, "sequence_length": T, "ours": ours}
         if theirs:
             row |= {"transformers": theirs[0], "ratio": ours / theirs[0]}
         if on_gpu:
@@ -67,6 +75,15 @@ def take_turns(works, num_tokens):
         work()  # the first call allocates
     turns = [[seconds_of(work) for work in works] for _ in range(ROUNDS)]
     return [num_tokens / median(seconds) for seconds in zip(*turns)]
+
+
+def forward_passes(name, tokens, dtype):
+    """Ours and theirs: each gives the last final states, (B, d), of tokens (B, T + 1) but for the last."""
+    inputs = tokens[:, :-1]
+    model = newborn(name, 0, device=tokens.device).cast_blocks(dtype)
+    theirs = transformers_model(PRESETS[name]).to(tokens.device, dtype).base_model
+    ours = partial(model.hidden, inputs, last_only=True)
+    return ours, lambda: theirs(inputs, use_cache=False)[0][:, -1]
 
 
 def training_steps(name, tokens, dtype):
