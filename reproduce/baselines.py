@@ -15,7 +15,12 @@ TABLES = ("model.embed_tokens", "lm_head")
 @torch.inference_mode()
 def similarities(a, b, tokens):
     """All four of two models with attention and MLPs, by name; REEF reads tokens (n, T)."""
-    return {"intrinsic": intrinsic(a, b), "reef": reef(a, b, tokens), "pcs": pcs(a, b), "ics": ics(a, b)}
+    return {
+        "intrinsic": intrinsic(a, b),
+        "reef": reef(a, b, tokens),
+        "pcs": pcs(a, b),
+        "ics": ics(a, b),
+    }
 
 
 def cosine(x, y):

@@ -135,7 +135,9 @@ def averaging_limit(T, layers):
     """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, where rho_L is the limit of infinite T."""
     cosines = []
     for L in range(1, layers + 1):
-        rho = sum(math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1) for k in range(L))
+        rho = 0.0
+        for k in range(L):
+            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
         cosines.append(1 / T + (1 - 1 / T) * rho)
     return cosines
 
