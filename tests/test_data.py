@@ -122,13 +122,6 @@ def test_line_ends(tmp_path):
     assert texts(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\ntwo\nthree\n\n", "one\r\n", "two"]
 
 
-def test_what_ends_no_document_is_said(tmp_path, capsys):
-    stories = tmp_path / "IN.txt"
-    stories.write_text("Once é.\n<|endoftext|>\nTwice.\n<|endoftext|>\n")
-    assert len(documents_of(prepare(stories, tmp_path / "one", held_out=0.9), "train")) == 1
-    assert f"{data.END}, 2 times in the text, ends no document" in capsys.readouterr().out
-
-
 def test_a_folder_means_all_text_in_it(tmp_path):
     """Also packed; not what is hidden, and files of other kinds are counted. A byte order mark is no text."""
     folder = tmp_path / "books"
