@@ -248,10 +248,7 @@ def lineage_figure(path, base, rows, details) -> None:
 
 
 def family_tree(path, names, closeness, label, left_out, marked) -> None:
-    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1; those left out are only grey.
-
-    `marked` (n, n) says which pairs have a circle, whose meaning the `label` tells.
-    """
+    """Draw models as a tree and a heat map, by `closeness` (n, n); `marked` pairs (n, n) have a circle."""
     from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
     from scipy.spatial.distance import squareform
 

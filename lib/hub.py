@@ -1,7 +1,6 @@
 """How does a name of the Hugging Face Hub become files?
 
 The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
-`lib/checkpoint.py` imports this file where it meets such a name, and not before.
 """
 
 import fnmatch
