@@ -5,7 +5,6 @@
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3, GPT-2; or a .gguf
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
->>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 """
 
 import functools

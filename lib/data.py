@@ -239,10 +239,8 @@ def write_tokens(folder, source, tokenizer, share):
 
 
 def held_out_spans(starts, num_tokens, share):
-    """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,).
-
-    Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows of it.
-    """
+    """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,)."""
+    # Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows.
     budget = max(1, int(share * num_tokens))  # tokens
     spans = np.stack([starts, np.append(starts[1:], num_tokens)], axis=1)
     for count in range(int(share * len(spans)), 0, -1):

@@ -1,7 +1,4 @@
-"""How does a name of the Hugging Face Hub become files?
-
-The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
-"""
+"""How does a name of the Hugging Face Hub become files? By its library, with the user's cache and token."""
 
 import fnmatch
 import os

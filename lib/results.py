@@ -147,12 +147,9 @@ def print_rows(rows, columns=()) -> None:
 
 
 def mean_over_seeds(samples, measured, theories=()):
-    """One row for samples that differ only in `seed` and in the columns named here: the means of `measured`.
-
-    `theories` agree but for their last bits; `seed_std` is the standard deviation of the first measured one.
-    """
+    """One row for samples that differ only in `seed` and the columns named here: means of `measured`."""
     groups = defaultdict(list)
-    named = {"seed", *measured, *theories}
+    named = {"seed", *measured, *theories}  # theories agree but for their last bits
     for sample in samples:
         key = tuple(item for item in sample.items() if item[0] not in named)
         groups[key].append(sample)
