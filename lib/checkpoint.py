@@ -5,7 +5,6 @@
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3, GPT-2; or a .gguf
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
->>> model = checkpoint.load("smollm2")                # SmolLM2-135M-Instruct, out of a package
 """
 
 import functools
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from init import birth_value, newborn
 from lib import formats, gguf_tokenizers
 from lib.files import atomic_folder, check_regular, read_json, sha256, smollm2
-from lib.formats import CheckpointReader, open_any, open_checkpoint, parameter_shapes
+from lib.formats import CheckpointReader, open_checkpoint, parameter_shapes
 from lib.gguf import LazyTensor
 from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
@@ -76,7 +75,7 @@ class Spec:
         """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
         if self.is_newborn:
             return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
-        return open_any(self.folder) if any_architecture else open_checkpoint(self.folder)
+        return open_checkpoint(self.folder, any_architecture)
 
     def load(self, device="cpu", dtype=torch.float32):
         """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
@@ -125,11 +124,10 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
     """Every model that `--model` and `--seed` name: a preset with each of the seeds, others as they are."""
     specs = []
     for name in names:
-        if name not in PRESETS:
+        if name in PRESETS:
+            specs += [Spec(name, None, name, seed, embedding_seed, scheme) for seed in seeds]
+        else:
             specs.append(parse_spec(name, scheme))
-            continue
-        for seed in seeds:
-            specs.append(Spec(name, None, name, seed, embedding_seed, scheme))
     return specs
 
 

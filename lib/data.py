@@ -9,7 +9,7 @@
 A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
 download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
 with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is what TEXT lists: a
-file is a document, but of .jsonl the "text" of a line is; all in UTF-8, and .gz of these.
+file is a document, but of .jsonl the "text" of a line is; all in UTF-8.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
 .json, or .txt with the name of one that needs no file. Every document begins with BOS, or else with EOS.
@@ -18,15 +18,12 @@ A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.j
 import ast
 import functools
 import glob
-import gzip
 import hashlib
 import io
 import itertools
 import json
 import re
 import sysconfig
-import warnings
-import zlib
 from array import array
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -46,9 +43,8 @@ from lib.tokenizers import load_tokenizer
 
 PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
-TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text, before .gz
+TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
-END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
 NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
@@ -74,9 +70,9 @@ def pieces_of(name):
     if name == "backcopy":
         return ((text, True) for text in backcopy())
     if name not in NAMES:
-        files = [file for file in files_of(name) if ending(file) in TEXT]
+        files = [file for file in files_of(name) if file.suffix.lower() in TEXT]
         if not files:
-            expected = f"{', '.join(TEXT)}, .gz, folders or globs of these, {', '.join(NAMES)}"
+            expected = f"{', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
             raise UserError(f"no text in '{name}': expected {expected}")
         return itertools.chain.from_iterable(map(read, files))
     if name == "packages":
@@ -101,11 +97,6 @@ def package_files():
     return [files[name] for name in names]
 
 
-def ending(file):
-    """The ending of a file's name, before .gz."""
-    return Path(file.name.removesuffix(".gz")).suffix.lower()
-
-
 def files_of(name):
     """The files that a name means, each once: itself, a glob's, or all in a folder but what is hidden."""
     files = []
@@ -119,16 +110,13 @@ def files_of(name):
 
 
 def read(file):
-    """The pieces of a file of text; UserError for one that is damaged, or not in UTF-8."""
+    """The pieces of a file of text; UserError for one that is not in UTF-8."""
     check_regular(file)
-    unpack = gzip.open if file.suffix == ".gz" else open
     try:
-        with unpack(file, "rt", encoding="utf-8-sig") as lines:
-            yield from json_lines(file, lines) if ending(file) == ".jsonl" else pages(lines)
+        with file.open(encoding="utf-8-sig") as lines:
+            yield from json_lines(file, lines) if file.suffix.lower() == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
         raise UserError(f"{file} is no text in UTF-8: convert it") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {file}: {error}") from None
 
 
 def pages(lines):
@@ -153,9 +141,7 @@ def json_lines(file, lines):
 def docstrings(code):
     """The docstrings of Python code, separated by empty lines; empty for what does not parse."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of strange escapes in strangers' code
-            tree = ast.parse(code)
+        tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -164,10 +150,7 @@ def docstrings(code):
 
 
 def backcopy(count=2**17, length=127):
-    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), with random bigrams.
-
-    A letter is drawn given the one before it; but after a trigger, the letter before the trigger comes again.
-    """
+    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), with random bigrams."""
     generator = keyed_generator("backcopy")
     chain = generator.dirichlet(np.full(26, 0.3), size=26).cumsum(axis=1)  # P(next letter <= j | letter)
     triggers = [ord(letter) - ord("a") for letter in TRIGGERS]
@@ -199,7 +182,7 @@ def prepare(settings: Settings):
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
     files = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
-    passed_over = [file for file in files if ending(file) not in TEXT]
+    passed_over = [file for file in files if file.suffix.lower() not in TEXT]
     if passed_over:
         print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
     tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
@@ -224,7 +207,6 @@ def write_tokens(folder, source, tokenizer, share):
     starts = array("Q")  # of documents, in tokens
     num_bytes = 0
     num_tokens = 0
-    num_ends = 0
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
@@ -238,12 +220,9 @@ def write_tokens(folder, source, tokenizer, share):
                 size = len(text.encode())
                 bar.update(size)
                 num_bytes += size
-                num_ends += text.count(END)
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
-    if num_ends >= len(starts):
-        print(f"{END}, {num_ends:,} times in the text, ends no document: make a .jsonl of what is between")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
     sizes = split_tokens(folder, dtype, spans)
@@ -260,10 +239,8 @@ def write_tokens(folder, source, tokenizer, share):
 
 
 def held_out_spans(starts, num_tokens, share):
-    """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,).
-
-    Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows of it.
-    """
+    """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,)."""
+    # Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows.
     budget = max(1, int(share * num_tokens))  # tokens
     spans = np.stack([starts, np.append(starts[1:], num_tokens)], axis=1)
     for count in range(int(share * len(spans)), 0, -1):
@@ -311,10 +288,7 @@ class Meta:
 
 
 class TokenData:
-    """A prepared folder, memory-mapped; UserError for a folder that is none.
-
-    Its windows have T + 1 tokens, and begin T apart. With `bos_first`, BOS takes the first one's place.
-    """
+    """A prepared folder, memory-mapped; with `bos_first`, BOS takes the first place of every window."""
 
     def __init__(self, folder, bos_first=False):
         self.folder = Path(folder)
@@ -349,7 +323,7 @@ class TokenData:
         return (size - 1) // T
 
     def windows(self, split, numbers, T):
-        """Windows as inputs and targets, (n, T) int64 each: the targets are one token ahead."""
+        """Windows, T apart, as inputs and targets, (n, T) int64 each: the targets are one token ahead."""
         starts = T * np.array(numbers)[:, None]
         places = starts + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))

@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-import warnings
 
 import numpy as np
 from matplotlib import cycler, rcParams
@@ -43,8 +42,7 @@ def save_figure(figure, path) -> None:
             low, high = axis.get_view_interval()
             subs = (1, 2, 5) if high < 1e5 * low else (1,)  # matplotlib draws none of many
             axis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter="")
-    with atomic_file(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # no font here has it: a box is drawn
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
 
@@ -55,7 +53,7 @@ def short_names(names):
 
 
 def curves(
-    points, path, title, *, x, y, series, panel="", theories=None, band="", log="", style="o-", **options
+    points, path, title, *, x, y, series, panel="", theories=(), band="", log="", style="o-", **options
 ) -> None:
     """Draw `y` over `x`, one colour for each value of `series`, one panel for each value of `panel`.
 
@@ -72,17 +70,29 @@ def curves(
         drawn = points
         if panel:
             drawn = [point for point in points if point[panel] == value]
-            axes.set_title(f"{plain(panel)}: {name}", fontsize=10)
-        plot_series(axes, drawn, unique(points, series), x, y, series, style, band, theories or {})
+            axes.set_title(f"{panel.replace('_', ' ')}: {name}", fontsize=10)
+        for label, line in lines_of(drawn, series, unique(points, series)):
+            places = [point[x] for point in line]
+            heights = np.array([point[y] for point in line])
+            (curve,) = axes.plot(places, heights, style, label=label)
+            if band:
+                width = np.array([point[band] for point in line])
+                ends = (heights - width, heights + width)
+                axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
+            for key, dash in zip(theories, DASHES):
+                theory = sorted((point[x], point[key]) for point in line if point[key] is not None)
+                if theory:
+                    marker = "_" if len(theory) == 1 else ""  # a point has no line
+                    axes.plot(*zip(*theory), color="black", ls=dash, lw=1.1, marker=marker, ms=18, zorder=3)
         for name, key in (("x", x), ("y", y)):
             if name in log and max(point[key] for point in points) > 0:
                 axes.set(**{f"{name}scale": "log"})
         if x == "layer":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel=plain(x), ylabel=plain(y))
+        axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
         axes.set(**options)
         axes.label_outer()
-    for key, dash in zip(theories or {}, DASHES):
+    for key, dash in zip(theories, DASHES):
         grid[0, 0].plot([], [], color="black", ls=dash, lw=1.1, label=theories[key])
     legend_below(figure, grid[0, 0])
     save_figure(figure, path)
@@ -95,31 +105,9 @@ def lines_of(points, series, names=None):
         yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
 
 
-def plot_series(axes, points, names, x, y, series, style, band, theories) -> None:
-    """Draw the points of each name that a series has."""
-    for label, line in lines_of(points, series, names):
-        places = [point[x] for point in line]
-        heights = np.array([point[y] for point in line])
-        (curve,) = axes.plot(places, heights, style, label=label)
-        if band:
-            width = np.array([point[band] for point in line])
-            ends = (heights - width, heights + width)
-            axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
-        for key, dash in zip(theories, DASHES):
-            prediction = sorted((point[x], point[key]) for point in line if point[key] is not None)
-            if prediction:
-                marker = "_" if len(prediction) == 1 else ""  # a point has no line
-                axes.plot(*zip(*prediction), color="black", ls=dash, lw=1.1, marker=marker, ms=18, zorder=3)
-
-
 def unique(points, key):
     """The values of a key, each once, in the points' order."""
     return list(dict.fromkeys(point[key] for point in points))
-
-
-def plain(key):
-    """A column's name, in words."""
-    return key.replace("_", " ")
 
 
 def draw_preferences(path, rows, tokens, dimensions) -> None:
@@ -260,10 +248,7 @@ def lineage_figure(path, base, rows, details) -> None:
 
 
 def family_tree(path, names, closeness, label, left_out, marked) -> None:
-    """Draw models as a tree and a heat map, by `closeness` (n, n), 0 to 1; those left out are only grey.
-
-    `marked` (n, n) says which pairs have a circle, whose meaning the `label` tells.
-    """
+    """Draw models as a tree and a heat map, by `closeness` (n, n); `marked` pairs (n, n) have a circle."""
     from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
     from scipy.spatial.distance import squareform
 

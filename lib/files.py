@@ -1,8 +1,4 @@
-"""How are files read and written, so that none can hang us, fill the memory, or be half there?
-
-A stranger's file may be a pipe, a device or of any size, so it is checked before it is opened. A file or
-folder of ours is written under a temporary name and renamed: a failure leaves what was there.
-"""
+"""How are files read and written, so that none can hang us, fill the memory, or be half there?"""
 
 import contextlib
 import hashlib
@@ -22,7 +18,7 @@ LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
 
 
 def check_regular(path, largest=math.inf) -> None:
-    """UserError unless a path, or what it links to, is a regular file that we may read, not too large."""
+    """UserError unless a path, or what it links to, is a regular file (no pipe), not too large."""
     if not os.path.exists(path):
         raise UserError(f"{path} is missing")
     if not (os.path.isfile(path) and os.access(path, os.R_OK)):

@@ -250,9 +250,6 @@ def with_scales(place, raw, tensors):
         scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale", NO_SCALE))
         read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, blocks)
         weights[name] = LazyTensor(tensors[name].shape, "F32", read)
-    bare = [name for name in packed if not {f"{name}_scale_inv", f"{name}_scale"} & tensors.keys()]
-    if bare and is_first_process():
-        print(f"{place}: {bare[0]} is in FP8 without a scale: it is read as it is", file=sys.stderr)
     return weights
 
 
@@ -417,23 +414,17 @@ class CheckpointReader:
         return weight
 
 
-def open_checkpoint(place):
-    """The CheckpointReader of a model that `model.py` is; ForeignArchitecture for any other."""
+def open_checkpoint(place, any_architecture=False):
+    """The CheckpointReader of a model that `model.py` is; of the tensors as they are, if it may be any."""
     raw, tensors, packed = contents(place)
-    if packed:
+    if packed and not any_architecture:
         raise packed_error(place, packed)
-    return own_checkpoint(place, raw, tensors)
-
-
-def open_any(place):
-    """The CheckpointReader of any model: as ours if it is, otherwise of the tensors as they are."""
-    raw, tensors, packed = contents(place)
     try:
         return own_checkpoint(place, raw, tensors)
-    except ForeignArchitecture:
-        pass
-    except UserError as error:  # config.json contradicts the weights, which suffice
-        if is_first_process():
+    except UserError as error:
+        if not any_architecture:
+            raise
+        if not isinstance(error, ForeignArchitecture) and is_first_process():  # the weights suffice
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
     if tensors and all("lora" in name for name in tensors):
         raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")

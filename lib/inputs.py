@@ -28,10 +28,7 @@ def random_streams(kind, input_seed, indices):
 
 
 def random_tokens(input_seed, indices, T, vocab_size):
-    """Sequences number `indices`, (n, T) int64, i.i.d. uniform over the vocabulary.
-
-    Sequence i is the same in any batch and any process, and a shorter one is the beginning of a longer one.
-    """
+    """Sequences number `indices`, (n, T) int64, i.i.d. uniform; a shorter one is how a longer one begins."""
     streams = random_streams("tokens", input_seed, indices)
     tokens = [stream.integers(vocab_size, size=T) for stream in streams]
     return torch.from_numpy(np.stack(tokens))
@@ -81,8 +78,6 @@ def read_tokens(settings: TextSettings, spec, T):
         tokens, _ = data.held_out(count, T)
     elif tokenizer is None:
         raise UserError(f"{spec.label} has no tokenizer that is known here: name one by --tokenizer")
-    elif tokenizer == "bytes" and spec.config.vocab_size != load_tokenizer("bytes").vocab_size:
-        raise UserError(f"{spec.label} knows {spec.config.vocab_size} tokens, and they are not bytes")
     else:
         encoded = encode(text, str(tokenizer))
         windows = encoded[: len(encoded) // T * T].view(-1, T)  # (all, T)

@@ -127,17 +127,14 @@ def write_json(result, path) -> None:
 
 
 def print_rows(rows, columns=()) -> None:
-    """Print rows as a table; of layers and positions 0, the powers of two and the last, and say so."""
+    """Print rows as a table; of layers and positions 0, the powers of two and the last."""
     present = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in columns or present if name in present]
-    left_out = []
+    count = len(rows)
     for along in ("layer", "position"):
         if along in names:
-            numbers = {row[along] for row in rows}
-            shown = {n for n in numbers if n & (n - 1) == 0 or n == max(numbers)}
-            rows = [row for row in rows if row[along] in shown]
-            if shown < numbers:
-                left_out.append(f"{len(shown)} of {len(numbers)} {along}s")
+            last = max(row[along] for row in rows)
+            rows = [row for row in rows if row[along] & (row[along] - 1) == 0 or row[along] == last]
     lines = [names]
     for row in rows:
         values = [row.get(name) for name in names]
@@ -145,17 +142,14 @@ def print_rows(rows, columns=()) -> None:
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print(*[text.rjust(width) for text, width in zip(line, widths)])
-    if left_out:
-        print(f"({', '.join(left_out)}; the JSON has all)")
+    if len(rows) < count:
+        print(f"({len(rows)} of {count} rows; the JSON has all)")
 
 
 def mean_over_seeds(samples, measured, theories=()):
-    """One row for samples that differ only in `seed` and in the columns named here: the means of `measured`.
-
-    `theories` agree but for their last bits; `seed_std` is the standard deviation of the first measured one.
-    """
+    """One row for samples that differ only in `seed` and the columns named here: means of `measured`."""
     groups = defaultdict(list)
-    named = {"seed", *measured, *theories}
+    named = {"seed", *measured, *theories}  # theories agree but for their last bits
     for sample in samples:
         key = tuple(item for item in sample.items() if item[0] not in named)
         groups[key].append(sample)

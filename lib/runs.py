@@ -90,14 +90,9 @@ def begin(run, settings, step, tokens) -> None:
     birth |= {"processes": runtime.world_size(), "data": tokens.meta.fingerprint}
     rows = [birth | {"hub": checkpoint.COMMITS}]
     if step > 0:
-        rows = [row for row in read_log(run) if row["step"] <= step]
+        rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
     write_log(run / "metrics.jsonl", rows)
     prune(run, settings.keep, step)
-
-
-def read_log(run):
-    """The rows of metrics.jsonl, one for each step."""
-    return read_rows(run / "metrics.jsonl")
 
 
 def read_rows(path):
@@ -129,8 +124,8 @@ def append_row(run, row) -> None:
 
 def amend_row(run, step, values) -> None:
     """Add values to a step's row of metrics.jsonl."""
-    rows = [row | values if row["step"] == step else row for row in read_log(run)]
-    write_log(run / "metrics.jsonl", rows)
+    path = run / "metrics.jsonl"
+    write_log(path, [row | values if row["step"] == step else row for row in read_rows(path)])
 
 
 def is_power_of_two(step):
@@ -169,7 +164,7 @@ def diverged(run, step, what):
 def draw_loss(run) -> None:
     """loss.png from metrics.jsonl."""
     points = []
-    for row in read_log(run):
+    for row in read_rows(run / "metrics.jsonl"):
         for key, split in (("loss", "training"), ("val_loss", "held out")):
             if key in row:
                 points.append({"step": row["step"], "split": split, "loss": row[key]})

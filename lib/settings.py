@@ -5,8 +5,6 @@ A script describes its settings once, in a dataclass. tyro makes the flags and `
     python train.py configs/laptop.py --seed 7      # the file's values first, then the flags
     python sinks.py --model runs/laptop             # the default subcommand, `rate`
     python seedprint.py compare --help              # positional models, flags, units, defaults
-
-A config file is the user's own Python; each public name in it must be a setting, of its type.
 """
 
 import dataclasses

@@ -90,7 +90,7 @@ def load_tokenizer(name, texts=()):
         return gguf_tokenizer(path)
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
-        return json_tokenizer(path, content, **special_tokens_beside(path))
+        return json_tokenizer(path, content, *special_tokens_beside(path))
     return sentencepiece_tokenizer(name, content)
 
 
@@ -140,19 +140,15 @@ def json_tokenizer(path, content, bos=None, eos=None):
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    kept = ("tokenizer.json", content)
-    return Tokenizer(vocab_size, bos, eos, encode, decode, *kept, for_transformers=lambda: content)
+    return Tokenizer(vocab_size, bos, eos, encode, decode, "tokenizer.json", content, None, lambda: content)
 
 
 def special_tokens_beside(path):
     """BOS and EOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it does not say."""
     config = path.with_name("tokenizer_config.json")
     values = read_json(config) if config.exists() else {}
-    found = {}
-    for name in ("bos", "eos"):
-        token = values.get(f"{name}_token")
-        found[name] = token["content"] if isinstance(token, dict) else token
-    return found
+    tokens = [values.get("bos_token"), values.get("eos_token")]
+    return [token["content"] if isinstance(token, dict) else token for token in tokens]
 
 
 def gguf_tokenizer(path):
@@ -185,10 +181,7 @@ def sentencepiece_tokenizer(name, model):
 
 
 def tokenizer_json(coder):
-    """What tokenizer.json says of a SentencePiece BPE of bpe:N's kind; None if it would cut texts otherwise.
-
-    SentencePiece merges the pair with the best score first, `tokenizers` the first pair of its list.
-    """
+    """What tokenizer.json says of a SentencePiece BPE of bpe:N's kind; None if it cuts texts otherwise."""
     pieces = coder.id_to_piece(list(range(coder.vocab_size())))
     numbers = {piece: number for number, piece in enumerate(pieces)}
     merges = []
@@ -198,7 +191,7 @@ def tokenizer_json(coder):
         for i in range(1, len(piece)):
             if piece[:i] in numbers and piece[i:] in numbers:
                 merges.append((-coder.get_score(number), piece[:i], piece[i:]))
-    merges.sort(key=lambda merge: merge[0])
+    merges.sort(key=lambda merge: merge[0])  # `tokenizers` merges the first pair of a list, not the best
     unknown = pieces[coder.unk_id()]
     model = models.BPE(numbers, [merge[1:] for merge in merges], unk_token=unknown, byte_fallback=True)
     fast = tokenizers.Tokenizer(model)
@@ -210,11 +203,8 @@ def tokenizer_json(coder):
 
 
 def train_bpe(name, texts, sample=400_000):
-    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`.
-
-    The sample is always the same one (SentencePiece's own is not). All bytes are kept but U+2581, its blank.
-    """
-    generator = random.Random(0)
+    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
+    generator = random.Random(0)  # the sample is always the same one; SentencePiece's own is not
     lines = []
     all_lines = (line for text in texts for line in text.splitlines() if line.strip())
     for i, line in enumerate(all_lines):

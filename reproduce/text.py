@@ -29,7 +29,7 @@ from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure, 
 from lib.files import read_json
 from lib.inputs import read_tokens
 from lib.results import Experiment
-from lib.runs import open_data, read_log, read_rows, write_log
+from lib.runs import open_data, read_rows, write_log
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
@@ -100,7 +100,7 @@ def record(run):
     name, _, _ = Path(run.out).name.rpartition("-")
     kind = "explicit" if run.explicit_sink else run.attn_calibration
     config = CONFIG if name == kind else name
-    log = list(read_log(Path(run.out)))
+    log = list(read_rows(Path(run.out, "metrics.jsonl")))
     T = run.sequence_length
     step_tokens = run.global_batch_size * T
     seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
@@ -126,7 +126,7 @@ def end_of(run, config, kind, seed):
 
     And the rows of its layers, with the share of heads that sink. All but losses: of 64 held-out tokens.
     """
-    log = list(read_log(Path(run.out)))
+    log = list(read_rows(Path(run.out, "metrics.jsonl")))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     row = begun_row(run, config, kind, seed)
     row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
@@ -144,7 +144,7 @@ def end_of(run, config, kind, seed):
 
 def begun_row(run, config, kind, seed):
     """The first columns of a run's row: which one it is, its threads, and the commit that began it."""
-    begun = next(read_log(Path(run.out)))
+    begun = next(read_rows(Path(run.out, "metrics.jsonl")))
     row = {"config": config, "calibration": kind, "seed": seed}
     return row | {name: begun[name] for name in ("threads", "commit")}
 

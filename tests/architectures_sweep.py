@@ -131,7 +131,7 @@ def of_tensors(kinds: dict, folder: Path) -> dict[str, tuple[str, str, str]]:
     for kind, (tensors, _) in kinds.items():
         tensors = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
         safetensors.torch.save_file(tensors, folder / f"{kind}.safetensors")
-        models[kind] = read_model(kind, formats.open_any(folder / f"{kind}.safetensors"))
+        models[kind] = read_model(kind, formats.open_checkpoint(folder / f"{kind}.safetensors", True))
     base = models.pop("base")
     rows = {kind: compare_pair(base, model, permutations=999)[0] for kind, model in models.items()}
     return {kind: (kinds[kind][1], row["verdict"], row["sentence"]) for kind, row in rows.items()}
@@ -168,7 +168,7 @@ def verdicts(name: str) -> dict[str, tuple[str, str, str]]:
             return renamed(name, Path(folder))
         for kind, model in family(name):
             model.save_pretrained(Path(folder) / kind)
-            read = read_model(kind, formats.open_any(Path(folder) / kind))
+            read = read_model(kind, formats.open_checkpoint(Path(folder) / kind, True))
             if kind == "base":
                 base = read
                 continue

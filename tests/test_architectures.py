@@ -56,7 +56,9 @@ def build(name: str, seed: int, choices=ARCHITECTURES) -> transformers.PreTraine
 
 def compared(folder: Path, base: str, *suspects: str) -> list[dict]:
     """The rows of some folders."""
-    base, *suspects = (read_model(name, formats.open_any(folder / name)) for name in (base, *suspects))
+    base, *suspects = (
+        read_model(name, formats.open_checkpoint(folder / name, True)) for name in (base, *suspects)
+    )
     return [compare_pair(base, suspect, permutations=999)[0] for suspect in suspects]
 
 
@@ -70,7 +72,7 @@ def test_kin_and_strangers(name, tmp_path):
             if parameter.ndim > 1:  # noise of one standard deviation
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
-    source = formats.open_any(tmp_path / "base")
+    source = formats.open_checkpoint(tmp_path / "base", True)
     assert sum(len(part.mlps) for part in layout.split(source)) == ARCHITECTURES[name][2]
     kin, stranger = compared(tmp_path, "base", "kin", "stranger")
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 50 and kin["units_share"] >= 0.95
@@ -88,7 +90,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     base.save_pretrained(tmp_path / "base")
-    source = formats.open_any(tmp_path / "base")
+    source = formats.open_checkpoint(tmp_path / "base", True)
     order = torch.randperm(128, generator=generator)
     tensors = {}
     for key, shape in source.shapes.items():

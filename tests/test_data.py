@@ -1,6 +1,5 @@
 """What goes in comes out, nothing looks done that is not, and batches are functions of their number."""
 
-import gzip
 import hashlib
 import json
 import os
@@ -122,25 +121,17 @@ def test_line_ends(tmp_path):
     assert texts(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\ntwo\nthree\n\n", "one\r\n", "two"]
 
 
-def test_what_ends_no_document_is_said(tmp_path, capsys):
-    stories = tmp_path / "IN.txt"
-    stories.write_text("Once é.\n<|endoftext|>\nTwice.\n<|endoftext|>\n")
-    assert len(documents_of(prepare(stories, tmp_path / "one", held_out=0.9), "train")) == 1
-    assert f"{data.END}, 2 times in the text, ends no document" in capsys.readouterr().out
-
-
 def test_a_folder_means_all_text_in_it(tmp_path):
-    """Also packed; not what is hidden, and files of other kinds are counted. A byte order mark is no text."""
+    """Not what is hidden, and files of other kinds are counted. A byte order mark is no text."""
     folder = tmp_path / "books"
     files = {"b.txt": "b", "a/c.md": "\ufeffc", "a/d.py": "d", "e.RST": "e", ".git/f.txt": "f", "g.png": "g"}
-    files |= dict.fromkeys(["l.csv.gz", "m.jsonl.zst", "a/n.CSV", "LICENSE", ".git/config"], "")
+    files |= dict.fromkeys(["l.txt.gz", "m.jsonl.zst", "a/n.CSV", "LICENSE", ".git/config"], "")
     files["k.tex"] = "k"
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text)
-    (folder / "h.txt.gz").write_bytes(gzip.compress(b"h\r\n"))
     (folder / "i.jsonl").write_text('\ufeff{"text": "i"}\n{"text": "j"}')
-    assert texts(folder) == ["c", "d", "b", "e", "h\n", "i", "j", "k"]
+    assert texts(folder) == ["c", "d", "b", "e", "i", "j", "k"]
     assert texts(f"{tmp_path}/b*") == texts(folder)
     # A folder, and what is in it: each file once.
     assert sorted(texts(f"{folder}/**")) == sorted(texts(folder))
@@ -268,8 +259,6 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
         (["NOTHING"], ["no text in"]),
         ([ROOT / "lesson" / "__init__.py"], ["or the source empty"]),
         (["LATIN"], ["latin.md", "no text in UTF-8"]),
-        (["CUT"], ["cannot read", "cut.txt.gz"]),
-        (["TORN"], ["cannot read", "torn.txt.gz"]),
         (["GOOD", "--tokenizer", ROOT / "README.md"], ["cannot read", "README.md"]),
         (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
         (["GOOD", "--held-out", "1.0"], ["--held-out"]),
@@ -277,13 +266,10 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
 )
 def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
     names = {"BAD": "bad.jsonl", "NOTHING": "nothing", "LATIN": "latin.md"}
-    names |= {"CUT": "cut.txt.gz", "TORN": "torn.txt.gz"}
     files = {word: tmp_path / name for word, name in names.items()} | {"GOOD": corpus}
     files["BAD"].write_text('{"text": "fine"}\n{"text": 3}\n')
     files["NOTHING"].mkdir()
     files["LATIN"].write_bytes(b"line\n" * 14_000 + "café".encode("latin-1"))
-    files["CUT"].write_bytes(gzip.compress(b"line\n" * 2**10)[:-9])
-    files["TORN"].write_bytes(gzip.compress(b"line\n")[:10] + b"\xff" * 20)
     result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
     assert_refused(result, *expected)
     assert sorted(os.listdir(tmp_path)) == sorted(names.values())

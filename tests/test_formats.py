@@ -52,7 +52,7 @@ def test_a_single_file_in_place_of_its_folder(folder):
     assert formats.open_checkpoint(file).config.d_model == 32
     (folder / "config.json").unlink()
     for place in (file, folder):
-        source = formats.open_any(place)
+        source = formats.open_checkpoint(place, True)
         assert source.config is None and source.shapes["model.norm.weight"] == (32,)
         with pytest.raises(UserError, match="config.json is missing"):
             formats.open_checkpoint(place)
@@ -163,7 +163,7 @@ def test_packed_weights_are_known_whatever_their_name(name, kind, count, folder)
     with pytest.raises(UserError, match=f"{name} has packed numbers: .*dequantize"):
         formats.open_checkpoint(folder)
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
-    source = formats.open_any(folder)  # masks and positions are no weights
+    source = formats.open_checkpoint(folder, True)  # masks and positions are no weights
     assert source.packed == {name: 32 * 32 * count} and name not in source.shapes
 
 
@@ -174,7 +174,7 @@ def test_integers_that_are_no_weights(folder):
     others |= {"hash.lookup": torch.ones(97, 2).long(), "model.layers.0.mlp.ids": torch.ones(9, 2).long()}
     others |= {"model.attn.bias": torch.ones(9, 9).byte(), "position_ids": torch.ones(1, 9).long()}
     safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
-    assert formats.open_any(folder).shapes.keys() == tensors.keys()
+    assert formats.open_checkpoint(folder, True).shapes.keys() == tensors.keys()
     assert formats.open_checkpoint(folder).config is not None
 
 
@@ -225,7 +225,7 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path):
         torch.save(stored, folder / "pytorch_model.bin")
     else:
         safetensors.torch.save_file(stored, folder / "model.safetensors")
-    for source in (formats.open_any(folder), formats.open_checkpoint(folder)):
+    for source in (formats.open_checkpoint(folder, True), formats.open_checkpoint(folder)):
         assert source.config is not None and source.shapes.keys() == tensors.keys()
         for name in tensors:
             assert torch.equal(source.read(name), expected[name]), name
@@ -244,11 +244,11 @@ def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
     safetensors.torch.save_file(kept, tmp_path / "x")
     scales = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :200]
     exact = kept["a.experts.up_proj"].float() * scales
-    assert torch.equal(formats.open_any(tmp_path / "x").read("a.experts.up_proj"), exact)
+    assert torch.equal(formats.open_checkpoint(tmp_path / "x", True).read("a.experts.up_proj"), exact)
     kept["a.experts.up_proj_scale_inv"] = torch.rand(3, 7, 2)
     safetensors.torch.save_file(kept, tmp_path / "x")
     with pytest.raises(UserError, match="x: a.experts.up_proj"):
-        formats.open_any(tmp_path / "x").read("a.experts.up_proj")
+        formats.open_checkpoint(tmp_path / "x", True).read("a.experts.up_proj")
 
 
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
@@ -256,10 +256,10 @@ def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
     moments = {"exp_avg": torch.ones(9, 4), "exp_avg_sq": torch.ones(9, 4), "step": torch.ones(())}
     states = {"0": moments, "model.layers.0.mlp.weight": moments, "model.layers.1.mlp.weight": moments}
     torch.save({"state": states, "param_groups": []}, tmp_path / "x")
-    assert formats.open_any(tmp_path / "x").shapes == {}
+    assert formats.open_checkpoint(tmp_path / "x", True).shapes == {}
     tensors = {f"{name}.{key}": tensor for name, kept in states.items() for key, tensor in kept.items()}
     safetensors.torch.save_file({k: t.clone() for k, t in tensors.items()}, tmp_path / "y")
-    assert formats.open_any(tmp_path / "y").shapes == {}
+    assert formats.open_checkpoint(tmp_path / "y", True).shapes == {}
 
 
 def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder):
@@ -269,7 +269,7 @@ def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder
         ("vocab_size", 99, r"is \(97, 32\), expected \(99, 32\) by config.json: correct"),
     ):
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
-        assert formats.open_any(folder).config is None
+        assert formats.open_checkpoint(folder, True).config is None
         with pytest.raises(UserError, match=said):
             checkpoint.load(folder)
 
@@ -280,7 +280,7 @@ def test_mlps_that_nobody_found_are_missing(folder):
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     for config, verdict in (({}, True), ({"text_config": {"moe_intermediate_size": 64}}, False)):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
-        model = verdict_of.read_model("", formats.open_any(folder))
+        model = verdict_of.read_model("", formats.open_checkpoint(folder, True))
         (stack,) = model.stacks
         assert stack.missing == "MLPs" and stack.may_have_units is not verdict
 
@@ -302,40 +302,43 @@ def test_what_is_there_instead(names, tmp_path):
 def test_a_pointer_of_git_lfs(name, tmp_path):
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(UserError, match="git lfs pull"):
-        formats.open_any(tmp_path / name)
+        formats.open_checkpoint(tmp_path / name, True)
 
 
 def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "weights.bin")
-    assert formats.open_any(tmp_path / "weights.bin").shapes["model.norm.weight"] == (32,)
+    assert formats.open_checkpoint(tmp_path / "weights.bin", True).shapes["model.norm.weight"] == (32,)
     for size in (0x80, 0x280, 0x4B50):  # of a header, which then begins as a pickle does, or a zip file
         header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
-        assert formats.open_any(tmp_path / "y").shapes == {"wte.weight": (2, 2)}
+        assert formats.open_checkpoint(tmp_path / "y", True).shapes == {"wte.weight": (2, 2)}
     torch.save({"lora_A.weight": torch.ones(3, 3)}, tmp_path / "x")
     with pytest.raises(UserError, match="x is a LoRA adapter"):
-        formats.open_any(tmp_path / "x")
+        formats.open_checkpoint(tmp_path / "x", True)
 
 
 def test_dictionaries_of_dictionaries(tmp_path):
     """As nanoGPT, Lightning and DeepSpeed have them, beside other models; and Megatron, a level deeper."""
     weights = {"wte.weight": torch.ones(3, 2)}
     torch.save({"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3, "state_dict": weights}, tmp_path / "x")
-    source = formats.open_any(tmp_path / "x")
+    source = formats.open_checkpoint(tmp_path / "x", True)
     for _ in range(2):  # changes stay the reader's
         assert torch.equal(source.read("wte.weight"), torch.ones(3, 2))
         source.read("wte.weight").zero_()
     deep = {"encoder": {"layers": {layer: {"mlp": {"weight": torch.ones(4, 4)}} for layer in range(2)}}}
     torch.save(deep | {"embedding.word_embeddings.weight": torch.ones(9, 4)}, tmp_path / "x")
     expected = {"embedding.word_embeddings.weight", *(f"encoder.layers.{n}.mlp.weight" for n in range(2))}
-    assert formats.open_any(tmp_path / "x").shapes.keys() == expected
+    assert formats.open_checkpoint(tmp_path / "x", True).shapes.keys() == expected
 
 
 def test_a_file_without_weights_has_no_layers(tmp_path):
     """A schedule, or a state of random numbers: nothing is said of kinship."""
     torch.save({"w": torch.ones(9, 4), "h.0.a.weight": torch.ones(4, 4)}, tmp_path / "base.pt")
     torch.save({"base_lrs": [0.1], "cpu": torch.ones(99).byte()}, tmp_path / "b.pt")
-    models = [verdict_of.read_model(name, formats.open_any(tmp_path / name)) for name in ("base.pt", "b.pt")]
+    models = [
+        verdict_of.read_model(name, formats.open_checkpoint(tmp_path / name, True))
+        for name in ("base.pt", "b.pt")
+    ]
     row, _ = verdict_of.compare_pair(*models)
     assert row["verdict"] == "inconclusive" and "has no layers, but nothing" in row["sentence"]
 
@@ -346,7 +349,7 @@ def test_layers_along_either_axis_of_one_tensor(tmp_path):
     for axis in (0, 1):
         tensors = {name: weight.transpose(0, 1 - axis).contiguous() for name, weight in stored.items()}
         safetensors.torch.save_file(tensors, tmp_path / f"{axis}.safetensors")
-        source = formats.open_any(tmp_path / f"{axis}.safetensors")
+        source = formats.open_checkpoint(tmp_path / f"{axis}.safetensors", True)
         assert len(source.shapes) == 6
         for name, weight in stored.items():
             for layer in range(3):
@@ -361,6 +364,6 @@ def test_a_part_of_each_matrix_is_no_model(tmp_path):
         torch.save({"wte.weight": torch.ones(3, 2)}, path)
     for path in paths:
         with pytest.raises(UserError, match="has a part of each matrix"):
-            formats.open_any(path)
+            formats.open_checkpoint(path, True)
     paths[1].unlink()
-    assert formats.open_any(paths[0]).shapes == {"wte.weight": (3, 2)}
+    assert formats.open_checkpoint(paths[0], True).shapes == {"wte.weight": (3, 2)}

@@ -136,7 +136,7 @@ def test_other_architectures_are_compared_only(tmp_path):
     model = random_model(ModelConfig(97, 64, 1, 2, 32, 64, tie_embeddings=True))
     more = ["blk.0.ffn_norm.weight", "blk.0.post_ffw_norm.weight"]
     path = write(tmp_path / "b.gguf", "gemma2", model, more=more)
-    source = formats.open_any(path)
+    source = formats.open_checkpoint(path, True)
     names = {name for name, _ in model.named_parameters()}
     names |= {f"model.layers.0.{place}_feedforward_layernorm.weight" for place in ("pre", "post")}
     assert source.shapes.keys() == names and source.family == ""  # its gains are stored as they are

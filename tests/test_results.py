@@ -54,11 +54,11 @@ def test_means_over_seeds():
         assert row.pop("no", 1) is None and row == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_table_says_which_layers_it_leaves_out(capsys):
+def test_a_table_says_that_it_leaves_layers_out(capsys):
     rows = [{"layer": layer, "head": head, "c": 0.123456} for layer in range(13) for head in (0, 1)]
     results.print_rows(rows, ("layer", "c"))
     *lines, said = capsys.readouterr().out.splitlines()
-    assert said == "(6 of 13 layers; the JSON has all)"
+    assert said == "(12 of 26 rows; the JSON has all)"
     assert lines[::2] == ["layer      c", *[f"{layer:5} 0.1235" for layer in (0, 1, 2, 4, 8, 12)]]
     results.print_rows(rows[:4], ("head", "c"))  # what is no column says nothing of the table
     results.print_rows([{"layer": layer} for layer in (1, 2)])

@@ -17,7 +17,7 @@ from init import newborn
 from lib import checkpoint, data
 from lib.files import read_json
 from lib.inputs import TextSettings, read_tokens
-from lib.runs import read_log
+from lib.runs import read_rows
 from lib.settings import OutputSettings, RunSettings, UserError
 from measure.units import observe
 from model import PRESETS
@@ -131,7 +131,7 @@ def test_calibrations(quick, monkeypatch):
     assert trainings.calibrations(OutputSettings(out="out"))["rows"] == rows
     assert made == [runs["backcopy", "none", 42]]
     for row, run in zip(rows, runs.values(), strict=True):
-        log = list(read_log(Path(run.out)))
+        log = list(read_rows(Path(run.out, "metrics.jsonl")))
         kind = "explicit" if run.explicit_sink else run.attn_calibration
         assert row["calibration"] == kind
         assert (row["constant_alpha"] > 0) == (kind == "explicit")
@@ -154,7 +154,7 @@ def test_text_and_birth(quick, monkeypatch):
     names = {path.name for path in Path("out/text").iterdir()}
     assert names == {f"text_sink-{kind}-42.jsonl" for kind in kinds}
     run = runs["text_sink", "attenuate", 42]
-    log = list(read_log(Path(run.out)))
+    log = list(read_rows(Path(run.out, "metrics.jsonl")))
     rows = [row for row in found["rows"] if row["calibration"] == "attenuate" and row["step"] == 2]
     for row, sinks in zip(rows, log[-1]["sinks"], strict=True):
         assert (row["sequence_length"], row["bos_first"]) == (sinks["sequence_length"], sinks["bos_first"])
