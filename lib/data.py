@@ -24,6 +24,7 @@ import itertools
 import json
 import re
 import sysconfig
+import warnings
 from array import array
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,6 +46,7 @@ PAGE = 2**16  # characters: a longer document is read in pieces, cut at line end
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
+END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
 NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
@@ -110,13 +112,15 @@ def files_of(name):
 
 
 def read(file):
-    """The pieces of a file of text; UserError for one that is not in UTF-8."""
+    """The pieces of a file of text; UserError for one that cannot be read."""
     check_regular(file)
     try:
         with file.open(encoding="utf-8-sig") as lines:
             yield from json_lines(file, lines) if file.suffix.lower() == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
         raise UserError(f"{file} is no text in UTF-8: convert it") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error}") from None
 
 
 def pages(lines):
@@ -141,7 +145,9 @@ def json_lines(file, lines):
 def docstrings(code):
     """The docstrings of Python code, separated by empty lines; empty for what does not parse."""
     try:
-        tree = ast.parse(code)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of strange escapes in strangers' code
+            tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -207,6 +213,7 @@ def write_tokens(folder, source, tokenizer, share):
     starts = array("Q")  # of documents, in tokens
     num_bytes = 0
     num_tokens = 0
+    num_ends = 0
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
@@ -220,9 +227,12 @@ def write_tokens(folder, source, tokenizer, share):
                 size = len(text.encode())
                 bar.update(size)
                 num_bytes += size
+                num_ends += text.count(END)
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
+    if num_ends >= len(starts):
+        print(f"{END}, {num_ends:,} times in the text, ends no document: make a .jsonl of what is between")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
     sizes = split_tokens(folder, dtype, spans)

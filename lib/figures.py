@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+import warnings
 
 import numpy as np
 from matplotlib import cycler, rcParams
@@ -42,7 +43,8 @@ def save_figure(figure, path) -> None:
             low, high = axis.get_view_interval()
             subs = (1, 2, 5) if high < 1e5 * low else (1,)  # matplotlib draws none of many
             axis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter="")
-    with atomic_file(path) as temporary:
+    with atomic_file(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # no font here has it: a box is drawn
         figure.savefig(temporary, format="png", dpi=120)
 
 

@@ -1,13 +1,19 @@
-"""How does a name of the Hugging Face Hub become files? By its library, with the user's cache and token."""
+"""How does a name of the Hugging Face Hub become files?
+
+The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
+`lib/checkpoint.py` imports this file where it meets such a name, and not before.
+"""
 
 import fnmatch
 import os
+import sys
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
+from huggingface_hub.utils import disable_progress_bars
 
 from lib.formats import WEIGHT_FILES, as_user_error
-from lib.settings import UserError
+from lib.settings import UserError, is_first_process
 
 BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
@@ -18,10 +24,15 @@ def fetch(repo, revision=None, file=None):
     """The folder of a repository's files in the user's cache, never code, or its .gguf file."""
     with as_user_error(Path(repo)):
         try:
-            commit, there = listing(repo, revision)
-            names = chosen(repo, there, file)
+            commit, sizes = listing(repo, revision)
+            names = chosen(repo, list(sizes), file)
             cached = [try_to_load_from_cache(repo, name, revision=commit) for name in names]
             if None in cached:
+                if is_first_process():
+                    size = sum(sizes[name] for name, path in zip(names, cached) if path is None)
+                    print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
+                if not sys.stderr.isatty():
+                    disable_progress_bars()
                 cached = [Path(snapshot_download(repo, revision=revision, allow_patterns=names), names[0])]
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
             reason = f"no model {repo!r} here, and the Hub answers {type(error).__name__}"
@@ -32,10 +43,10 @@ def fetch(repo, revision=None, file=None):
 
 
 def listing(repo, revision):
-    """A repository's commit, and its files' names: the Hub's, or the cache's without a network."""
+    """A repository's commit, and its files' sizes by name: the Hub's, or the cache's without a network."""
     try:
-        info = HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
-        return info.sha, [file.rfilename for file in info.siblings]
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
+        return info.sha, {file.rfilename: file.size for file in info.siblings}
     except errors.HfHubHTTPError:  # the Hub's answer
         raise
     except Exception as error:
@@ -44,7 +55,7 @@ def listing(repo, revision):
         except errors.LocalEntryNotFoundError:
             remedy = "fetch it by `hf download` where there is a network, or name a folder"
             raise UserError(f"{repo} is not here, and the Hub is out of reach, {error!r}: {remedy}") from None
-        return Path(folder).name, os.listdir(folder)
+        return Path(folder).name, dict.fromkeys(os.listdir(folder))
 
 
 def chosen(repo, there, file):

@@ -78,6 +78,8 @@ def read_tokens(settings: TextSettings, spec, T):
         tokens, _ = data.held_out(count, T)
     elif tokenizer is None:
         raise UserError(f"{spec.label} has no tokenizer that is known here: name one by --tokenizer")
+    elif tokenizer == "bytes" and spec.config.vocab_size != load_tokenizer("bytes").vocab_size:
+        raise UserError(f"{spec.label} knows {spec.config.vocab_size} tokens, and they are not bytes")
     else:
         encoded = encode(text, str(tokenizer))
         windows = encoded[: len(encoded) // T * T].view(-1, T)  # (all, T)

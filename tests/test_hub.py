@@ -108,9 +108,11 @@ def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
     ],
 )
 def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monkeypatch):
+    files = here.repositories[repo]
+    size = sum(len(files[name]) for name in weights | BESIDE) / 1e9
     assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
     assert sorted(fetched(here)) == sorted(weights | BESIDE)
-    capsys.readouterr()
+    assert capsys.readouterr().err == f"not here: fetching {repo} from the Hub, {size:.3g} GB\n"
     for name in (repo, f"{repo}@{COMMIT}", f"{repo}@step7"):
         assert torch.equal(checkpoint.load(name)(TOKENS), here.model(TOKENS))
         assert fetched(here) == [] and checkpoint.COMMITS[name] == COMMIT
@@ -171,6 +173,7 @@ def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):
     words += ("--dtype", "float32")
     done = run_script("probe.py", *words, "--out", tmp_path / "out", ranks=2, env=env)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("not here: fetching") <= 1  # none where rank 1 was done before rank 0 looked
     assert sorted(fetched(here)) == sorted({"model.safetensors"} | BESIDE)
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert saved["environment"]["hub"] == {"org/whole": COMMIT}
