@@ -44,10 +44,10 @@ def compare(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, 
     """The verdict of two models, the Pair of stacks that gave it, and the Pairs of all stacks."""
     pairs = []
     for ours, theirs in itertools.product(base.stacks, suspect.stacks):
+        correlations, namesakes = weight_correlations(ours, theirs)  # before units fill the memory
         vocabularies = (base.vocabulary, suspect.vocabulary)
         pair = match_stacks(base.stacks[ours], suspect.stacks[theirs], vocabularies, units, layers, seed)
         pair.base, pair.suspect = ours, theirs
-        correlations, namesakes = weight_correlations(ours, theirs)
         for kind, C in correlations.items():
             pair.coordinates[kind] = diagonal_test(C, (kind, seed), permutations)
         fill(pair, equal_layers(ours, theirs), namesakes)

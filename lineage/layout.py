@@ -30,6 +30,7 @@ NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis
 ATTENTION = re.compile(r"(?i)attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_(?:[qkv]+|out))\b")
 FACTORS = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada)(?:[._]|$)")  # of what is added
 ADAPTER = re.compile(rf"{FACTORS.pattern}|(?i:(?:^|[._])adapters?(?:[._]|$))")  # in a layer
+TURNS = re.compile(r"_shortcut_Q$")  # SliceGPT's: from the basis of one matrix to that of the next
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 SUFFIX = r"(?:\.weight|\.kernel)?$"
@@ -162,18 +163,14 @@ def split(source):
         stack.name = common_name(stack, stacks)
         stack.reads_images = reads_images(stack, outside, reach)
     feed(stacks, outside, reach)
-    unread, turning = {}, []
     for stack in stacks:
         beside = {name: outside[name] for name in outside if name in stack.named or stack in reach[name]}
         look_beside(stack, beside)
-        unread[stack] = look_into_layers(stack, beside)
-        turning += changes_of_basis(stack)
-    for stack in stacks:
-        turns = [name for name in turning if stack.width in shapes[name][-2:]]
-        for what, names in {**unread[stack], "changes of basis": turns}.items():
+        unread = look_into_layers(stack, beside)
+        for what, names in unread.items():
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
         stack.unread["packed weights"] = stack.packed / max(1, stack.size)
-        stack.hides = turns != [] or sum(stack.unread.values()) > A_TENTH
+        stack.hides = unread["changes of basis"] != [] or sum(stack.unread.values()) > A_TENTH
     if any(stack.packed for stack in stacks) and not any(stack.mlps for stack in stacks):
         raise packed_error(source.place, source.packed)
     stacks.sort(key=lambda stack: (stack.rank, stack.size), reverse=True)
@@ -368,7 +365,9 @@ def look_into_layers(stack, beside):
         for rest, name in names.items():
             if is_matrix(name, shapes[name], stack.width):
                 stack.matrices[number, rest] = name
-    return {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
+    turning = [name for name in shapes if TURNS.search(name)]
+    without = "layers without an MLP that can be read"
+    return {"adapters": adapters, without: without_mlp, "changes of basis": turning}
 
 
 def largest(shapes, names):
@@ -497,34 +496,6 @@ def norms_of_layer(shapes, names, width):
     if behind is None and len(gains) == 1:
         return *gains.values(), None, True
     return None, behind, behind is not None or not gains
-
-
-def changes_of_basis(stack):
-    """Matrices that only turn the stream, as SliceGPT's do, outside of layers or in the last one.
-
-    If an MLP has such matrices, too, as of an orthogonal birth, they tell nothing.
-    """
-    shapes = stack.source.shapes
-    known = {name for mlp in stack.mlps for name in mlp.matrices.values()}
-    last_layer = [*stack.layers.values()][-1:]
-    candidates = stack.unknown + [name for names in last_layer for name in names.values()]
-    turning = []
-    for name in dict.fromkeys(candidates):
-        sides = shapes[name][-2:]
-        is_square = len(sides) > 1 and max(sides) <= 2 * min(sides) and stack.width in sides
-        if name not in known and is_square and is_orthogonal(stack.source.read(name)):
-            turning.append(name)
-    first = stack.mlps[0].matrices.values() if turning and stack.mlps else []
-    return [] if any(is_orthogonal(stack.source.read(name)) for name in first) else turning
-
-
-def is_orthogonal(weight: Tensor):
-    """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
-    weight = weight.reshape(-1, *weight.shape[-2:])[0].float()
-    probe = torch.ones(weight.shape[1])
-    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
-        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
-    return is_varied(weight) and probe.norm() <= 1.02 and weight.square().sum() >= min(weight.shape) / 2
 
 
 def is_varied(weight: Tensor):
