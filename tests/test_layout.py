@@ -6,7 +6,7 @@ from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed
 
 from lib.checkpoint import Newborn
 from lineage import layout
-from lineage.disguise import as_source, weights_of
+from lineage.disguise import as_source, disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from lineage.verdict import compare_pair, read_model
 from reproduce.changes import noised
@@ -226,7 +226,7 @@ TABLES = [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_toke
 def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
     """A child of every layer, or of some; strangers; and what strangers have that share a frozen encoder."""
     base, stranger = (encoder_and_decoder(seed, tables) for seed in (1, 2))
-    found = layout.split(as_source(base, CONFIG))
+    found = layout.find_stacks(as_source(base, CONFIG))
     assert [(part.name, len(part.layers), len(part.tables)) for part in found] == [
         ("decoder", 3, 1 + (len(tables) > 1)),
         ("encoder", 3, 1 + (len(tables) > 1)),
@@ -289,7 +289,7 @@ def with_text_encoder(encoder: dict, seed: int) -> dict:
 def test_a_text_encoder_is_a_part():
     text = {n: w for n, w in encoder_and_decoder(1).items() if n.startswith(("encoder", "shared"))}
     base = with_text_encoder(text, 7)
-    assert [part.name for part in layout.split(as_source(base, CONFIG))] == ["decoder", "text_encoder"]
+    assert [part.name for part in layout.find_stacks(as_source(base, CONFIG))] == ["decoder", "text_encoder"]
     strangers = (with_text_encoder(text, 8), with_text_encoder(with_noise(text), 8), encoder_and_decoder(1))
     for suspect in strangers:
         answer, sentence = judged(base, suspect)
@@ -384,7 +384,7 @@ def with_experts(weights: dict, seed: int) -> dict:
 
 def test_a_plain_mlp_beside_experts():
     base = with_experts(weights_of(BASE), 1)
-    assert len(layout.split(as_source(base, CONFIG))[0].mlps) == 3 * (1 + 3)
+    assert len(layout.find_stacks(as_source(base, CONFIG))[0].mlps) == 3 * (1 + 3)
     answer, sentence = judged(base, with_noise(base))
     assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
     assert judged(base, with_experts(weights_of(STRANGER), 2))[0] == NO_EVIDENCE
@@ -402,6 +402,14 @@ def test_where_no_norm_is_known_no_distance_is_told():
     row = row_of_pair(weights, odd)
     assert row["verdict"] == SAME_BIRTH and row["distance"] is None and "distance" not in row["sentence"]
     assert row_of_pair(weights, weights)["distance"] < 1e-6
+
+
+def test_the_distance_of_models_whose_gate_is_called_up():
+    """Signs of what is called gate may be flipped there."""
+    swap = {"gate_proj": "swapped", "up_proj": "gate_proj", "swapped": "up_proj"}
+    base, child = (changed(weights_of(source), swap) for source in (BASE, disguised(BASE, ["signs"])))
+    row = row_of_pair(base, child)
+    assert row["verdict"] == SAME_BIRTH and row["distance"] < 0.01
 
 
 @pytest.mark.parametrize("name", ["vision_bridge.weight", "text_projection", "classifier/kernel"])
