@@ -48,6 +48,7 @@ WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS}){SUFFIX}")
 VARIED = 1000  # different numbers, which no mask, identity or constant has
 BATCH = 4096  # numbers, or rows, of a matrix that are looked at together
+OF_ATTENTION = 4  # matrices that a layer without an MLP has
 TRIED = 3  # layers, or embedding matrices, at most, where ways to read two models are tried
 
 
@@ -393,7 +394,7 @@ def mlps_of_layer(shapes, names, width, layer):
     """
     matrices = [rest for rest, name in names.items() if len(shapes[name]) > 1]
     others = [rest for rest in matrices if not ATTENTION.search(rest)]
-    unknown = [names[rest] for rest in others]
+    unknown = [names[rest] for rest in others or matrices[OF_ATTENTION:]]
     if is_factored([rest for rest in matrices if len(shapes[names[rest]]) == 2]):
         return [], unknown
     norms = norms_of_layer(shapes, names, width)
