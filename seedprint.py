@@ -52,7 +52,7 @@ from lib.runtime import progress, rank
 from lib.settings import Command, OutputSettings, UserError, at_least, run_script
 from lineage.births import IdentifySettings, identify
 from lineage.family import draw_family
-from lineage.outputs import Names, PaperSettings, PersistenceSettings, check_several, paper, persistence
+from lineage.outputs import Names, PaperSettings, PersistenceSettings, paper, persistence
 from lineage.verdict import compare_pair, read_model, unread_row
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
@@ -113,6 +113,12 @@ def matrix(settings: CompareSettings):
         rows.append({"a": a.name, "b": b.name} | row)
     draw_family(experiment.folder / "matrix.png", models, rows)
     return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
+
+
+def check_several(names) -> None:
+    """UserError if there is nothing to compare."""
+    if len(names) < 2:
+        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
 
 
 def judged(base, suspect, settings: CompareSettings):

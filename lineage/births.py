@@ -1,7 +1,5 @@
 """Which seed of init.py was a model born of? (ours)
 
-    python seedprint.py identify SUSPECT --seeds 0 99999
-
 The numbers of one of its matrices are compared with what each seed draws for it.
 """
 
@@ -23,7 +21,6 @@ from lineage.table import CHANCE_LOG10_P
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
 FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate
-MOST_SEEDS = 10**7
 
 
 @dataclass
@@ -43,8 +40,8 @@ def identify(settings: IdentifySettings):
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
     first, last = settings.seeds
-    if not 0 <= first <= last < first + MOST_SEEDS:
-        raise UserError(f"--seeds {first} {last}: expected FIRST LAST, {MOST_SEEDS:,} candidates at most")
+    if not 0 <= first <= last:
+        raise UserError(f"--seeds {first} {last}: expected FIRST LAST")
     source = parse_spec(settings.models[0]).open()
     if IDENTIFIED not in source.shapes:
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lib.formats import token_ids
 from lineage.evidence import diagonal_test, equal_layers, nothing_in, weight_correlations
-from lineage.layout import split
+from lineage.layout import find_stacks
 from lineage.match import match_stacks
 from lineage.table import fill, judge_models, judge_stacks, look_for_gaps
 from lineage.views import hidden_units
@@ -36,7 +36,7 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    stacks = {stack: hidden_units(stack) for stack in split(source)}
+    stacks = {stack: hidden_units(stack) for stack in find_stacks(source)}
     return Model(name, stacks, vocabulary, source.place is None)
 
 
@@ -44,14 +44,14 @@ def compare(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, 
     """The verdict of two models, the Pair of stacks that gave it, and the Pairs of all stacks."""
     pairs = []
     for ours, theirs in itertools.product(base.stacks, suspect.stacks):
+        correlations, namesakes = weight_correlations(ours, theirs)  # before units fill the memory
+        tests = {kind: diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
+        equal = equal_layers(ours, theirs)
+        bare = [nothing_in(ours, base.name), nothing_in(theirs, suspect.name)]
         vocabularies = (base.vocabulary, suspect.vocabulary)
         pair = match_stacks(base.stacks[ours], suspect.stacks[theirs], vocabularies, units, layers, seed)
-        pair.base, pair.suspect = ours, theirs
-        correlations, namesakes = weight_correlations(ours, theirs)
-        for kind, C in correlations.items():
-            pair.coordinates[kind] = diagonal_test(C, (kind, seed), permutations)
-        fill(pair, equal_layers(ours, theirs), namesakes)
-        bare = [nothing_in(ours, base.name), nothing_in(theirs, suspect.name)]
+        pair.base, pair.suspect, pair.coordinates = ours, theirs, tests
+        fill(pair, equal, namesakes)
         pair.bare = " and ".join(filter(None, bare))
         look_for_gaps(pair, base.name, suspect.name)
         pair.verdict, pair.reason = judge_stacks(pair)

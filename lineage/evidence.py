@@ -1,12 +1,11 @@
 """What else tells that two models are one? Equal bits, and coordinates that agree (ours).
 
-A merge by layers keeps *bits*, but not names, nor the embedding matrix that units are seen through. Matrices
-of fewer than VARIED different numbers count for nothing: unrelated models share masks and constants.
+A merge by layers keeps *bits*, but not names, nor the embedding matrix that units are seen through.
 
 *Coordinates*: birth draws every coordinate of the residual stream alike, and element-wise optimisers treat
-them alike. Without a common birth, a trained model is as likely as itself with its coordinates relabelled. So
-relabelling one of two gives the exact distribution of whatever compares them, however trained and however
-dependent the rows (BB compares with Gaussian matrices). A rotated basis escapes this, but not match.py.
+them alike. So without a common birth a trained model is as likely as itself with its coordinates relabelled:
+this gives the exact distribution of whatever compares two (BB compares with Gaussian matrices). A rotated
+basis escapes it, but not match.py.
 """
 
 import functools
@@ -22,9 +21,9 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, NO_WEIGHTS, is_varied, residual_rows, size_of
+from lineage.layout import BATCH, NO_WEIGHTS, is_varied
 from lineage.table import CHANCE_LOG10_P
-from lineage.views import WIDE
+from lineage.views import WIDE, residual_rows
 
 MOST_ROWS, FEW_ROWS = 2**14, 2**8  # of a matrix, evenly spaced, that are compared; the second of wide ones
 
@@ -40,7 +39,7 @@ def digests_of(stack, count=None):
     for number, names in enumerate(progress(stack.layers.values(), desc="bits", leave=False), start=1):
         digests = {}
         largest = 0  # of the matrices that were read
-        for size, name in sorted((size_of(stack.source, [name]), name) for name in names.values()):
+        for size, name in sorted((math.prod(stack.source.shapes[name]), name) for name in names.values()):
             if count and digests and size > largest:
                 break
             weight = stack.source.read(name)
@@ -87,18 +86,13 @@ class Correlation:
     def __init__(self, d):
         self.products = torch.zeros(d, d, dtype=torch.float64)
         self.squares = torch.zeros(2, d, dtype=torch.float64)
-        self.sums, self.batch = torch.zeros(2, d, d)  # made once: new memory costs more than what it holds
 
     def update(self, A: Tensor, B: Tensor):
         """Add rows (n, d) of each; returns the correlation of all of A's numbers with B's."""
-        means = [rows.mean(0, dtype=torch.float32) for rows in (A, B)]
-        products = self.sums.zero_()
-        squares = torch.zeros_like(self.squares)
-        for a, b in zip(A.split(BATCH), B.split(BATCH)):
-            a = a.float() - means[0]
-            b = b.float() - means[1]
-            products += torch.mm(a.T, b, out=self.batch)
-            squares += torch.stack([a.square().sum(0), b.square().sum(0)])
+        A = A.float() - A.mean(0, dtype=torch.float32)
+        B = B.float() - B.mean(0, dtype=torch.float32)
+        products = A.T @ B
+        squares = torch.stack([A.square().sum(0), B.square().sum(0)]).double()
         mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
         self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())
         self.squares += squares / mean_squares
@@ -115,10 +109,9 @@ class Correlation:
 def weight_correlations(a, b):
     """Correlations of the residual coordinates over the rows of all weight matrices that two stacks share.
 
-    They are matched by name and shape. "body" has those of the layers, "embedding" the tables and the head,
-    up to the shorter vocabulary. A kind without matrices is missing; stacks of different width have none.
-    Returns these, and for each layer of b, from 1, with a namesake in a that one's number, and how far the
-    numbers of their matrices correlate: the least of all.
+    They are matched by name and shape: "body" has those of the layers, "embedding" the tables and the head,
+    up to the shorter vocabulary; a kind without matrices is missing. And for each layer of b, from 1, with a
+    namesake in a: that one's number, and the least correlation of their matrices, number by number.
     """
     if a.width != b.width:
         return {}, {}

@@ -18,7 +18,6 @@ from lib.formats import packed_error
 from lineage.table import A_TENTH, DEEP, LATE
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, an expert, a codebook
-INNER = re.compile(r"(?:^|[._/])\d+(?=[._/])")  # behind the layer's: of an expert, say
 LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called
 BEFORE_LAYER, LAYER = re.compile(LAYERS + "$"), re.compile(LAYERS + r"\d{1,9}[._/]")
 TABLE_NAMES = "embed_tokens|wte|word_embeddings?|embed_in|tok_embeddings|embeddings?|shared"
@@ -30,6 +29,7 @@ NO_WEIGHTS = re.compile(r"(?:\.bias|attn\.masked_bias|scales?|inv_freq|freqs_cis
 ATTENTION = re.compile(r"(?i)attn|attention|(?:^|\.)(?:[qkvo]_proj|[qkv]_lin|out_lin|to_(?:[qkv]+|out))\b")
 FACTORS = re.compile(r"(?i)(?:^|[._])(?:lora|vera|svd|dora|ia3|loha|lokr|hada)(?:[._]|$)")  # of what is added
 ADAPTER = re.compile(rf"{FACTORS.pattern}|(?i:(?:^|[._])adapters?(?:[._]|$))")  # in a layer
+TURNS = re.compile(r"_shortcut_Q$")  # SliceGPT's: from the basis of one matrix to that of the next
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
 SUFFIX = r"(?:\.weight|\.kernel)?$"
@@ -46,10 +46,10 @@ NORMS_IN_FRONT = (  # of an MLP: the first of these that the layer has; Falcon's
 WRITERS = DOWN_NAMES + "|o_proj|out_proj|out_lin|(?:self_attention|attention)\\.dense"
 WRITERS += "|SelfAttention\\.o|EncDecAttention\\.o"
 WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS}){SUFFIX}")
-VARIED = 1000  # different numbers, which no mask, identity or constant has,
-BATCH = 4096  # among so many of a matrix; and what is read at once
-TRIED = 3  # layers, by which ways to read two models are tried; and embedding matrices
+VARIED = 1000  # different numbers, which no mask, identity or constant has
+BATCH = 4096  # numbers, or rows, of a matrix that are looked at together
 OF_ATTENTION = 4  # matrices that a layer without an MLP has
+TRIED = 3  # layers, or embedding matrices, at most, where ways to read two models are tried
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def size_of(source, names):
     return sum(math.prod(source.shapes[name]) for name in names)
 
 
-def split(source):
+def find_stacks(source):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
     stacks = stacks_of(shapes)
@@ -162,18 +162,14 @@ def split(source):
         stack.name = common_name(stack, stacks)
         stack.reads_images = reads_images(stack, outside, reach)
     feed(stacks, outside, reach)
-    unread, turning = {}, []
     for stack in stacks:
         beside = {name: outside[name] for name in outside if name in stack.named or stack in reach[name]}
         look_beside(stack, beside)
-        unread[stack] = look_into_layers(stack, beside)
-        turning += changes_of_basis(stack)
-    for stack in stacks:
-        turns = [name for name in turning if stack.width in shapes[name][-2:]]
-        for what, names in {**unread[stack], "changes of basis": turns}.items():
+        unread = look_into_layers(stack, beside)
+        for what, names in unread.items():
             stack.unread[what] = size_of(source, names) / max(1, stack.size)
         stack.unread["packed weights"] = stack.packed / max(1, stack.size)
-        stack.hides = turns != [] or sum(stack.unread.values()) > A_TENTH
+        stack.hides = unread["changes of basis"] != [] or sum(stack.unread.values()) > A_TENTH
     if any(stack.packed for stack in stacks) and not any(stack.mlps for stack in stacks):
         raise packed_error(source.place, source.packed)
     stacks.sort(key=lambda stack: (stack.rank, stack.size), reverse=True)
@@ -201,14 +197,13 @@ def stacks_of(shapes):
         for number in NUMBER.finditer(name):
             rest = name[number.end() :].replace("/", ".")
             numbered[name[: number.start(1)]][int(number[1])][rest] = name
-    unnumbered = {size for name, shape in shapes.items() if not NUMBER.search(name) for size in shape}
     stacks, taken = [], set()
     for prefix in sorted(numbered, key=lambda prefix: (len(prefix), prefix)):
         runs = {n: names for n, names in numbered[prefix].items() if taken.isdisjoint(names.values())}
         is_named = BEFORE_LAYER.search(prefix) is not None
         if not is_named and any(LAYER.search(rest) for names in runs.values() for rest in names):
             continue
-        width = width_of(shapes, runs, unnumbered)
+        width = width_of(shapes, runs)
         layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
         if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
             stacks.append(Stack(prefix, width, layers))
@@ -217,14 +212,14 @@ def stacks_of(shapes):
     return sorted(stacks, key=lambda stack: stack.prefix)
 
 
-def width_of(shapes, layers, unnumbered):
+def width_of(shapes, layers):
     """The width of the stream of some layers: the axis of the matrices that have most of their numbers."""
     sizes = Counter()
     for names in layers.values():
         for name in names.values():
             if len(shapes[name]) in (2, 3):
                 sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
-    return max(sizes, key=lambda size: (sizes[size], size in unnumbered, -size), default=0)
+    return max(sizes, key=lambda size: (sizes[size], -size), default=0)
 
 
 def is_layer(shapes, names, width):
@@ -297,17 +292,17 @@ def feed(stacks, outside, reach):
         large = [name for name in leading if 2 * outside[name][0] >= most]
         stack.named = [name for name in large if not HEAD.search(name)] or large
     fed = [stack for stack in stacks if stack.named]
-    for stack in free:  # a decoder has all that the encoder has beside which the table stands, and more
-        if stack not in fed:
-            encoders = [each for each in fed if each.width == stack.width and kinds(each) < kinds(stack)]
-            stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
+    for stack in [stack for stack in free if not stack.named]:
+        # A decoder has all that the encoder has beside which the table stands, and more.
+        encoders = [each for each in fed if each.width == stack.width and kinds(each) < kinds(stack)]
+        stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
 
 
 def kinds(stack):
     """What the matrices of a stack's layers are called, those of all experts alike."""
     shapes = stack.source.shapes
     named = [each for names in stack.layers.values() for each in names.items()]
-    return {INNER.sub("", rest) for rest, name in named if len(shapes[name]) > 1}
+    return {NUMBER.sub("", rest) for rest, name in named if len(shapes[name]) > 1}
 
 
 def fed_by(name, outside, stacks):
@@ -329,9 +324,7 @@ def look_beside(stack, beside):
     width = stack.width
     shapes = {name: shape for name, shape in beside.items() if len(shape) == 2}
     if stack.named:
-        heads = [name for name, shape in shapes.items() if shape[1] == width and HEAD.search(name)]
-        runs = {NUMBER.sub("", name): (name,) for name in reversed(heads)}  # of those of codebooks one
-        stack.heads = [*runs.values()]
+        stack.heads = [(name,) for name, shape in shapes.items() if shape[1] == width and HEAD.search(name)]
     for table in stack.named:
         size = shapes[table][1]
         if size == width:
@@ -368,12 +361,9 @@ def look_into_layers(stack, beside):
         for rest, name in names.items():
             if is_matrix(name, shapes[name], stack.width):
                 stack.matrices[number, rest] = name
-    return {"adapters": adapters, "layers without an MLP that can be read": without_mlp}
-
-
-def largest(shapes, names):
-    """The number of parameters of the largest of some tensors; 0 of none."""
-    return max((math.prod(shapes[name]) for name in names), default=0)
+    turning = [name for name in shapes if TURNS.search(name)]
+    without = "layers without an MLP that can be read"
+    return {"adapters": adapters, without: without_mlp, "changes of basis": turning}
 
 
 def without_adapters(names, shapes, adapters):
@@ -417,8 +407,8 @@ def mlps_of_layer(shapes, names, width, layer):
                 alike[rest] = shape
         for owner, roles in mlps_by_shape(alike, width).items():
             of_roles = {role: names[rest] for role, rest in roles.items()}
-            left = [name for name in unknown if name not in of_roles.values()]
-            if not owner and largest(shapes, left) > largest(shapes, of_roles.values()):
+            largest = max(unknown, key=lambda name: (math.prod(shapes[name]), name in of_roles.values()))
+            if not owner and largest not in of_roles.values():
                 continue  # matrices of two owners, beside a larger one: of two MLPs, perhaps
             is_named = DOWN.search(roles["down"]) is not None
             number = re.search(r"\.experts?\.(\d+)$", f".{owner}")
@@ -499,53 +489,7 @@ def norms_of_layer(shapes, names, width):
     return None, behind, behind is not None or not gains
 
 
-def changes_of_basis(stack):
-    """Matrices that only turn the stream, as SliceGPT's do, outside of layers or in the last one.
-
-    If an MLP has such matrices, too, as of an orthogonal birth, they tell nothing.
-    """
-    shapes = stack.source.shapes
-    known = {name for mlp in stack.mlps for name in mlp.matrices.values()}
-    last_layer = [*stack.layers.values()][-1:]
-    candidates = stack.unknown + [name for names in last_layer for name in names.values()]
-    turning = []
-    for name in dict.fromkeys(candidates):
-        sides = shapes[name][-2:]
-        is_square = len(sides) > 1 and max(sides) <= 2 * min(sides) and stack.width in sides
-        if name not in known and is_square and is_orthogonal(stack.source.read(name)):
-            turning.append(name)
-    first = stack.mlps[0].matrices.values() if turning and stack.mlps else []
-    return [] if any(is_orthogonal(stack.source.read(name)) for name in first) else turning
-
-
-def is_orthogonal(weight: Tensor):
-    """Is a matrix, or the first of a stack, no identity, but near to one that only turns, (m, n)?"""
-    weight = weight.reshape(-1, *weight.shape[-2:])[0].float()
-    probe = torch.ones(weight.shape[1])
-    for _ in range(8):  # of the power method: its length becomes the square of the largest factor
-        probe = weight.T @ (weight @ (probe / probe.norm().clamp(min=1e-30)))
-    return is_varied(weight) and probe.norm() <= 1.02 and weight.square().sum() >= min(weight.shape) / 2
-
-
 def is_varied(weight: Tensor):
     """Has a tensor as many different numbers as no mask, identity or constant has? Of some is judged."""
     numbers = weight.flatten()
     return len(numbers[:: 1 + len(numbers) // BATCH].unique()) >= VARIED
-
-
-def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
-    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
-
-    A square one is stored as (outputs, inputs), but GPT-2's and those called kernels; or as is `turned`. Its
-    name tells if it `writes`, where None is given.
-    """
-    by_columns = weight.shape[-1] == stack.width
-    if by_columns and weight.shape[-2] == stack.width:
-        fused = [shape for n, shape in stack.source.shapes.items() if n.endswith("attn.c_attn.weight")]
-        is_turned = name.endswith("kernel") or any(shape[0] == stack.width != shape[-1] for shape in fused)
-        if writes is None:
-            writes = WRITES.search(name.replace("/", ".")) is not None
-        by_columns = writes == (is_turned != turned)
-    if not by_columns:
-        weight = weight.transpose(-1, -2)
-    return weight.reshape(-1, stack.width)

@@ -14,8 +14,8 @@ from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
-from lineage.table import DEEP, FEWEST_UNITS, HALF, TOKENS_A_DIMENSION, Pair, Row, distinct, mark_units
-from lineage.views import Units, basis_correlations, evenly_spaced, living_units, seen_alike
+from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Pair, Row, distinct, mark_units
+from lineage.views import Units, basis_correlations, evenly_spaced, layers_to_read, living_units, seen_alike
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
@@ -63,6 +63,8 @@ def match_stacks(bases, suspects, vocabularies, units, layers, key):
     if score < HALF:
         _, way = ways[0]
     base, suspect, *_ = way
+    for tried in [*bases, *suspects]:
+        tried.views.cache_clear()
     if layers is None and any(each.width * len(each.mlps) > LARGE for each in (base, suspect)):
         layers = DEEP
     pair = match_models(*way, units, layers, key)
@@ -116,17 +118,11 @@ def match_models(base: Units, suspect: Units, tokens, basis=None, units=1024, la
     }
     pair = Pair(rows, layer_map, num_tokens=len(ids_a))
     narrow, wide = sorted((base.width, suspect.width))
-    if len(ids_a) >= TOKENS_A_DIMENSION * wide:
+    if len(ids_a) >= FEWEST_TOKENS * wide:
         alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / narrow
         by_chance = wide / len(ids_a)  # the mean of random tables: they share dimensions
         pair.table_likeness = (alike - by_chance) / (1 - by_chance)
     return pair
-
-
-def layers_to_read(base: Units, suspect: Units, limit):
-    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
-    has_same_depth = len(base.layers) == len(suspect.layers)
-    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
 
 
 def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
@@ -183,13 +179,17 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
         views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
     places, partners, strengths = matched_in(base_views, views, basis)
     by_chance, _, _ = matched_in(base_views, views, null)
+    r = strengths.median().item() if len(places) else 0.0
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
     far = None  # which gains would tell
     if base_mlp.knows_norm and mlp.knows_norm:
-        # The gate, if both have one: signs of up can be flipped.
-        view = "gate" if "gate" in base_views and "gate" in views else "up"
-        far = distance(base.rows(base_number, view)[base_units], suspect.rows(number, view)[suspect_units])
+        # The gate, if both have one: signs of up can be flipped. If units that match well are far, it is up.
+        for view in ("gate", "up"):
+            if view in base_views and view in views and (far is None or far > r >= BASE_R):
+                ours = base.rows(base_number, view)[base_units]
+                theirs = suspect.rows(number, view)[suspect_units]
+                far = distance(ours, theirs)
     return Row(
         layer=mlp.layer,
         label=mlp.label,
@@ -198,7 +198,7 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
         num_middle=base.stack.is_middle(base_mlp.layer) + suspect.stack.is_middle(mlp.layer),
         found=len(places),
         units=min(living_units(base_views), living_units(views)),
-        r=strengths.median().item() if len(places) else 0.0,
+        r=r,
         by_chance=len(by_chance),
         in_place=int((base_units == suspect_units).sum()),
         distance=far,

@@ -1,8 +1,5 @@
 """What does SeedPrint, the paper's own test, say of two models, and does a birth fade? (BB 5, 6.1)
 
-    python seedprint.py paper BASE SUSPECT STRANGER        # the test
-    python seedprint.py persistence RUN                    # each checkpoint of a run against its birth
-
 Both models read the same random inputs. A model orders them by each dimension of its final states, and
 Kendall's tau says how far two models agree on that order.
 """
@@ -59,7 +56,8 @@ def paper(settings: PaperSettings):
     For each dimension that is extreme in both models, Kendall's tau says whether both order the inputs alike.
     `paper_t_p` and `paper_u_p` are of the t-test and the U-test of these taus against Gaussian matrices'.
     """
-    check_several(settings.models)
+    if len(settings.models) < 2:
+        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
     base, *suspects = specs = [parse_spec(name, settings.init) for name in settings.models]
     check_comparable(specs, settings)
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
@@ -114,12 +112,6 @@ def persistence(settings: PersistenceSettings):
         rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
     draw_persistence(experiment.folder / "persistence.png", rows)
     return experiment.save(rows)
-
-
-def check_several(names) -> None:
-    """UserError if there is nothing to compare."""
-    if len(names) < 2:
-        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
 
 
 def check_comparable(specs, settings: PaperSettings) -> None:

@@ -1,26 +1,16 @@
 """Which layers of a suspect are the base's, and what follows? One table, and a group-by (ours).
 
-A row is a layer of the suspect, or an expert of one, with the closest layer of the base on each *ground*:
+A row is a layer of the suspect, or an expert of one. Beside the rows of two stacks stands what no layer has
+(`Pair`). A layer is the base's on the first of these *grounds* that holds:
 
-    bits         the layer of the base that has the same matrices, bit for bit
-    hidden units the layer of the base with most of its units: `found` of `units`, the strength `r`, what the
-                 same search finds `by_chance`, and the `distance` of what they read
-    coordinates  the layer of the base of the same number in its names, and the least correlation of a matrix
-                 with its namesake, number by number
+    bits         a layer of the base has the same matrices, bit for bit
+    hidden units chance does not explain how many are matched, and share and r are those of BASE_SHARE and
+                 BASE_R, or the share is HALF in the middle of both models; once two layers are, a late one
+                 needs no strength
+    coordinates  those of all layers agree as chance does not, and its own matrices with those of one name,
+                 number by number, by ALIKE_R
 
-Beside the rows of two stacks stands what no layer has (`Pair`). A layer of the suspect is the base's on the
-first of these grounds that holds:
-
-    bits         there is such a layer
-    hidden units chance does not explain the count, and share and r are those of BASE_SHARE and BASE_R, or the
-                 share is HALF in the middle of both models; once two layers are, a late one needs no strength
-    coordinates  those of all layers agree as chance does not, and its own by ALIKE_R
-
-Two stacks are of the *same birth* if two distinct layers of the suspect, or its only one, are two distinct
-layers of the base (a layer that was copied, or an expert, counts once). Two models are, if each stack that
-may be the language model is, of one of the other's; if another stack is, they have a *part in common*.
-Otherwise the answer is *inconclusive* if one layer is, if a child could hide in what was not looked at, or if
-more was matched than UNRELATED_SHARE; and else *no evidence*. On what measurement each number rests:
+What follows, `judge_stacks` and `judge_models` say. On what measurement each number rests:
 
     number                 why (results/robustness.json, unless another place is named)
     BASE_SHARE, BASE_R     language models that never met share up to 34 % of a layer, with an r below 0.26;
@@ -34,7 +24,7 @@ more was matched than UNRELATED_SHARE; and else *no evidence*. On what measureme
     CHANCE_LOG10_P         of 990 pairs of newborns none passes (results/errors.json)
     UNDECIDED_P            of 990 such pairs 1 % have coordinates that agree so well
     FEWEST_UNITS           of 16 units half are 8, which chance finds once in 10^7 layers
-    TOKENS_A_DIMENSION     tables of fewer tokens than that are all alike, and so are units seen through them
+    FEWEST_TOKENS          tables of fewer tokens than that are all alike, and so are units seen through them
     A_TENTH                noise of 0.3 std hides no child; a tenth of its layers can be a LoRA adapter's
     SAME_TABLE             tables of children are above 0.99 in any basis, of strangers up to 0.61
 """
@@ -51,15 +41,15 @@ PART_IN_COMMON = "part in common"
 OF_ONE_STACK = (SAME_BIRTH, INCONCLUSIVE, NO_EVIDENCE)  # of the pairs of a stack the first of these counts,
 OF_ALL_STACKS = (SAME_BIRTH, NO_EVIDENCE, INCONCLUSIVE)  # of all stacks of two models the last
 BASE_SHARE, BASE_R = 0.2, 0.5  # of a layer's units that are matched, and how strongly
-HALF = 0.5  # of a layer's units, in the middle of both models
+HALF = 0.5  # of a layer's units: more than chance or late layers of strangers share
 LATE = 0.75  # of a stack's depth: here its last quarter begins
-DEEP = 8  # layers, from which on the first one is not in the middle
+DEEP = 8  # layers: the first of as many is not in the middle; of large models so many are read
 UNRELATED_SHARE = (HALF, BASE_SHARE, 0.1)  # by how many of two layers are in the middle
 ALIKE_R = 0.1  # of each matrix of a layer with its namesake
 CHANCE_LOG10_P = -6.0  # up to here nothing is chance's
 UNDECIDED_P = 0.01  # of coordinates alone: up to here a common birth is not ruled out
 FEWEST_UNITS = 16  # that live in a layer of both models, or are matched: of fewer nothing is said
-TOKENS_A_DIMENSION = 2  # that two models must share
+FEWEST_TOKENS = 2  # for each dimension, that two models must share
 A_TENTH = 0.1  # of the parameters of a model's layers: what may be another model, or hide a child
 SAME_TABLE = 0.99  # how alike embedding matrices are, in any basis
 
@@ -70,8 +60,8 @@ class Row:
 
     layer: int
     label: str  # for a reader: "layer 3, expert 5"
-    bits: int = 0
-    coordinates: int = 0
+    ground: str = ""  # the first on which this layer is the base's; "" if none holds,
+    base_layer: int = 0  # and the layer that it is
     closest: int = 0  # the base's layer that has most of its hidden units,
     base_label: str = ""
     num_middle: int = 0  # of the two layers: in the middle of their stacks strangers share little
@@ -87,17 +77,6 @@ class Row:
     @property
     def share(self):
         return self.found / max(1, self.units)
-
-    @property
-    def ground(self):
-        """The first ground on which this layer is the base's; "" if none holds."""
-        grounds = {"bits": self.bits, "hidden units": self.has_units_of_base, "coordinates": self.coordinates}
-        return next((ground for ground, holds in grounds.items() if holds), "")
-
-    @property
-    def base_layer(self):
-        """The base's layer that this one is, on that ground; 0: none."""
-        return self.bits or self.has_units_of_base * self.closest or self.coordinates
 
 
 @dataclass(eq=False)
@@ -158,7 +137,7 @@ def mark_units(rows):
 
 
 def fill(pair, equal, namesakes):
-    """Add the rows of layers without a match, and two columns: `equal` layers by the suspect's number, and
+    """Add the rows of layers without a match, and grounds: `equal` layers by the suspect's number, and
     `namesakes`, for each layer of the suspect the base's number, and how far the two correlate."""
     seen = {row.layer for row in pair.rows}
     layers = range(1, len(pair.suspect.layers) + 1)
@@ -166,9 +145,12 @@ def fill(pair, equal, namesakes):
     pair.rows.sort(key=lambda row: row.layer)
     for row in pair.rows:
         namesake, r = namesakes.get(row.layer, (0, 0.0))
-        row.bits = equal.get(row.layer, 0)
-        if pair.agrees("body") and r >= ALIKE_R:
-            row.coordinates = namesake
+        if row.layer in equal:
+            row.ground, row.base_layer = "bits", equal[row.layer]
+        elif row.has_units_of_base:
+            row.ground, row.base_layer = "hidden units", row.closest
+        elif pair.agrees("body") and r >= ALIKE_R:
+            row.ground, row.base_layer = "coordinates", namesake
 
 
 def look_for_gaps(pair, *names):
@@ -187,7 +169,7 @@ def look_for_gaps(pair, *names):
     width = min(pair.base.width, pair.suspect.width)
     if not rows and not lacks:
         lacks.append("units cannot be seen through these embedding matrices")
-    elif rows and pair.num_tokens < TOKENS_A_DIMENSION * width:
+    elif rows and pair.num_tokens < FEWEST_TOKENS * width:
         lacks.append(f"they share {pair.num_tokens:,} tokens, too few for a width of {width:,}")
     elif rows and max(row.units for row in rows) < FEWEST_UNITS:
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")

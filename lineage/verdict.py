@@ -31,7 +31,7 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     if verdict == PART_IN_COMMON:
         common = max(kin, key=lambda each: each.suspect.size)
         row |= {"part": common.suspect.name, "base_part": common.base.name}
-        how = "bit for bit" if all(row.bits for row in common.rows) else "; ".join(found(common))
+        how = "bit for bit" if all(row.ground == "bits" for row in common.rows) else "; ".join(found(common))
         copied = f"its {title(common.suspect)} is the base's {title(common.base)}, {how}"
         sentence = f"{copied}; the language models: {pair.verdict} ({sentence})"
     elif verdict == SAME_BIRTH:
@@ -127,7 +127,7 @@ def sentence_of(pair, proviso):
 
 def found(pair):
     """What is the base's, a phrase for each ground; coordinates only where nothing else shows the layers."""
-    equal = {row.layer: row.bits for row in pair.rows if row.bits}
+    equal = {row.layer: row.base_layer for row in pair.rows if row.ground == "bits"}
     if equal:
         verb = "is" if len(equal) == 1 else "are"
         yield f"{layers_phrase(equal)} {verb} bit for bit the base's {layers_phrase(equal.values())}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from init import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, TRIED, residual_rows, units_of
+from lineage.layout import BATCH, TRIED, WRITES, units_of
 
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
@@ -27,7 +27,6 @@ RIDGE = 3.0  # of decorrelation: half more units are found under noise of three 
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
 EXCHANGED = {"gate": "up", "up": "gate"}
-LAYERNORMS_WITHOUT_BIAS = ("cohere", "cohere2", "mpt", "dbrx", "olmo")
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Reading:
     interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
-    centred: bool  # norms without biases take the mean out, as LayerNorms do
     turned: bool  # square matrices of MLPs are stored the other way
     exchanged: bool = False  # the gate is called up
 
@@ -57,11 +55,8 @@ def readings(stack):
     shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
     is_square = any(shape[-1] == shape[-2] for shape in shapes)
     interleaved, backward, turned = ((False, True)[: 1 + open] for open in (is_fused, is_guess, is_square))
-    centred = [stack.source.family in LAYERNORMS_WITHOUT_BIAS]
-    if not stack.source.family:  # a file of weights alone
-        centred = [False, True]
     heads = dict.fromkeys(stack.heads + stack.tables)
-    choices = itertools.product(stack.tables, heads, interleaved, from_one, backward, centred, turned)
+    choices = itertools.product(stack.tables, heads, interleaved, from_one, backward, turned)
     return [Reading(*choice) for choice in choices]
 
 
@@ -183,15 +178,36 @@ class Units:
         return self.without_mean(mlp.norm, rows * self.gain(mlp.norm))
 
     def without_mean(self, norm, rows):
-        """Rows (m, d) without what a LayerNorm takes out of them; its bias tells it, in most families."""
-        has_bias = norm is not None and f"{norm.removesuffix('.weight')}.bias" in self.stack.source.shapes
-        if norm and (has_bias or self.reading.centred):
+        """Rows (m, d) without what a LayerNorm takes out of them: its bias tells it."""
+        if norm and f"{norm.removesuffix('.weight')}.bias" in self.stack.source.shapes:
             return rows - rows.mean(dim=1, keepdim=True)
         return rows
 
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
+
+
+def layers_to_read(base: Units, suspect: Units, limit):
+    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
+    has_same_depth = len(base.layers) == len(suspect.layers)
+    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
+
+
+def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
+    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
+
+    A square one is stored as (outputs, inputs), but those called kernels; or as is `turned`. Its name tells
+    if it `writes`, where None is given.
+    """
+    by_columns = weight.shape[-1] == stack.width
+    if by_columns and weight.shape[-2] == stack.width:
+        if writes is None:
+            writes = WRITES.search(name.replace("/", ".")) is not None
+        by_columns = writes == (name.endswith("kernel") != turned)
+    if not by_columns:
+        weight = weight.transpose(-1, -2)
+    return weight.reshape(-1, stack.width)
 
 
 def seen_alike(base, suspect, tokens):

@@ -21,7 +21,7 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage.evidence import diagonal_test, weight_correlations
-from lineage.layout import split
+from lineage.layout import find_stacks
 from lineage.match import equal_ids, match_models
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.table import NO_EVIDENCE, judge_stacks
@@ -83,7 +83,7 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
 
 def p_of_weights(newborns):
     """The p of all pairs by the exact tests; of hidden units 0 where `compare` finds evidence in a few."""
-    stacks = [split(born)[0] for born in newborns]
+    stacks = [find_stacks(born)[0] for born in newborns]
     models = [Units(stack) for stack in stacks]
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):

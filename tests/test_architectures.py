@@ -73,7 +73,7 @@ def test_kin_and_strangers(name, tmp_path):
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
     source = formats.open_checkpoint(tmp_path / "base", True)
-    assert sum(len(part.mlps) for part in layout.split(source)) == ARCHITECTURES[name][2]
+    assert sum(len(part.mlps) for part in layout.find_stacks(source)) == ARCHITECTURES[name][2]
     kin, stranger = compared(tmp_path, "base", "kin", "stranger")
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 50 and kin["units_share"] >= 0.95
     assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4

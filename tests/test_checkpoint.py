@@ -94,7 +94,7 @@ def test_mistral_and_a_tied_matrix_under_either_name_or_both(tmp_path):
     assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
     for model_type in ("mistral", "other"):  # transformers opens it
         edit_config(folder, model_type=model_type)
-        found = layout.split(parse_spec(folder).open(any_architecture=True))[0]
+        found = layout.find_stacks(parse_spec(folder).open(any_architecture=True))[0]
         assert len(found.tables) == len(found.heads) == 1
 
 
@@ -113,7 +113,7 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
     with pytest.raises(UserError, match=word):
         checkpoint.load(folder)
     if "max_position_embeddings" in changes:  # what compares weights needs none
-        assert layout.split(parse_spec(folder).open(any_architecture=True))[0].width == 32
+        assert layout.find_stacks(parse_spec(folder).open(any_architecture=True))[0].width == 32
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

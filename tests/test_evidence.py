@@ -14,7 +14,7 @@ from lib.settings import UserError
 from lineage import evidence
 from lineage.disguise import as_source, weights_of
 from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layers
-from lineage.layout import Stack, split
+from lineage.layout import Stack, find_stacks
 from reproduce.robustness import cut, noised
 
 # ---- bits --------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ BASE = Newborn(CONFIG, 1)
 
 def find(source) -> Stack:
     """The stack of a checkpoint."""
-    return split(source)[0]
+    return find_stacks(source)[0]
 
 
 def test_layers_that_only_begin_alike():
@@ -105,7 +105,7 @@ def test_streaming_correlation_against_numpy():
     B = torch.from_numpy(B).float()
     correlation = Correlation(7)
     assert correlation.value() is None
-    correlation.update(A, B)  # longer than a batch
+    correlation.update(A, B)
     values = correlation.value()
     with np.errstate(invalid="ignore"):
         expected = np.nan_to_num(np.corrcoef(A.double().T, B.double().T)[:7, 7:])

@@ -18,7 +18,7 @@ from lib.formats import token_ids
 from lib.inputs import random_tokens
 from lineage import disguise, match, views
 from lineage.disguise import disguised
-from lineage.layout import split
+from lineage.layout import find_stacks
 from lineage.table import Row
 from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
@@ -49,13 +49,13 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReade
 
 def units_of(source) -> Units:
     """The hidden units of a checkpoint."""
-    return Units(split(source)[0])
+    return Units(find_stacks(source)[0])
 
 
 def found(a, b, units=1024, layers=None) -> list[Row]:
     """The rows of two checkpoints."""
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
-    both = [hidden_units(split(source)[0]) for source in (a, b)]
+    both = [hidden_units(find_stacks(source)[0]) for source in (a, b)]
     return match.match_stacks(*both, vocabularies, units, layers, 0).rows
 
 
@@ -199,7 +199,7 @@ def test_nan_in_a_token_table_is_told():
         return weight.index_fill(0, torch.tensor([3]), torch.nan) if "embed" in name else weight
 
     sources = (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
-    both = [hidden_units(split(source)[0]) for source in sources]
+    both = [hidden_units(find_stacks(source)[0]) for source in sources]
     assert "not finite" in match.match_stacks(*both, ({}, {}), 1024, None, 0).lack
 
 

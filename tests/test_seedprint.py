@@ -235,7 +235,6 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
         ("paper tiny_llama@1 tiny_llama@2 --paper-length 257", "--paper-length 257"),
         ("identify tiny_llama@1 tiny_llama@2", "one model"),
         ("identify tiny_llama@1 --seeds 5 3", "--seeds 5 3"),
-        ("identify tiny_llama@1 --seeds 0 10000000", "10,000,000 candidates"),
         ("persistence nothing/here", "its birth"),
     ],
 )

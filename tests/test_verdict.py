@@ -51,7 +51,7 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
         closest = (base_layers or {}).get(layer, layer)
         found = counts.get(layer, 1)
         middle = stack.is_middle(layer) + stack.is_middle(closest)
-        rows.append(Row(layer, f"layer {layer}", 0, 0, closest, "", middle, found, units, r, 1, found, 0.2))
+        rows.append(Row(layer, f"layer {layer}", "", 0, closest, "", middle, found, units, r, 1, found, 0.2))
     pair = Pair(rows, {}, 4096, 0.06, stack, stack)
     pair.lack, pair.may_hide = more.get("lack", ""), more.get("may_hide", False)
     for kind, test in (("body", body), ("embedding", more.get("embedding"))):
