@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -13,8 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
-from lib import runtime, settings
+from lib import results, runtime, settings
 from model import GPT2, Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,9 @@ KINDS = {
     "gpt2": ModelConfig(**SMALL, norm="layernorm", mlp="gelu", tie_embeddings=True),
     "gpt2_itself": ModelConfig(**SMALL, **{**GPT2, "mlp": "gelu_new"}, positions="learned", biases=True),
 }
+
+DRAWN = set()  # names of figures
+results.commit = functools.cache(results.commit)  # HEAD is asked of git once, not by every experiment
 
 
 def python_files() -> list[Path]:
@@ -70,6 +75,21 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
 def kind(request):
     """The name of every kind of small model, one after another."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def figures_are_drawn_once(request, monkeypatch):
+    """Each figure is drawn for the first test that asks for it, in half a second; later files are empty."""
+    save = Figure.savefig
+
+    def save_once(figure, path, **options):
+        if path.name in DRAWN and request.module.__name__ != "test_figures":
+            path.touch()
+        else:
+            save(figure, path, **options)
+            DRAWN.add(path.name)
+
+    monkeypatch.setattr(Figure, "savefig", save_once)
 
 
 @pytest.fixture(scope="module")
