@@ -88,6 +88,7 @@ def environment(device, dtype):
     }
 
 
+@functools.cache
 def commit():
     """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
     command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'

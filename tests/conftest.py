@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import importlib
 import io
 import os
@@ -14,9 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
-from lib import results, runtime, settings
+from lib import runtime, settings
 from model import GPT2, Llama3Scaling, ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +34,6 @@ KINDS = {
 }
 
 DRAWN = set()  # names of figures
-results.commit = functools.cache(results.commit)  # HEAD is asked of git once, not by every experiment
 
 
 def python_files() -> list[Path]:
@@ -80,6 +77,8 @@ def kind(request):
 @pytest.fixture(autouse=True)
 def figures_are_drawn_once(request, monkeypatch):
     """Each figure is drawn for the first test that asks for it, in half a second; later files are empty."""
+    from matplotlib.figure import Figure  # here, as xdist's first process needs none of it
+
     save = Figure.savefig
 
     def save_once(figure, path, **options):

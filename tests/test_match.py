@@ -114,7 +114,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
 
 def test_wide_models_are_seen_in_few_directions(monkeypatch):
     """A copy is one to rounding, in whatever basis; a child and a stranger are what all directions say."""
-    base = Newborn(ModelConfig(1200, 64, 2, 4, 256, 400), 1)
+    base = Newborn(ModelConfig(1200, 64, 1, 4, 256, 400), 1)
     suspects = {
         "copy": disguised(base),
         "child": noised(disguised(base), 0.5),
