@@ -303,8 +303,8 @@ def test_killed_and_resumed():
 
     So do two that were told to stop in an evaluation.
     """
-    done = run_script("tests/kill_training.py", 2)
-    assert done.returncode == 0 and done.stdout.count("same bits") == 3, done.stdout + done.stderr
+    done = run_script("tests/kill_training.py", 1)
+    assert done.returncode == 0 and done.stdout.count("same bits") == 2, done.stdout + done.stderr
     assert "2 processes, eager: told in evaluate to stop, ended at step 5" in done.stdout
 
 
