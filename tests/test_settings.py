@@ -149,8 +149,16 @@ def test_mistakes_are_one_line_and_faults_keep_their_traceback(monkeypatch, caps
         run_script({"": Command(fail, RunSettings())}, "What?")
 
 
-def test_a_closed_stdout_is_no_mistake():
-    words = [sys.executable, "probe.py", "--help"]
+HELP = """
+import sys, contraction, probe, seedprint, sinks, train, reproduce.robustness
+assert not {"datasets", "transformers", "huggingface_hub"} & sys.modules.keys()
+sys.argv = ["probe.py", "--help"]
+probe.run_script(probe.COMMANDS, probe.__doc__)
+"""
+
+
+def test_a_closed_stdout_is_no_mistake_and_optional_packages_are_not_imported():
+    words = [sys.executable, "-c", HELP]
     script = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     script.stdout.close()
     assert (script.stderr.read(), script.wait()) == (b"", 0)

@@ -255,7 +255,8 @@ def test_a_step_opens_in_transformers(whole, tmp_path):
     out, source = str(tmp_path / "data"), (str(tmp_path / "text.jsonl"),)
     tokens = data.prepare(data.Settings(source=source, tokenizer="bpe:300", held_out=0.1, out=out))
     sizes = {"model": "tiny_qwen", "num_layers": 2, "d_model": 32, "d_ff": 48, "sequence_length": 32}
-    changes = {"learning_rate": 1e-2, "global_batch_size": 16, "max_iters": 60}
+    changes = {"learning_rate": 1e-2, "global_batch_size": 16, "max_iters": 60, "save_every": 60}
+    changes |= {"micro_batch_size": 16, "eval_every": 60, "track_sinks": False}
     run = train.train(small(tokens, tmp_path / "run", **sizes, **changes))
     folder = checkpoint.steps(run)[-1]
     ours, tokenizer = checkpoint.load(folder), data.TokenData(tokens).load_tokenizer()
@@ -302,8 +303,8 @@ def test_killed_and_resumed():
 
     So do two that were told to stop in an evaluation.
     """
-    done = run_script("tests/kill_training.py", 2)
-    assert done.returncode == 0 and done.stdout.count("same bits") == 3, done.stdout + done.stderr
+    done = run_script("tests/kill_training.py", 1)
+    assert done.returncode == 0 and done.stdout.count("same bits") == 2, done.stdout + done.stderr
     assert "2 processes, eager: told in evaluate to stop, ended at step 5" in done.stdout
 
 
