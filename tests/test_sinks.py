@@ -362,7 +362,7 @@ def test_commands(name, text, tmp_path):
     words = ["--model", text.model, "text_sink@5", "--sequence-length", 20, "--num-sequences", 4]
     words += ["--text", text.data]
     if name == "transplant":
-        words += ["--num-constants", 4, "--constants-text", text.data]
+        words += ["--num-constants", 4]
     if name == "intervene":
         words += ["--text", text.file, "--tokenizer", text.tokenizer, "--first-token", "bos"]
     done = run_here("sinks", name, *words, "--out", tmp_path)
