@@ -4,15 +4,14 @@
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
-`layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what attention adds.
+`layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what averaging adds.
 `predict` computes the common direction from the weights (its formulas: measure/mean_field.py). `cure` draws
 newborns that do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
 4.1); in `predict` and `cure` they read tokens. All seeds of a preset share one embedding matrix (BB B.2);
 PRESET@SEED has its own.
 
-Every experiment has the same form. `Births.each` makes the newborns, the loop appends rows that hold theory
-beside what was measured, and `finish` draws and saves them; `predict` calls `plot` and `save` itself. Five
-more are in reproduce/mechanisms.py.
+In every experiment `Births.each` makes the newborns, the loop appends rows that hold theory beside what was
+measured, and `finish` draws and saves them (`predict`: `plot`, `save`). Five are in reproduce/mechanisms.py.
 """
 
 import functools
@@ -106,7 +105,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 
 
 def predicted(unknown, function, *arguments):
-    """Return function(*arguments) of measure/theory.py, or `unknown` if it raises Unknown."""
+    """Return function(*arguments) of the theory, or `unknown` if it raises Unknown."""
     try:
         return function(*arguments)
     except theory.Unknown as error:

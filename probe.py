@@ -1,6 +1,6 @@
 """Which tokens does an untrained model already prefer? (BB section 3, Table 1, Figures 1a and 10)
 
-    python probe.py --seed 42 43                                # 1,000 sequences of 64 tokens for each seed
+    python probe.py --seed 42 43                                # 1,000 sequences of 64 tokens on a CPU
     python probe.py --model nano_llama --num-sequences 10000 --sequence-length 64 256 1024
     python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
@@ -47,7 +47,7 @@ class Settings(RunSettings):
 
 
 def probe(settings: Settings):
-    """Which tokens do untrained models prefer? By default three minutes a seed, on one thread."""
+    """Which tokens do untrained models prefer? On one thread a minute a seed in bfloat16, 3 in float32."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)

@@ -8,9 +8,8 @@
 
 `compare` and `matrix` read weights alone, of any architecture, width, depth and vocabulary, one matrix at a
 time: two models of 7B parameters fit into a laptop's memory. `measure/matching.py` shows how a hidden unit of
-the base is matched with one of the suspect, `lineage/compare.py` how all layers are, and
-`lineage/table.py` judges. `identify` is in lineage/births.py, `paper` and `persistence` in
-lineage/outputs.py. The columns of a row:
+the base is matched with one of the suspect, `lineage/compare.py` how all layers are, and `lineage/table.py`
+judges. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
     units_found     matched of `units`: of a child in the worst of the layers that are the base's, of others
@@ -22,11 +21,11 @@ lineage/outputs.py. The columns of a row:
     embedding_z     the same of the embedding matrix
 
 Each layer of the suspect is looked for in the base. A layer in the *middle* stands before the last quarter
-of its model, and, if there are eight or more, behind the first one. Where chance does not explain the count:
+of its model, and, if there are eight or more, behind the first one. If chance does not explain the count
+(p at most 10^-6, corrected for all pairs of layers), the share of matched units decides:
 
-    of the two layers in the middle          both           one            none
-    the base's, from a share of              50 %           20 %, where r is at least 0.5, in any column
-    inconclusive, from a share of            10 %           20 %           50 %
+    the base's      from 20 % where r is at least 0.5, or from 50 % if both layers are in the middle
+    inconclusive    from 10 % if both are in the middle, from 20 % if one is, from 50 % if none is
 
 Language models that never met have an r below 0.26. Once two layers are the base's, 50 % suffice anywhere.
 A layer is also the base's if all of its matrices are those of one layer of the base, bit for bit; or if all
@@ -35,8 +34,8 @@ coordinates agree, and each of its matrices correlates by at least 0.1 with its 
     same birth      if two layers are two of the base's, or the only layer is
     part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads
                     images, a text encoder, a draft head) is a part or all of the other
-    inconclusive    if only one of several layers is the base's; if more units are matched than strangers
-                    share; or if a child could hide in what was not looked at
+    inconclusive    if only one of several layers is the base's, or coordinates agree and no layer is; if more
+                    units are matched than strangers share; or if a child could hide in what was not looked at
     no evidence     otherwise
 """
 

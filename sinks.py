@@ -1,6 +1,7 @@
 """Where does a model's attention sink, why, and what makes or ends a sink? (BB 6.2; SO)
 
     python sinks.py                               # `rate`: how many heads of smollm2 sink?
+    python sinks.py first                         # what do tokens wake that come first? (measure/first.py)
     python sinks.py anatomy                       # what singles position 1 out, layer by layer?
     python sinks.py intervene                     # can position 10 be made a sink?
     python sinks.py silence --model smollm2 M.gguf         # which hidden units build the sinks of two models?
@@ -340,7 +341,7 @@ def measured_and_others(settings: TransplantSettings, spec, T):
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants
     text = spec.tokenizer_file and "docstrings"
-    if text in (settings.text, text_of(settings, spec)):  # one text: no window is in both
+    if text in (settings.text, text_of(settings, spec)):  # one text: take disjoint windows of it
         return read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
     measured = read_tokens(replace(settings, num_sequences=n), spec, T)
     return measured, read_tokens(replace(settings, num_sequences=c, text=text), spec, T)
@@ -349,7 +350,7 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 def transplant_cases(model, activity, others):
     """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
 
-    The builders at zero are `Activity.selective`, not those of `silence`. Like constants, a token in front
+    The builders at zero are `Activity.selective`, of these very windows. Like constants, a token in front
     gives the text's first token something to attend to: losses are best compared with that case.
     """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))

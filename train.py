@@ -9,8 +9,7 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 newest two, and the steps that --keep selects. --resume loads the newest whole checkpoint, and cuts the log
 off there. It takes the settings with which the run began; flags can change only those in MAY_CHANGE. Given a
-config file, it begins a run that is not there yet. Every script that takes a model takes a run folder, and
-reads its newest step.
+config file, it begins a run that is not there yet. Where a model is asked for, a run means its newest step.
 
 `TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
 whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it
@@ -128,7 +127,7 @@ class Training:
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
 
     def go_on(self) -> None:
-        """Train up to --max-iters or a signal. A step due for both is saved before its evaluation."""
+        """Train up to --max-iters or a signal. A step due to be saved and evaluated is saved first."""
         settings = self.settings
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
@@ -165,11 +164,9 @@ class Training:
         rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # The gradients of this rank's micro-batches add up.
         loss = torch.zeros((), device=self.device)  # this rank's part of the step's mean loss
         parts = micro_batches(settings.global_batch_size, settings.micro_batch_size)
         for part in parts:
-            # Beyond the end of the data, `batch` begins a new epoch.
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
             # Only the last backward pass averages gradients over ranks (DistributedDataParallel reads this).

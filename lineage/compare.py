@@ -1,4 +1,4 @@
-"""Are two models of one birth? Read both, match each layer, fill the table, group it. (ours)
+"""Are two models of one birth? Read both, match each layer, fill the table, judge it. (ours)
 
 >>> from lib import checkpoint
 >>> from lineage.compare import compare, read_model
@@ -25,13 +25,13 @@ class Model:
     """What is read of a model before it is compared, by `read_model`."""
 
     name: str
-    stacks: dict  # each Stack, a run of layers, with its Units by each way to read it; first what has a head
+    stacks: dict  # each Stack, a run of layers, with its Units for each way to read it; first what has a head
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
     is_newborn: bool
 
 
 def read_model(name, source):
-    """The Model of a checkpoint; UserError for a vector, read or not by the tests, that is not finite."""
+    """The Model of a checkpoint. Reading a vector raises UserError if it is not finite."""
     for parameter, shape in source.shapes.items():
         if len(shape) == 1:
             source.read(parameter)
@@ -52,7 +52,7 @@ def compare(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, 
         pair = match_stacks(base.stacks[ours], suspect.stacks[theirs], vocabularies, units, layers, seed)
         pair.base, pair.suspect, pair.coordinates = ours, theirs, tests
         fill(pair, equal, namesakes)
-        pair.bare = " and ".join(filter(None, bare))
+        pair.bare = " and ".join(filter(None, bare))  # why their layers could tell nothing, if so
         look_for_gaps(pair, base.name, suspect.name)
         pair.verdict, pair.reason = judge_stacks(pair)
         pairs.append(pair)

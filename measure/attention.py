@@ -181,11 +181,11 @@ class RunningStd:
 class Chain:
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
-    What the paper SO says: a head's output is a mean of values. At position 1 it is one value, and its `std`
-    over sequences, heads and dimensions is largest. W_O writes most strongly what varies most (`output_tau`),
-    which wakes the builders at position 1 alone: a few hidden units of an early MLP. They make one dimension
-    of the stream very large (`norm`, `disparity`). RMSNorm divides by the norm, and all others become small.
-    That makes the keys of first tokens alike (`key_alignment`) and their values small (`value_norm`), and
+    SO says (docs/sinks.md: what holds): a head's output is a mean of values. At position 1 it is one value,
+    whose `std` over sequences, heads and dimensions is largest. W_O writes most strongly what varies most
+    (`output_tau`), which wakes the builders at position 1 alone: a few hidden units of an early MLP. They
+    make one dimension of the stream very large (`norm`, `disparity`). RMSNorm divides by the norm: all others
+    get small. So the keys of first tokens are alike (`key_alignment`), their values small (`value_norm`), and
     queries find them (`alpha`).
     """
 

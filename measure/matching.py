@@ -13,8 +13,8 @@ In one view, a unit of the base and one of the suspect are *mutual neighbours* i
 |correlation| with the other. One view is not enough: in unrelated models half of the units have a mutual
 neighbour, too. But another view then usually names another unit, so a unit is *matched* if two views name one
 neighbour. For a whole layer one pair of views counts: the pair that matches most. Nearly all units of a child
-are matched, and about one in a layer of an unrelated newborn. The null, `by_chance`, is measured: the same
-count, after the tokens of one model have been permuted.
+are matched, and fewer than one in a layer of an unrelated newborn. The null is measured, too: the same count
+after the tokens of one model have been permuted (`by_chance` in lineage/match.py).
 """
 
 import itertools

@@ -190,9 +190,9 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # (RoPE is neglected; it makes the covariance smaller.)
-            # Before weights are normalised, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). For e^(t^2 x) the code has
-            # 1 + v x, which is exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
-            # When the weights of each query are normalised to the sum 1, about v C (M C M^T)^2 is lost.
+            # Before they are normalised, and over their means, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). For the
+            # power the code has 1 + v x, exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
+            # When each query's weights are normalised to the sum 1, v C (M C M^T)^2 is lost, to order v.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
             both = residual * both + g_a * (uniform + v * C * uneven)

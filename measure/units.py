@@ -1,14 +1,12 @@
 """Which hidden units build the sink, and what is the model without them? (ours, after SO)
 
-    >>> from lib import checkpoint, inputs
-    >>> from measure import units
-    >>> model = checkpoint.load("smollm2")
-    >>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
-    >>> activity = units.observe(model, tokens)
-    >>> activity.builders(activity.layer, count=2)  # these two make 99 % of one dimension of 576
-    [(12, 1229), (12, 1487)]
-
-Layers count from 1, units and dimensions from 0.
+>>> from lib import checkpoint, inputs
+>>> from measure import units
+>>> model = checkpoint.load("smollm2")
+>>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
+>>> activity = units.observe(model, tokens)
+>>> activity.builders(activity.layer, count=2)  # layer from 1, unit from 0: 99 % of one dimension of 576
+[(12, 1229), (12, 1487)]
 """
 
 import contextlib
@@ -24,7 +22,7 @@ from measure import attention
 from model import Transformer
 
 # The first prediction has one token to go by, and gains from anything in front of the text; the next seven
-# have little more. Losses of models with and without something in front are compared from the ninth on.
+# have two to eight. Losses of models with and without something in front are compared from the ninth on.
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
 SELECTIVITY = 20  # a *selective* builder is at least so many times as active at position 1 as elsewhere,
 LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
@@ -65,7 +63,7 @@ class Activity:
     """The hidden units, and the stream at position 1, averaged over sequences.
 
     The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit's
-    contribution is its activation times its down weight there, times the dimension's sign. *Builders*
+    contribution is its activation times its down weight to that dimension, times the sign there. *Builders*
     contribute most, *removers* take most away (ours).
     """
 
