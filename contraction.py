@@ -5,13 +5,13 @@
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
 `layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what averaging adds.
-`predict` computes the common direction from the weights (its formulas: measure/mean_field.py). `cure` draws
-newborns that do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
+`predict` computes the common direction from the weights (measure/mean_field.py). `cure` draws newborns that
+do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
 4.1); in `predict` and `cure` they read tokens. All seeds of a preset share one embedding matrix (BB B.2);
 PRESET@SEED has its own.
 
 In every experiment `Births.each` makes the newborns, the loop appends rows that hold theory beside what was
-measured, and `finish` draws and saves them (`predict`: `plot`, `save`). Five are in reproduce/mechanisms.py.
+measured, and `finish` draws and saves them (`predict`: `plot`, `save`). Five more: reproduce/mechanisms.py.
 """
 
 import functools

@@ -6,7 +6,7 @@ Parameter names and the half-split rotation are those of Hugging Face's LLaMA: i
 are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter.
 lib/kernels.py computes the loss, and on a CPU rotation and attention; tests compare it with the lines here.
 
-The *stream* x is what blocks add to. A *state* is x at one position, if no layer is named after the norm.
+The *stream* x is what blocks add to. A *state* is x at a position, after the final norm if no layer is named.
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """

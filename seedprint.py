@@ -8,14 +8,14 @@
 
 `compare` and `matrix` read weights alone, of any architecture, width, depth and vocabulary, one matrix at a
 time: two models of 7B parameters fit into a laptop's memory. `measure/matching.py` shows how a hidden unit of
-the base is matched with one of the suspect, `lineage/compare.py` how all layers are, and `lineage/table.py`
-judges. The columns of a row:
+the base is matched with one of the suspect, `lineage/compare.py` how all layers are (lineage/verdict.py
+calls it), and `lineage/table.py` judges. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
     units_found     matched of `units`: of a child in the worst of the layers that are the base's, of others
                     in the best layer
     distance        how far matched units' input weights moved: 0 is a copy, 1 a stranger. Cosines between the
-                    units of one model are compared with those of the other, and no rotation changes these
+                    units of one model are correlated with those of the other; no rotation changes these
     body_r          the correlation of weights of one name, number by number, without the embedding matrix
     body_z          how many standard deviations body_r lies above what relabelled coordinates give
     embedding_z     the same of the embedding matrix
@@ -27,9 +27,9 @@ of its model, and, if there are eight or more, behind the first one. If chance d
     the base's      from 20 % where r is at least 0.5, or from 50 % if both layers are in the middle
     inconclusive    from 10 % if both are in the middle, from 20 % if one is, from 50 % if none is
 
-Language models that never met have an r below 0.26. Once two layers are the base's, 50 % suffice anywhere.
+Four language models that never met have an r below 0.26. Once two layers are the base's, 50 % suffice.
 A layer is also the base's if all of its matrices are those of one layer of the base, bit for bit; or if all
-coordinates agree, and each of its matrices correlates by at least 0.1 with its namesake. The verdict is
+coordinates agree (`body_z`), and each of its matrices correlates by at least 0.1 with its namesake. Verdicts:
 
     same birth      if two layers are two of the base's, or the only layer is
     part in common  if the models are not shown to be of one birth, but a part of one (a tower that reads

@@ -311,7 +311,7 @@ def transplants(settings: TransplantSettings, spec, model):
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(model, activity, others)
-        in_8_bits = [kind for kind, *_ in cases]  # rounded, too: huge numbers make the steps coarse
+        in_8_bits = [kind for kind, *_ in cases]  # also of inputs in 8 bits: a huge number makes steps coarse
         if settings.controls:
             cases += control_cases(settings, model, activity, others)
         for kind, changed, units, prefix in progress(cases, desc="transplant", unit=" cases", leave=False):

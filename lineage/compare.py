@@ -25,7 +25,7 @@ class Model:
     """What is read of a model before it is compared, by `read_model`."""
 
     name: str
-    stacks: dict  # each Stack, a run of layers, with its Units for each way to read it; first what has a head
+    stacks: dict  # each Stack (a run of layers) and its Units by each Reading; first those with a head
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
     is_newborn: bool
 

@@ -1,7 +1,7 @@
 """Which hidden units of one model are those of another? (ours)
 
 A hidden unit is known by what it does to tokens. Let E_t be the embedding of token t, U_t the row of the head
-that scores t, and W the unit's weights. A unit with a gate has three *views*, vectors over all tokens t:
+that scores t, and W the unit's weights. A unit with a gate has three *views*, vectors over all common tokens:
 
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
@@ -13,8 +13,8 @@ In one view, a unit of the base and one of the suspect are *mutual neighbours* i
 |correlation| with the other. One view is not enough: in unrelated models half of the units have a mutual
 neighbour, too. But another view then usually names another unit, so a unit is *matched* if two views name one
 neighbour. For a whole layer one pair of views counts: the pair that matches most. Nearly all units of a child
-are matched, and fewer than one in a layer of an unrelated newborn. The null is measured, too: the same count
-after the tokens of one model have been permuted (`by_chance` in lineage/match.py).
+are matched, and on average fewer than one in a layer of an unrelated newborn. The null is measured: the same
+count after the tokens of one model have been permuted (`by_chance` in lineage/match.py).
 """
 
 import itertools

@@ -157,7 +157,7 @@ def scales(S, epsilon=0.0):
 
 
 def covariances(config, T, scheme="gpt2", residual=True):
-    """S and R, (2, T, T), before and after each block of a wide model (of a gated MLP with its terms of 1/d).
+    """S and R, (2, T, T), before and after each block of a wide model (gated MLPs keep terms of 1/d).
 
     S_ij is the covariance of positions i and j of one sequence, R_ij that of position i of one sequence and
     position j of another. Each block turns these two matrices into the next two; `both` holds them.
@@ -190,8 +190,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # Query i pays key a the random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # The logits of w_ia and w_jb are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab.
             # (RoPE is neglected; it makes the covariance smaller.)
-            # Before they are normalised, and over their means, E[w_ia w_jb] is M_ia M_jb e^(t^2 x). For the
-            # power the code has 1 + v x, exact at x = 0 and x = 1. The sum is then M C M^T + v C (M C^2 M^T).
+            # Weights not yet normalised, over their means, have E[w_ia w_jb] = M_ia M_jb e^(t^2 x). For
+            # the power the code has 1 + v x, exact at 0 and 1. The sum is then M C M^T + v C (M C^2 M^T).
             # When each query's weights are normalised to the sum 1, v C (M C M^T)^2 is lost, to order v.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
