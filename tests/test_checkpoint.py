@@ -252,8 +252,7 @@ def test_nan_is_named(tmp_path):
 # ---- the optimizer -----------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_does_not_fit(tmp_path):
-    """Neither other tensors nor another step's are ever given to an optimizer."""
+def test_another_steps_state_is_given_to_no_optimizer(tmp_path):
     model = random_model(KINDS["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(TOKENS).square().mean().backward()
@@ -263,9 +262,3 @@ def test_an_optimizer_that_does_not_fit(tmp_path):
     folder.rename(tmp_path / "step_0000003")
     with pytest.raises(UserError, match="of step 2"):
         checkpoint.read_state(tmp_path / "step_0000003")
-    checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
-    path = folder / "optimizer.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    safetensors.torch.save_file({name: tensor + 1 for name, tensor in tensors.items()}, path)
-    with pytest.raises(UserError, match="corrupt checkpoint: .*optimizer"):
-        checkpoint.read_state(folder)
