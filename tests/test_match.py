@@ -271,9 +271,6 @@ def test_distance_is_one_less_the_correlation():
             assert row.distance == pytest.approx(1 - (1 + size**2) ** -0.5, abs=0.01)
 
 
-# ---- strangers ---------------------------------------------------------------------------------------------
-
-
 def test_counts_of_newborn_strangers():
     """Nearest neighbours in two views agree by chance: below one unit a layer, as for random permutations."""
     config = replace(GATED, num_layers=1, vocab_size=1024, d_model=128, d_ff=352)
@@ -285,8 +282,6 @@ def test_counts_of_newborn_strangers():
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8
 
-
-# ---- memory ------------------------------------------------------------------------------------------------
 
 MEMORY = """
 import json, pathlib, sys, threading

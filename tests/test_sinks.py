@@ -42,9 +42,6 @@ def given(kind=sinks.Settings, **values):
     return kind(**{"device": "cpu", "dtype": "float32", "num_sequences": 7, **values})
 
 
-# ---- how much? ---------------------------------------------------------------------------------------------
-
-
 def ratio(norms: torch.Tensor) -> float:
     """The norm at position 1 over the median of others, (..., T), in the mean of layers, sequences, heads."""
     return (norms[..., 0] / norms[..., 1:].median(-1).values).mean().item()
@@ -90,9 +87,6 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
         found = (row["alpha1"], row["least"], row["largest"], alphas[row["least_token"]])
         assert found == pytest.approx((np.mean(values), min(values), max(values), min(values)), abs=NEAR)
         assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
-
-
-# ---- Equation 2 --------------------------------------------------------------------------------------------
 
 
 def test_values_of_a_newborn_follow_the_theory():
@@ -209,9 +203,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
             "dimension": dimension,
         }
         assert row == pytest.approx(law, rel=1e-4)
-
-
-# ---- interventions -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])

@@ -436,9 +436,6 @@ def test_continual_training_from_a_checkpoint(tokens, whole, tmp_path):
     assert len(losses(run)) == 2
 
 
-# ---- what ends a run ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("eval_every", [100, 1])  # found by a loss, by an evaluation
 def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every):
     changes = {"learning_rate": 1e18, "warmup_iters": 0, "eval_every": eval_every, "save_every": 1}
