@@ -138,11 +138,6 @@ def grouped_linears(experts: list) -> dict:
     return others
 
 
-def einsums(experts: list) -> dict:
-    ((gate, up, down),) = experts
-    return {"gating_einsum": torch.stack([gate.T, up.T]), "linear": down.T}
-
-
 def side_by_side(experts: list) -> dict:
     first = [torch.cat([gate, up]).T for gate, up, _ in experts]
     second = [down.T for *_, down in experts]
@@ -161,7 +156,6 @@ MLPS = {  # how are MLPs stored? The architecture, how many experts, and all the
     "B: kernels of experts": (replace(SQUARE, d_ff=256), 4, kernels, as_flax, SURE),
     "D: numbers last": (CONFIG, 4, numbers_last, {}, SURE),
     "D: grouped linears": (CONFIG, 4, grouped_linears, {}, SURE),  # as Transformer Engine's
-    "D: einsums": (CONFIG, 1, einsums, {}, HONEST),  # (2, d, m) beside (m, d), as Gemma's
     "D: side by side": (CONFIG, 4, side_by_side, {}, HONEST),  # (d, E 2m) and (E m, d)
     "D: Megatron": (CONFIG, 4, as_megatron, {}, HONEST),
 }

@@ -200,7 +200,7 @@ def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     return weights | {"lm_head.weight": drawn(seed, 300, 64)}
 
 
-TABLES = [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+TABLES = [("shared",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
 
 
 @pytest.mark.parametrize("tables", TABLES)

@@ -101,9 +101,6 @@ def test_values_of_a_newborn_follow_the_theory():
     assert (ratio - 1).abs().max() < 0.03
 
 
-# ---- anatomy -----------------------------------------------------------------------------------------------
-
-
 def observe(model: Transformer, tokens: torch.Tensor, on_heads=None):
     """The stream (L + 1, n, T, d), the input first, and the hidden units (L, n, T, d_ff)."""
     states, units = [], []
@@ -243,9 +240,6 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
         # float32 states that two interventions have made large
         assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
-
-
-# ---- silence -----------------------------------------------------------------------------------------------
 
 
 def parse(words: str) -> list[tuple[int, int]]:

@@ -213,10 +213,6 @@ def beside_a_stranger(weights: dict) -> dict:
     return weights_of(STRANGER) | changed(weights, {"model.": "a.", "lm_head": "a.head"})
 
 
-def with_a_table_of_zeros(weights: dict) -> dict:
-    return weights | {"a.embed_tokens.weight": torch.zeros(300, 64)}
-
-
 def with_many_decoys(weights: dict) -> dict:
     return weights | {f"a{number}.embed_tokens.weight": random_rows(300) for number in range(30)}
 
@@ -255,7 +251,6 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "DBRX": (DBRX, DBRX),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
     "halves and in turn": (fused, IN_TURN),
-    "a table of zeros": ({}, with_a_table_of_zeros),
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
