@@ -17,8 +17,6 @@ from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layer
 from lineage.layout import Stack, find_stacks
 from reproduce.robustness import cut, noised
 
-# ---- bits --------------------------------------------------------------------------------------------------
-
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
 BASE = Newborn(CONFIG, 1)
 
