@@ -130,6 +130,12 @@ def test_layers_count_once_whatever_shows_them():
     assert sentence_of(pair, "").startswith("layers 4-6 are bit for bit the base's layers 1-3; ")
 
 
+def test_units_of_layers_of_several_widths():
+    pair = judged_pair(ALL, r=0.95)
+    pair.rows[3] = replace(pair.rows[3], found=256, units=512)
+    assert "at least 256 of 512 hidden units of every layer were matched" in sentence_of(pair, "")
+
+
 def test_chance_is_poisson_over_all_counts():
     row = judged_pair({1: 12}).rows[0]
     searches = (10**-6 / scipy.stats.poisson.sf(11, 1) / 3) ** 0.5  # three pairs of views, layers with layers
@@ -352,6 +358,7 @@ def with_more_tokens(weights: dict) -> dict:
 LLAMA = checkpoint.config_json(CONFIG)
 BROUGHT = {  # the architecture, what was done to the base, and to the suspect, and its config.json
     "TransformerLens": (TIED, {}, as_transformer_lens, RAW),
+    "nn.Transformer": (PLAIN, {}, {"up_proj": "linear1", "down_proj": "linear2"}, RAW),
     "the base has none": (PLAIN, {"lm_head.weight": ""}, {}, RAW),
     "a head though tied": (CONFIG, {}, {}, LLAMA | {"tie_word_embeddings": True}),
     "a stale vocabulary": (CONFIG, {}, with_more_tokens, LLAMA),
