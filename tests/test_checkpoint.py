@@ -204,9 +204,6 @@ def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
     torch.testing.assert_close(logits_of_transformers(folder), model(TOKENS), rtol=1e-4, atol=5e-5)
 
 
-# ---- names -------------------------------------------------------------------------------------------------
-
-
 def test_names_of_newborns():
     spec = parse_spec("tiny_llama@3:5", "centered")
     assert parse_spec("nano_llama@42").embedding_seed == 42

@@ -38,9 +38,6 @@ def test_layers_that_only_begin_alike():
     assert equal_layers(suspect, find(cut(nearly, [2, 0]))) == {1: 3, 2: 1}
 
 
-# ---- the exact test of coordinates -------------------------------------------------------------------------
-
-
 def four_errors(share: float, draws: int) -> float:
     """Four standard errors of a share that is estimated by draws."""
     return 4 * (share * (1 - share) / draws) ** 0.5
@@ -75,9 +72,6 @@ def test_a_high_z_alone_does_not_decide():
     result = diagonal_test(C, ("a", 1), 9999)
     assert result["log10_p"] < -6 and not result["same"]
     assert result["p"] == pytest.approx(1 / 50, abs=four_errors(0.02, 9999))
-
-
-# ---- coordinates of weights --------------------------------------------------------------------------------
 
 
 def test_streaming_correlation_against_numpy():

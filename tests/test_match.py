@@ -53,9 +53,6 @@ def found(a, b, units=1024, layers=None) -> list[Row]:
     return match.match_stacks(*both, vocabularies, units, layers, 0).rows
 
 
-# ---- by hand -----------------------------------------------------------------------------------------------
-
-
 def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
     """What each unit reads of, and writes to, every token: (V, m), decorrelated in that space, float64."""
 
@@ -180,9 +177,6 @@ def test_nan_in_a_token_table_is_told():
     sources = (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
     both = [hidden_units(find_stacks(source)[0]) for source in sources]
     assert "not finite" in match.match_stacks(*both, ({}, {}), 1024, None, 0).lack
-
-
-# ---- children ----------------------------------------------------------------------------------------------
 
 
 KINDS = {"gated": GATED, "plain": PLAIN, "qwen3": replace(GATED, qk_norm=True, head_dim=20)}
