@@ -64,16 +64,6 @@ def test_what_a_gpu_is_asked(monkeypatch):
     assert shares["a"] == pytest.approx({"share_of_peak": None, "share_of_measured": 0.25})
 
 
-def test_turns_alternate_and_medians_count(monkeypatch):
-    turns = []
-    seconds = {"A": iter([30.0, 20.0, 5.0]), "B": iter([3.0, 2.0, 1.0])}
-    monkeypatch.setattr(bench, "ROUNDS", 3)
-    monkeypatch.setattr(bench, "seconds_of", lambda work: next(seconds[work()]))
-    works = [lambda: turns.append("A") or "A", lambda: turns.append("B") or "B"]
-    assert bench.take_turns(works, 60) == [60 / 20, 60 / 2]
-    assert turns == ["A", "B"] * 4
-
-
 def test_transformers_model_has_the_same_parameters():
     with torch.device("meta"):
         models = Transformer(PRESETS["nano_llama"]), bench.transformers_model(PRESETS["nano_llama"])

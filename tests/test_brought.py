@@ -45,11 +45,6 @@ def born(config: ModelConfig, who: str, count=1) -> dict:
     return reordered({name: child.read(name) for name in source.shapes}, count)
 
 
-def padded(weights: dict) -> dict:
-    others = changed(weights, {TABLE: "tok_emb.weight", HEAD: "to_logits.weight"})
-    return others | {"to_logits.weight": torch.cat([others["to_logits.weight"], torch.zeros(40, 64)])}
-
-
 def as_nanotron(weights: dict) -> dict:
     names = {TABLE: "model.token_position_embeddings.pp_block.token_embedding.weight"}
     names |= {HEAD: "model.lm_head.pp_block.weight", "model.norm": "model.final_layer_norm.pp_block"}
@@ -70,16 +65,6 @@ def parametrized(weights: dict) -> dict:
     return changed(weights, {TABLE: f"{start}original"}) | adapters
 
 
-def with_factors(weights: dict, rank=1) -> dict:
-    """Two factors beside each matrix of an MLP, (inputs, rank) and (rank, outputs), as MLX has them."""
-    others = {name.replace("_proj.w", "_proj.linear.w"): weight for name, weight in weights.items()}
-    for name, weight in weights.items():
-        if ".mlp." in name:
-            first, second = (drawn(rank, size, rank) for size in weight.T.shape)
-            others |= {name.replace("weight", "first"): first, name.replace("weight", "second"): second.T}
-    return others
-
-
 def slashed(weights: dict) -> dict:
     """As TensorFlow's GPT-2: square matrices (inputs, outputs), between slashes."""
     names = {"model.layers.": "h/", ".": "/", "up_proj": "c_fc", "down_proj": "c_proj"}
@@ -91,7 +76,6 @@ BY_PLACE = {TABLE: "position_and_token.tok.weight", HEAD: "to_logits.weight"}
 LAYOUTS = {  # the architecture, its layout, what is right, and are adapters told?
     "A: position_and_token": (CONFIG, BY_PLACE, SURE, False),
     "A: project": (CONFIG, {TABLE: "project.tok.weight", HEAD: "project.unembed.weight"}, SURE, False),
-    "A: padded": (CONFIG, padded, SURE, False),
     "A: nanotron": (CONFIG, as_nanotron, SURE, False),
     "A: lone head": (CONFIG, BY_PLACE | {TABLE: ""}, HONEST | {"innocent": [INCONCLUSIVE]}, False),
     "A: lone table": (CONFIG, {TABLE: "vocab.weight", HEAD: ""}, DOUBTFUL, False),
@@ -100,8 +84,6 @@ LAYOUTS = {  # the architecture, its layout, what is right, and are adapters tol
     "E: loop": (CONFIG, partial(dict, **{"model.adapter.weight": drawn(7, 64, 128)}), SURE, False),
     "E: prefix": (CONFIG, {"model.": "adapter.model.", HEAD: f"adapter.{HEAD}"}, SURE, False),
     "E: table": (CONFIG, parametrized, SURE, True),
-    "E: small": (CONFIG, with_factors, HONEST, False),
-    "E: large": (CONFIG, partial(with_factors, rank=32), HONEST, False),
 }
 
 
@@ -156,11 +138,6 @@ def grouped_linears(experts: list) -> dict:
     return others
 
 
-def einsums(experts: list) -> dict:
-    ((gate, up, down),) = experts
-    return {"gating_einsum": torch.stack([gate.T, up.T]), "linear": down.T}
-
-
 def side_by_side(experts: list) -> dict:
     first = [torch.cat([gate, up]).T for gate, up, _ in experts]
     second = [down.T for *_, down in experts]
@@ -179,7 +156,6 @@ MLPS = {  # how are MLPs stored? The architecture, how many experts, and all the
     "B: kernels of experts": (replace(SQUARE, d_ff=256), 4, kernels, as_flax, SURE),
     "D: numbers last": (CONFIG, 4, numbers_last, {}, SURE),
     "D: grouped linears": (CONFIG, 4, grouped_linears, {}, SURE),  # as Transformer Engine's
-    "D: einsums": (CONFIG, 1, einsums, {}, HONEST),  # (2, d, m) beside (m, d), as Gemma's
     "D: side by side": (CONFIG, 4, side_by_side, {}, HONEST),  # (d, E 2m) and (E m, d)
     "D: Megatron": (CONFIG, 4, as_megatron, {}, HONEST),
 }

@@ -70,9 +70,6 @@ def newborns(**changes) -> list[Transformer]:
     return [init.newborn(replace(CONFIG, **changes), seed) for seed in SEEDS]
 
 
-# ---- which sublayer contracts? -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["full", "mlp", "attention"])
 def test_layers(kind, results):
     """As newborns without the other sublayer would have them: ablating leaves all weights as they are."""
@@ -87,9 +84,6 @@ def test_layers(kind, results):
     for row, *states, expected in zip(rows, *streams, theories, strict=True):
         assert_cosines(row, states)
         assert row["theory"] == expected
-
-
-# ---- the MLP's activation ----------------------------------------------------------------------------------
 
 
 def mlp_weights(model: Transformer, layer: int) -> list[torch.Tensor]:
@@ -127,9 +121,6 @@ def test_mlp(stack, results):
         assert row["theory"] == expected
 
 
-# ---- attention amplifies -----------------------------------------------------------------------------------
-
-
 def test_amplify(results):
     x = vectors(LENGTH)  # (n, T, d)
     stacks = {"mlp0": [], "mlp0_mlp0": [], "mlp0_attn0": []}
@@ -146,9 +137,6 @@ def test_amplify(results):
         (row,) = select(results["amplify"]["rows"], stack=stack)
         assert_cosines(row, states, dict(abs=1e-5))
         assert row["theory"] == pytest.approx(theories[stack], rel=1e-12)
-
-
-# ---- from weights to tokens --------------------------------------------------------------------------------
 
 
 PREDICTIONS = [("cure", "gpt2"), ("cure", "centered"), ("predict", "gpt2")]
@@ -180,9 +168,6 @@ def test_predictions(name, kind, results):
             assert row["predicted_token"] == (head @ foreseen).argmax()
 
 
-# ---- theory on newborns that no bar was tuned on -----------------------------------------------------------
-
-
 def test_kernel_recursion_against_newborns(tmp_path):
     given = {"model": ("tiny_gpt2", "tiny_llama"), "seed": tuple(range(4)), "num_sequences": 32}
     given |= {"sequence_length": (16,), "dtype": "float32", "out": str(tmp_path)}
@@ -210,9 +195,6 @@ def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
     for row in read_json(tmp_path / "predict.json")["rows"]:
         for name in ("predicted_token", "direction_cosine", "predicted_cosine"):
             assert row[name] is None, row
-
-
-# ---- the command line --------------------------------------------------------------------------------------
 
 
 def test_too_long_a_sequence_is_refused(tmp_path):

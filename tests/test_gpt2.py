@@ -173,6 +173,7 @@ SCRIPTS = [  # what is asked, and the JSON that answers
 
 def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lib.inputs.SOURCE_CHARACTERS", 20_000)
     gpt2(tmp_path / "a")
     files, _ = repositories(tmp_path / "others")
     files["org/gpt2"] = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
@@ -184,8 +185,6 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
             done = run_here(*words.split(), "--model", "org/gpt2", *length)
             assert done.returncode == 0, done.stderr
             assert read_json(Path(f"results/{name}.json"))["rows"]
-            is_transplant = "transplant" in words
-            assert ("stand for a token and for position 1" in done.stdout) == is_transplant
         few = {"paper": ["--paper-sequences", 20, "--paper-length", 9], "compare": ["--permutations", 199]}
         for command, words in few.items():
             done = run_here("seedprint", command, "org/gpt2", "saved", *words)

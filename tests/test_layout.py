@@ -29,8 +29,6 @@ def judged(base: dict, suspect: dict) -> tuple[str, str]:
     return row["verdict"], row["sentence"]
 
 
-# ---- no verdict without its evidence -----------------------------------------------------------------------
-
 LSTM = {f"rnn.weight_{kind}_l{layer}": drawn(layer, 256, 64) for kind in ("ih", "hh") for layer in (0, 1)}
 ALONE = "embed_tokens.weight"
 BARE = {  # files without layers, and what is said of them
@@ -53,25 +51,15 @@ def test_of_a_model_without_layers_nothing_is_said(case):
 # ---- stacks ------------------------------------------------------------------------------------------------
 
 LAYER = "model.layers."
-SLASHES = {LAYER: "params/h/", "model.embed_tokens.weight": "params/wte/embedding", "lm_head": "params/head"}
-SLASHES |= {"model.norm.weight": "params/ln_f/scale", "_proj.weight": "_proj/kernel", ".mlp.": "/mlp/"}
-SLASHES |= {".self_attn.": "/self_attn/", "_layernorm.weight": "_layernorm/scale", ".input": "/input"}
 SPLIT = {f"{LAYER}{layer}.self_attn.": f"model.attentions.{layer}." for layer in range(3)}
 SPLIT |= {f"{LAYER}{layer}.mlp.": f"model.ffns.{layer}." for layer in range(3)}
-UNDERSCORES = {
-    LAYER: "layers_",
-    ".self_attn.": "_attention_",
-    ".mlp.": "_mlp_",
-    "_proj.weight": "_proj_weight",
-}
+UNDERSCORES = {LAYER: "layers_", ".self_attn.": "_attn_", ".mlp.": "_mlp_", "_proj.weight": "_proj_weight"}
 NAMES = {
     "sequential": {LAYER: "sequential.", "model.embed_tokens": "sequential.90.word_embeddings"},
     "no name": {LAYER: "transformer.", "model.embed_tokens.weight": "w"},
-    "slashes": SLASHES,
     "underscores": UNDERSCORES,
     "unit3": {LAYER: "unit", "model.embed_tokens": "embedder"},
     "lists of attention and MLPs": SPLIT,
-    "stages": {LAYER: "stages.0.blocks.", "embed_tokens.weight": "token_embedding_table"},
     "compiled, and parallel": {"model.": "module._orig_mod.model."},
 }
 
@@ -111,9 +99,6 @@ def test_the_outermost_number_counts_layers():
     assert (stack.prefix, stack.width, [*stack.layers]) == ("m.", 8, [0, 1, 2])
     models = dict(each for m in (0, 1) for i in (0, 1, 2) for each in block(f"models.{m}.layers.{i}", 8, 12))
     assert [stack.prefix for stack in layout.stacks_of(models)] == ["models.0.layers.", "models.1.layers."]
-    widths = {0: 16, 1: 24, 2: 20}  # of MLPs, as OpenELM's
-    uneven = dict(each for i, units in widths.items() for each in block(f"blocks.{i}", 8, units))
-    assert [stack.width for stack in layout.stacks_of(uneven)] == [8]
     one = dict(block("layers.0", 8, 12))
     assert len(layout.stacks_of(one)) == 1 and not layout.stacks_of(dict(block("thing.0", 8, 12)))
     assert not layout.stacks_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
@@ -153,11 +138,7 @@ def test_a_tower_in_common(prefix):
         "trained": (theirs | with_noise(frozen), PART_IN_COMMON, "in every kind of matrix of layers 1-3"),
         "another": (theirs | tower(2, prefix), NO_EVIDENCE, "as by chance"),
         "kin": (weights_of(NOISED) | frozen, SAME_BIRTH, "every layer were matched"),
-        "kin, another tower": (
-            weights_of(NOISED) | tower(2, prefix),
-            SAME_BIRTH,
-            "not seen to be the base's",
-        ),
+        "kin alone": (weights_of(NOISED) | tower(2, prefix), SAME_BIRTH, "not seen to be the base's"),
         "no tower": (theirs, NO_EVIDENCE, "as by chance"),
         "renamed": (theirs | tower(1, "x.y."), PART_IN_COMMON, "its `x` (3 layers) is the base's `"),
     }
@@ -219,22 +200,15 @@ def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
     return weights | {"lm_head.weight": drawn(seed, 300, 64)}
 
 
-TABLES = [("shared",), ("encoder.embed_tokens",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
+TABLES = [("shared",), ("shared", "encoder.embed_tokens", "decoder.embed_tokens")]
 
 
 @pytest.mark.parametrize("tables", TABLES)
 def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
     """A child of every layer, or of some; strangers; and what strangers have that share a frozen encoder."""
     base, stranger = (encoder_and_decoder(seed, tables) for seed in (1, 2))
-    found = layout.find_stacks(as_source(base, CONFIG))
-    assert [(part.name, len(part.layers), len(part.tables)) for part in found] == [
-        ("decoder", 3, 1 + (len(tables) > 1)),
-        ("encoder", 3, 1 + (len(tables) > 1)),
-    ]
     answer, sentence = judged(base, with_noise(base))
-    assert answer == SAME_BIRTH and sentence.endswith("; of one birth, too: its `encoder` (3 layers)"), (
-        sentence
-    )
+    assert answer == SAME_BIRTH, sentence
     fewer = {name: weight for name, weight in base.items() if ".block.2." not in name}
     assert judged(base, fewer)[0] == SAME_BIRTH
     assert judged(base, stranger)[0] == NO_EVIDENCE
@@ -244,43 +218,10 @@ def test_an_encoder_and_a_decoder_on_one_table_are_kin_if_both_are(tables):
         assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "encoder"), row["sentence"]
 
 
-def test_strangers_with_lists_of_attention_in_common():
-    """They are what the two have in common."""
-    base, stranger = (changed(weights_of(source), SPLIT) for source in (BASE, STRANGER))
-    attention = {name: weight for name, weight in base.items() if ".attentions." in name}
-    row = row_of_pair(base, stranger | attention)
-    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "model.attentions"), row["sentence"]
-
-
-def test_an_encoder_of_speech_beside_a_decoder():
-    """As nn.Transformer, whose encoder a projection feeds: frozen ones are shared by strangers."""
-
-    def speech(seed: int, encoder: int) -> dict:
-        weights = {"tgt_emb.weight": drawn(seed, 300, 64), "generator.weight": drawn(seed + 50, 300, 64)}
-        weights["src_proj.weight"] = drawn(encoder, 64, 80)
-        for start, count, number in (("encoder", 4, encoder), ("decoder", 2, seed)):
-            for layer in range(count):
-                matrices = {"self_attn.in_proj_weight": (192, 64), "self_attn.out_proj.weight": (64, 64)}
-                matrices |= {"linear1.weight": (128, 64), "linear2.weight": (64, 128)}
-                if start == "decoder":
-                    matrices |= {"multihead_attn.in_proj_weight": (192, 64), "multihead_attn.o": (64, 64)}
-                for place, (name, shape) in enumerate(matrices.items()):
-                    matrix = drawn(1000 * number + 10 * layer + place, *shape)
-                    weights[f"transformer.{start}.layers.{layer}.{name}"] = matrix
-        return weights
-
-    base = speech(1, 9)
-    row = row_of_pair(base, speech(2, 9))
-    assert (row["verdict"], row["part"]) == (PART_IN_COMMON, "transformer.encoder"), row["sentence"]
-    assert judged(base, with_noise(base))[0] == SAME_BIRTH
-    assert judged(base, speech(2, 8))[0] == NO_EVIDENCE
-
-
 def with_text_encoder(encoder: dict, seed: int) -> dict:
     """As MusicGen: a decoder of codebooks beside a text encoder with a table of its own."""
-    decoder = changed(
-        weights_of(noised(Newborn(CONFIG, seed), 0)), {"model.": "decoder.", "lm_head": "decoder.lm_heads.0"}
-    )
+    names = {"model.": "decoder.", "lm_head": "decoder.lm_heads.0"}
+    decoder = changed(weights_of(noised(Newborn(CONFIG, seed), 0)), names)
     table = decoder.pop("decoder.embed_tokens.weight")
     decoder |= {"decoder.embed_tokens.0.weight": table, "decoder.embed_tokens.1.weight": drawn(seed, 300, 64)}
     return {f"text_encoder.{name}": weight for name, weight in encoder.items()} | decoder
@@ -299,14 +240,7 @@ def test_a_text_encoder_is_a_part():
     assert judged(base, with_text_encoder(other, 8))[0] == NO_EVIDENCE
 
 
-def test_draft_heads_and_two_models_in_a_file():
-    layer = {n: w for n, w in weights_of(Newborn(CONFIG, 9)).items() if ".0." in n}
-    draft = changed(layer, {"model.": "draft."})
-    draft["draft.fc.weight"] = drawn(9, 64, 128)
-    base = weights_of(BASE) | draft
-    row = row_of_pair(base, weights_of(STRANGER) | draft)
-    assert row["verdict"] == PART_IN_COMMON and row["part"] == row["base_part"] == "draft"
-    assert judged(base, weights_of(CHILD))[0] == SAME_BIRTH
+def test_two_models_in_a_file():
     for source, verdict in ((NOISED, SAME_BIRTH), (STRANGER, NO_EVIDENCE)):
         weights = weights_of(source)
         both = {f"ema_model.{n}": w for n, w in weights.items()}
@@ -330,10 +264,7 @@ def with_adapters(weights: dict, names: tuple, rank: int) -> dict:
     return others
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("lora_a.weight", "lora_b.weight"), ("lora_down", "lora_up"), ("svd_v", "svd_u"), ("p.weight", "q")],
-)
+@pytest.mark.parametrize("names", [("lora_a.weight", "lora_b.weight"), ("svd_v", "svd_u"), ("p.weight", "q")])
 def test_adapters_are_told(names):
     for rank, verdict in ((1, NO_EVIDENCE), (48, INCONCLUSIVE)):  # a child may hide in large ones
         answer, sentence = judged(weights_of(BASE), with_adapters(weights_of(STRANGER), names, rank))
@@ -347,9 +278,9 @@ def sliced(source, kept: int) -> dict:
     generator = torch.Generator().manual_seed(0)
     bases = [torch.linalg.qr(torch.randn(64, 64, generator=generator))[0] for _ in range(7)]
     weights = weights_of(source)
-    others = {
-        name: (weights[name] @ bases[0])[:, :kept] for name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
+    others = {}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        others[name] = (weights[name] @ bases[0])[:, :kept]
     for layer in range(3):
         before, between, behind = bases[2 * layer : 2 * layer + 3]
         for name in [name for name in weights if f".{layer}." in name and "norm" not in name]:
@@ -437,15 +368,8 @@ def as_keras(weights: dict) -> dict:
     return others
 
 
-def beside_a_convolution(weights: dict) -> dict:
-    names = {"model.embed_tokens": "tok", "lm_head": "out"}
-    return changed(weights, names) | {"stem.weight": drawn(9, 64, 64, 3)}
-
-
-@pytest.mark.parametrize("change", [as_keras, beside_a_convolution])
-def test_a_child_whose_table_was_not_found_is_not_cleared(change):
-    """Something else leads to the layers; beside them stands a matrix that may be of tokens."""
-    base, noised_child, rotated = (change(weights_of(source)) for source in (BASE, NOISED, CHILD))
+def test_a_child_whose_table_was_not_found_is_not_cleared():
+    base, noised_child, rotated = (as_keras(weights_of(source)) for source in (BASE, NOISED, CHILD))
     answer, sentence = judged(base, rotated)
     assert answer == INCONCLUSIVE and "no embedding matrix" in sentence, sentence
     assert judged(base, noised_child)[0] == SAME_BIRTH

@@ -93,9 +93,6 @@ def test_two_ranks_count_what_one_does(T, monkeypatch):
     assert probe.preference(model, counts) == pytest.approx(expected, rel=1e-6)  # sums in another order
 
 
-# ---- the command -------------------------------------------------------------------------------------------
-
-
 def test_a_folder_and_the_text_of_its_tokens(tmp_path):
     """A checkpoint's tokenizer says what its favourites mean; a folder without one has no such columns."""
     tokenizer = load_tokenizer("bpe:400", [(ROOT / "probe.py").read_text()])

@@ -60,9 +60,6 @@ def test_a_table_says_that_it_leaves_layers_out(capsys):
     *lines, said = capsys.readouterr().out.splitlines()
     assert said == "(12 of 26 rows; the JSON has all)"
     assert lines[::2] == ["layer      c", *[f"{layer:5} 0.1235" for layer in (0, 1, 2, 4, 8, 12)]]
-    results.print_rows(rows[:4], ("head", "c"))  # what is no column says nothing of the table
-    results.print_rows([{"layer": layer} for layer in (1, 2)])
-    assert "JSON" not in capsys.readouterr().out
 
 
 def test_interval_against_scipy_and_within_a_rates_bounds():

@@ -58,9 +58,6 @@ def family(tmp_path_factory):
     return root
 
 
-# ---- compare -----------------------------------------------------------------------------------------------
-
-
 def test_compare_knows_kin_from_strangers(family, tmp_path):
     names = ["base", "child", "rotate", "neurons", "stranger", "transplanted", "other"]
     result, text = run("compare", family / "base", *(family / name for name in names), *FEW, out=tmp_path)
@@ -129,9 +126,6 @@ def test_matrix_leaves_out_what_has_no_layers(family, tmp_path):
     assert kinship(row) == 1 and kinship(row | {"verdict": "part in common"}) == 0
 
 
-# ---- the paper's test --------------------------------------------------------------------------------------
-
-
 def last_states(folder: Path, inputs: torch.Tensor) -> np.ndarray:
     """Final states at the last position, by a whole forward pass, (n, d)."""
     with torch.inference_mode():
@@ -151,9 +145,6 @@ def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path
         assert row["paper_k"] == expected["paper_k"]
         # two ranks are swapped
         assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
-
-
-# ---- identify ----------------------------------------------------------------------------------------------
 
 
 def test_identify_names_the_seed(tmp_path):
@@ -179,8 +170,6 @@ def test_identify_knows_none(tmp_path):
     assert result["answer"] is None and "none of init.py's seeds 0 to 1500" in text
     assert result["rows"][0]["family_log10_p"] > -6
 
-
-# ---- persistence -------------------------------------------------------------------------------------------
 
 STEPS = {0: 0.0, 1: 0.1, 20: 0.5}  # noise of each
 
@@ -223,9 +212,6 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
         pair = [runs / "a" / f"step_{step:07}" for step in (0, 20)]
         (paper,) = run("paper", *pair, *OUTPUTS, out=tmp_path)[0]["rows"]
         assert all(rows[20][key] == paper[key] for key in ("paper_t_p", "paper_u_p"))
-
-
-# ---- mistakes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ def given(kind=sinks.Settings, **values):
     return kind(**{"device": "cpu", "dtype": "float32", "num_sequences": 7, **values})
 
 
-# ---- how much? ---------------------------------------------------------------------------------------------
-
-
 def ratio(norms: torch.Tensor) -> float:
     """The norm at position 1 over the median of others, (..., T), in the mean of layers, sequences, heads."""
     return (norms[..., 0] / norms[..., 1:].median(-1).values).mean().item()
@@ -92,9 +89,6 @@ def test_every_first_token_in_turn(tmp_path, monkeypatch):
         assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
 
 
-# ---- Equation 2 --------------------------------------------------------------------------------------------
-
-
 def test_values_of_a_newborn_follow_the_theory():
     config = replace(PRESETS["nano_llama"], num_layers=1, vocab_size=1)
     model = init.newborn(config, 5)
@@ -105,9 +99,6 @@ def test_values_of_a_newborn_follow_the_theory():
     ratio = spread.std(1) / torch.tensor(mechanisms.aggregated_std(config, 32, "gpt2"))
     # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them
     assert (ratio - 1).abs().max() < 0.03
-
-
-# ---- anatomy -----------------------------------------------------------------------------------------------
 
 
 def observe(model: Transformer, tokens: torch.Tensor, on_heads=None):
@@ -211,9 +202,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         assert row == pytest.approx(law, rel=1e-4)
 
 
-# ---- interventions -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])
 def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
     model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
@@ -252,9 +240,6 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
         # float32 states that two interventions have made large
         assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
-
-
-# ---- silence -----------------------------------------------------------------------------------------------
 
 
 def parse(words: str) -> list[tuple[int, int]]:

@@ -28,9 +28,6 @@ def expectation(function) -> float:
     return quad(integrand, -12, 12, points=[0.0], epsabs=1e-12)[0]
 
 
-# ---- one layer: the activation's kernel --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("phi", [F.gelu, torch.tanh])
 @pytest.mark.parametrize("rho", [0.3, -0.5, 1.0])
 def test_kernel_against_gauss_hermite_in_two_dimensions(phi, rho):
@@ -70,9 +67,6 @@ def test_relu_recursion():
     assert cosines[:4] == pytest.approx([0, 0.3183, 0.4937, 0.6048], abs=5e-5)
     assert 1 - 1e-4 < cosines[-1] < 1
     assert theory.relu_recursion(3, "centered") == [0, 0, 0, 0]
-
-
-# ---- the whole newborn network -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])

@@ -149,9 +149,8 @@ runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it ta
 def test_two_processes_one_of_which_is_killed_and_then_one(tokens, tmp_path):
     """Their losses are those of one process; the same command begins a run and goes on with it.
 
-    Of five sequences one rank has two micro-batches. Only one rank writes and speaks. Each loss and gradient
-    is the same to 1e-5: a sum of float32 gradients in another order differs by 1e-7, which AdamW's steps let
-    grow.
+    Of five sequences one rank has two micro-batches. Only one rank writes and speaks. Sums of float32
+    gradients in another order differ by 1e-7, which AdamW's steps let grow to 1e-5.
     """
     changes = {"global_batch_size": 5, "micro_batch_size": 2, "explicit_sink": True}
     one = small(tokens, tmp_path / "one", **changes)
@@ -434,9 +433,6 @@ def test_continual_training_from_a_checkpoint(tokens, whole, tmp_path):
     shutil.rmtree(parent)
     train.train(replace(settings, resume=True, max_iters=2))
     assert len(losses(run)) == 2
-
-
-# ---- what ends a run ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eval_every", [100, 1])  # found by a loss, by an evaluation

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 import transformers
 from conftest import KINDS, assert_refused, random_model, run_here
 from safetensors.torch import load_file
+from test_sinks import saved
 
 import init
 import sinks
 from lib import checkpoint
-from lib.checkpoint import parse_spec
 from lib.files import read_json
 from lib.inputs import random_tokens
 from measure import attention
@@ -22,13 +22,6 @@ from measure.rounding import rounded_inputs
 from measure.units import Activity, effects, hidden_units, observe, replace_units
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
-
-
-def model_of(folder, kind="llama_gqa"):
-    """A random model, and its spec in a folder."""
-    model = random_model(KINDS[kind])
-    checkpoint.save(folder / "model", model)
-    return model, parse_spec(str(folder / "model"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2_itself", "llama_gqa"])
@@ -127,9 +120,9 @@ def test_selective_builders():
 
 
 def test_rows_are_what_their_kinds_say(tmp_path):
-    model, spec = model_of(tmp_path)
+    model = random_model(KINDS["llama_gqa"])
     settings = sinks.TransplantSettings(**SETTINGS, sequence_length=(12, 20))
-    lists = sinks.transplants(settings, spec, model)
+    lists = sinks.transplants(settings, saved(model, tmp_path), model)
     rows = {(row["kind"], row["sequence_length"]): row for row in lists["rows"]}
     assert len(rows) == len(lists["rows"])
     both = random_tokens(0, range(8), 12, 97)
@@ -165,17 +158,18 @@ def test_rows_are_what_their_kinds_say(tmp_path):
 def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     """Saved, it is measured and compared."""
     monkeypatch.chdir(tmp_path)
-    model, _ = model_of(tmp_path)
+    model = random_model(KINDS["llama_gqa"])
+    checkpoint.save(Path("model"), model)
     words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5")
     words += ("--device", "cpu", "--no-controls")
     done = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert read_json(Path("out/transplant.json"))["rows"][0]["checkpoint"] == "model"
-    saved = checkpoint.load("saved")
+    changed = checkpoint.load("saved")
     tokens = random_tokens(0, range(21), 12, 97)
     keys, values = attention.constants_at(model, tokens[5:])
-    assert torch.equal(saved.model.layers[1].self_attn.sink_key, keys[1].flatten())
-    assert torch.equal(saved.model.layers[1].self_attn.sink_value, values[1].flatten())
+    assert torch.equal(changed.model.layers[1].self_attn.sink_key, keys[1].flatten())
+    assert torch.equal(changed.model.layers[1].self_attn.sink_value, values[1].flatten())
     assert run_here("sinks", "rate", *words[:-1], "--model", "saved", "--out", "out").returncode == 0
     assert read_json(Path("out/rate.json"))["rows"][0]["constant_alpha"] > 0
     assert run_here("seedprint", "compare", "model", "saved", "--out", "out").returncode == 0

@@ -66,6 +66,7 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
 ALL = dict.fromkeys(range(1, 25), 1000)
 LATE = {18: 70, 20: 100, 22: 160, 24: 370}  # what unrelated language models share
 TAIL = {layer: 18 + layer for layer in range(1, 6)}  # layers of a model cut to its end
+NOISED = dict.fromkeys(TAIL, 300)
 MATCHES = {  # what was matched: the verdict, and what its sentence says
     "all, strongly": (dict(counts=ALL, r=0.95), SAME_BIRTH, "1,000 of 1,000 hidden units of every layer"),
     "all, weakly": (dict(counts=ALL, r=0.1), SAME_BIRTH, "every layer were matched, weakly (r = 0.10)"),
@@ -73,22 +74,15 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
     "two late ones, strongly": (dict(counts={23: 300, 24: 300}, r=0.6), SAME_BIRTH, "of 2 of 24 layers"),
     "one in the middle": (dict(counts={9: 600}), INCONCLUSIVE, "in layer 9 of the base, but no other"),
     "one layer twice": (dict(counts={9: 900, 10: 900}, base_layers={10: 9}), INCONCLUSIVE, "but no other"),
+    "one of the read": (dict(counts={9: 900}, read=(9, 14, 19, 24)), INCONCLUSIVE, "but no other"),
     "one of few": (dict(counts={2: 600}, depth=6), INCONCLUSIVE, "1 of 6 layers"),
     "the only one": (dict(counts={1: 600}, depth=1, r=0.9), SAME_BIRTH, "of every layer"),
     "some in the middle": (dict(counts={9: 120}), INCONCLUSIVE, "12% of layer 9"),
     "late ones": (dict(counts=LATE), NO_EVIDENCE, "(37% of layer 24, r = 0.20), as of unrelated"),
     "all late, weakly": (dict(counts={23: 900, 24: 900}), INCONCLUSIVE, "were matched (90% of layer"),
-    "a noised tail": (
-        dict(counts=dict.fromkeys(TAIL, 300), depth=7, base_layers=TAIL),
-        INCONCLUSIVE,
-        "30% of",
-    ),
+    "a noised tail": (dict(counts=NOISED, depth=7, base_layers=TAIL), INCONCLUSIVE, "30% of"),
     "the first, weakly": (dict(counts={1: 80}), NO_EVIDENCE, "(8% of layer 1, r = 0.20), as of unrelated"),
-    "nothing": (
-        dict(counts={}),
-        NO_EVIDENCE,
-        "at most 1 of 1,000 hidden units of a layer were matched, as by",
-    ),
+    "nothing": (dict(counts={}), NO_EVIDENCE, "at most 1 of 1,000 hidden units of a layer were matched"),
     "few units": (dict(counts={9: 7}, units=32), NO_EVIDENCE, "at most 7 of 32"),  # chance has 22 % of them
 }
 
@@ -139,12 +133,7 @@ def test_layers_count_once_whatever_shows_them():
 def test_units_of_layers_of_several_widths():
     pair = judged_pair(ALL, r=0.95)
     pair.rows[3] = replace(pair.rows[3], found=256, units=512)
-    said = "at least 256 of 512 hidden units of every layer were matched (50% of layer 4)"
-    assert said in sentence_of(pair, "")
-
-
-def test_one_layer_of_the_few_that_were_read_is_no_child():
-    assert judged_pair({9: 900}, r=0.9, read=(9, 14, 19, 24)).verdict == INCONCLUSIVE
+    assert "at least 256 of 512 hidden units of every layer were matched" in sentence_of(pair, "")
 
 
 def test_chance_is_poisson_over_all_counts():
@@ -230,10 +219,6 @@ def beside_a_stranger(weights: dict) -> dict:
     return weights_of(STRANGER) | changed(weights, {"model.": "a.", "lm_head": "a.head"})
 
 
-def with_a_table_of_zeros(weights: dict) -> dict:
-    return weights | {"a.embed_tokens.weight": torch.zeros(300, 64)}
-
-
 def with_many_decoys(weights: dict) -> dict:
     return weights | {f"a{number}.embed_tokens.weight": random_rows(300) for number in range(30)}
 
@@ -256,10 +241,6 @@ def factored(weights: dict) -> dict:
     return others
 
 
-def factored_as_svd_llm(weights: dict) -> dict:
-    return changed(factored(weights), {"_proj.U.": "_u_proj.", "_proj.V.": "_v_proj."})
-
-
 def with_a_narrow_table(weights: dict) -> dict:
     """As OPT-350m's, which is projected to the width of the stream."""
     return weights | {name: weights[name][:, :32] for name in TABLES}
@@ -275,9 +256,7 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "gate after up": ({}, RPQ),
     "DBRX": (DBRX, DBRX),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
-    "names exchanged": ({}, {"gate_proj": "x", "up_proj": "gate_proj", "x": "up_proj"}),
     "halves and in turn": (fused, IN_TURN),
-    "a table of zeros": ({}, with_a_table_of_zeros),
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
@@ -290,12 +269,8 @@ UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "many decoys": (with_many_decoys, "no one embedding matrix found in B"),
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
     "MLPs in factors": (factored, "no MLPs found in A"),
-    "the same, other names": (factored_as_svd_llm, "no MLPs found in A"),
     "a narrow table": (with_a_narrow_table, "no embedding matrix found in A"),
-    "a head alone": (
-        {"model.embed_tokens.weight": ""},
-        "no embedding matrix but what may be a head found in A",
-    ),
+    "a head alone": ({"model.embed_tokens.weight": ""}, "no embedding matrix but what may be a head found"),
 }
 
 
@@ -340,14 +315,6 @@ def test_decoys_beside_the_table(decoy, rows, tmp_path):
     assert judged(BASE, folder_with(tmp_path / "a", weights))[0] == SAME_BIRTH
 
 
-def test_a_decoy_beside_an_mlp_without_a_gate(tmp_path):
-    base = Newborn(replace(CONFIG, mlp="gelu", norm="layernorm"), 1)
-    weights = weights_of(disguise.disguised(base))
-    for layer in range(3):
-        weights[f"model.layers.{layer}.mlp.c_fc.weight"] = random_rows(96)
-    assert judged(base, folder_with(tmp_path / "a", weights))[0] == SAME_BIRTH
-
-
 def test_layers_of_which_nothing_is_known(tmp_path):
     """Square matrices without names: an MLP may be among them, and a changed basis hides it."""
     base = Newborn(replace(CONFIG, d_ff=64), 1)
@@ -367,18 +334,10 @@ TIED = replace(PLAIN, tie_embeddings=True)
 def as_transformer_lens(weights: dict) -> dict:
     """GPT-2's matrices as TransformerLens stores them, (inputs, outputs)."""
     names = {"model.embed_tokens.weight": "embed.W_E", "model.layers.": "blocks.", "post_attention": "ln2"}
-    names |= {
-        "up_proj.weight": "W_in",
-        "down_proj.weight": "W_out",
-        "self_attn.": "attn.",
-        "ln2_layer": "ln2",
-    }
-    others = changed(weights, names | {"ln2norm.weight": "ln2.w", "model.norm.weight": "ln_final.w"})
+    names |= {"up_proj.weight": "W_in", "down_proj.weight": "W_out", "self_attn.": "attn."}
+    names |= {"ln2_layernorm.weight": "ln2.w", "model.norm.weight": "ln_final.w"}
+    others = changed(weights, names)
     return {name: weight.T if ".W_" in name and "mlp" in name else weight for name, weight in others.items()}
-
-
-def with_a_new_head(weights: dict) -> dict:
-    return weights | {"lm_head.weight": random_rows(300)}
 
 
 def pruned_each(weights: dict) -> dict:
@@ -399,9 +358,8 @@ def with_more_tokens(weights: dict) -> dict:
 LLAMA = checkpoint.config_json(CONFIG)
 BROUGHT = {  # the architecture, what was done to the base, and to the suspect, and its config.json
     "TransformerLens": (TIED, {}, as_transformer_lens, RAW),
-    "no head": (PLAIN, {}, {"lm_head.weight": ""}, RAW),
+    "nn.Transformer": (PLAIN, {}, {"up_proj": "linear1", "down_proj": "linear2"}, RAW),
     "the base has none": (PLAIN, {"lm_head.weight": ""}, {}, RAW),
-    "a new head": (TIED, {}, with_a_new_head, RAW),
     "a head though tied": (CONFIG, {}, {}, LLAMA | {"tie_word_embeddings": True}),
     "a stale vocabulary": (CONFIG, {}, with_more_tokens, LLAMA),
     "layers of several widths": (CONFIG, {}, pruned_each, LLAMA),
@@ -431,6 +389,8 @@ def test_no_row_of_a_table_agrees(tmp_path):
     base = folder_with(tmp_path / "base", changed(weights_of(BASE), attention))
     copied = weights_of(STRANGER) | {n: w for n, w in weights_of(BASE).items() if "attn" in n or n in TABLES}
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    moved = weights_of(noised(BASE, 1))
+    moved |= {name: moved[name][order] for name in TABLES}
     suspects = {
         "copy": (
             weights_of(BASE),
@@ -438,11 +398,7 @@ def test_no_row_of_a_table_agrees(tmp_path):
             "layers 1-3 are bit for bit the base's layers 1-3; the base's",
         ),
         "noised": (weights_of(noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
-        "tokens moved": (
-            {n: w[order] if n in TABLES else w for n, w in weights_of(noised(BASE, 1)).items()},
-            SAME_BIRTH,
-            "; embedding matrices that were not seen to agree",
-        ),
+        "tokens moved": (moved, SAME_BIRTH, "; embedding matrices that were not seen to agree"),
         "copied attention": (copied, INCONCLUSIVE, "not in every kind of matrix of two layers"),
         "a copied table": (weights_of(Newborn(CONFIG, 2, 1)), INCONCLUSIVE, "a changed basis would hide"),
     }
@@ -461,11 +417,9 @@ def test_layers_at_other_places(tmp_path):
             for name in weights:
                 if f"layers.{layer}." in name:
                     weights[name] = BASE.read(name.replace(f".{layer}.", f".{base_layer}."))
-        renamed = changed(weights, {"layers.": "block_", "gate_proj": "p", "up_proj": "r", "down_proj": "q"})
+        renamed = changed(weights, PQR | {"layers.": "block_"})
         answer, sentence = judged(BASE, folder_with(tmp_path / str(len(layers)), renamed))
         assert answer == verdict, sentence
-        if verdict == SAME_BIRTH:
-            assert sentence.startswith("layers 2-3 are bit for bit the base's layers 1-2"), sentence
 
 
 def as_tokenizer_json(place, ids: dict) -> None:
@@ -486,10 +440,7 @@ def as_vocab_txt(place, ids: dict) -> None:
     (place / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)))
 
 
-WRITERS = (as_tokenizer_json, as_tokenizer_model, as_vocab_json, as_vocab_txt)
-
-
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [as_tokenizer_json, as_tokenizer_model, as_vocab_json, as_vocab_txt])
 def test_a_permuted_vocabulary(write, tmp_path):
     """Without a tokenizer it cannot be told from a stranger; with one it can, unless that lies."""
     order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
@@ -539,14 +490,13 @@ def test_gains_less_one(family, size, tmp_path):
         assert answer == SAME_BIRTH and "of every layer were matched; " in sentence, sentence
 
 
-TORCHTUNE = {"input_layernorm.weight": "sa_norm.scale", "post_attention_layernorm.weight": "mlp_norm.scale"}
-TORCHTUNE |= {"model.norm.weight": "norm.scale"}
-MEGATRON = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight"}
-MEGATRON |= {"post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+TORCHTUNE = ("sa_norm.scale", "mlp_norm.scale")
+MEGATRON = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-@pytest.mark.parametrize("names", [TORCHTUNE, MEGATRON], ids=["torchtune", "Megatron"])
-def test_gains_of_other_names(names, tmp_path):
+@pytest.mark.parametrize("before, between", [TORCHTUNE, MEGATRON], ids=["torchtune", "Megatron"])
+def test_gains_of_other_names(before, between, tmp_path):
+    names = {"input_layernorm.weight": before, "post_attention_layernorm.weight": between}
     weights = weights_of(BASE)
     for name, weight in weights.items():
         if weight.ndim == 1:
@@ -585,14 +535,12 @@ def test_constants_are_no_kinship(tmp_path):
     others = {f"model.layers.{layer}.zeros": torch.zeros(64, 64) for layer in range(3)}
     others |= {f"model.layers.{layer}.mix": torch.eye(64) + 3 for layer in range(3)}
     others |= {f"model.layers.{layer}.rotary_emb.cos_cached": random_rows(64).cos() for layer in range(3)}
-    for case, shared in (("a", mask), ("b", others | mask)):
-        sources = []
-        for number, source in enumerate((BASE, STRANGER)):
-            sources.append(folder_with(tmp_path / f"{case}{number}", weights_of(source) | shared))
-        answer, sentence = judged(*sources)
-        assert answer == NO_EVIDENCE and sentence.endswith("a different embedding matrix"), sentence
-        said = "layers 1-3 are bit for bit the base's layers 1-3; 96"
-        assert judged(sources[0], sources[0])[1].startswith(said)
+    sources = []
+    for number, source in enumerate((BASE, STRANGER)):
+        sources.append(folder_with(tmp_path / str(number), weights_of(source) | others | mask))
+    assert judged(*sources)[0] == NO_EVIDENCE
+    _, sentence = judged(sources[0], sources[0])
+    assert sentence.startswith("layers 1-3 are bit for bit the base's layers 1-3; 96")
 
 
 def test_tokens_that_are_all_alike_are_told(tmp_path):
@@ -603,10 +551,9 @@ def test_tokens_that_are_all_alike_are_told(tmp_path):
 
 
 def test_what_was_done_is_told():
-    same, shuffled, rotated = (
-        judged(BASE, disguise.disguised(BASE, ways))[1] for ways in ((), ("neurons",), ("rotate",))
-    )
-    assert same.endswith("matched units read is the base's, up to rounding; the base's embedding matrix")
+    ways = ((), ("neurons",), ("rotate",))
+    same, shuffled, rotated = (judged(BASE, disguise.disguised(BASE, way))[1] for way in ways)
+    assert same.endswith("the base's embedding matrix")
     assert "its hidden units stand in another order" in shuffled and "basis" not in same + shuffled
     assert "its residual basis was changed" in rotated and "order" not in same + rotated
     # two random tables of 130 tokens in 64 dimensions share half of each dimension by chance
@@ -618,7 +565,6 @@ def test_of_few_tokens_a_copied_table_is_told_by_its_coordinates():
     """Of 100 tokens 64 dimensions span nearly all, as of 257 tokens 256: any two tables look alike."""
     few = Newborn(replace(CONFIG, vocab_size=100), 1)
     assert judged(few, few)[1].endswith("; the base's embedding matrix")
-    assert judged(few, noised(few, 0.3))[1].endswith("; the base's embedding matrix, changed")
     turned = disguise.disguised(few, ("rotate",))
     assert judged(few, turned)[1].endswith("embedding matrices that were not seen to agree")
     strangers = [checkpoint.parse_spec(name).open() for name in ("backcopy@1", "tiny_llama@7")]
