@@ -71,6 +71,7 @@ GPT2_PARTS = {  # of a tensor's name, in a GPT-2: in ours
     ".mlp.c_fc.": ".mlp.up_proj.",
     ".mlp.c_proj.": ".mlp.down_proj.",
 }
+C_ATTN = re.compile(r"(?:^|\.)h\.\d+\.attn\.c_attn\.weight$")
 PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
     "attention_bias": False,
@@ -215,21 +216,30 @@ def unstacked(tensors):
     return layers
 
 
+def joined_shapes(tensors):
+    """The shapes of the matrices of q, k and v, if tensors are called as a GPT-2's."""
+    has_mlps = any(name.endswith("h.0.mlp.c_fc.weight") for name in tensors)
+    return [tensor.shape for name, tensor in tensors.items() if has_mlps and C_ATTN.search(name)]
+
+
 def gpt2_tensors(tensors):
-    """A GPT-2's tensors by our names; what it stores as (inputs, outputs) is turned."""
+    """A GPT-2's tensors by our names; what it stores as (inputs, outputs), as nanoGPT does not, is turned."""
+    is_turned = all(shape[0] < shape[-1] for shape in joined_shapes(tensors))
     found = {}
     for name, tensor in tensors.items():
-        ours = name.removeprefix("transformer.")
+        ours = name.rpartition("transformer.")[2]
         for theirs, part in GPT2_PARTS.items():
             ours = ours.replace(theirs, part)
         if ".c_" not in name:
             found[ours] = tensor
             continue
         letters = "qkv" if "{}" in ours else "-"
-        size = tensor.shape[-1] // len(letters)
+        outputs, *inputs = reversed(tensor.shape) if is_turned else tensor.shape
+        size = outputs // len(letters)
         for number, letter in enumerate(letters):
-            read = partial(turned, tensor.read, slice(size * number, size * (number + 1)))
-            found[ours.replace("{}", letter)] = LazyTensor((size, *tensor.shape[:-1]), tensor.kind, read)
+            part = slice(size * number, size * (number + 1))
+            read = partial(turned, tensor.read, part) if is_turned else partial(tensor.read, (part,))
+            found[ours.replace("{}", letter)] = LazyTensor((size, *inputs), tensor.kind, read)
     return found
 
 
@@ -429,6 +439,9 @@ def open_checkpoint(place, any_architecture=False):
     if tensors and all("lora" in name for name in tensors):
         raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
     raw = raw or {}
+    joined = joined_shapes(tensors)
+    if joined and all(max(shape) == 3 * min(shape) for shape in joined):
+        tensors = gpt2_tensors(tensors)  # so that a file beside a folder has the same names
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None

@@ -439,16 +439,30 @@ def mlps_by_shape(shapes, width):
     if not any(found.values()):
         found = {"": roles_by_shape(shapes, width)}
     found = {owner: roles for owner, roles in found.items() if roles}
+    oblong = {owner: roles for owner, roles in found.items() if not is_square(shapes[roles["down"]])}
+    found = oblong or found  # an attention's matrices may be square
     named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
     return named or found
 
 
+def is_square(shape):
+    """Has a matrix, or each of a stack, as many rows as columns?"""
+    return shape[-1] == shape[-2]
+
+
 def roles_by_shape(shapes, width):
-    """The matrices of an MLP by role: one writes what one or two others read; {} if there is none."""
+    """The matrices of an MLP by role: one writes what one or two others read; {} if there is none.
+
+    A name tells the one that writes, but where its shape is another's, and the third one's is not: of
+    xFormers' w1, w2 and w3 the last writes.
+    """
     reads, writes = defaultdict(list), defaultdict(list)  # by the number of units
     named = [rest for rest in shapes if DOWN.search(rest)]
+    counts = Counter(shapes.values())
+    if sorted(counts.values()) == [1, 2] and any(counts[shapes[rest]] == 2 for rest in named):
+        named = []
     for rest, shape in shapes.items():
-        if named or shape[-1] != shape[-2]:
+        if named or not is_square(shape):
             is_read = rest not in named if named else shape[-1] == width
             kind = reads if is_read else writes
             kind[units_of(shape, width)].append(rest)

@@ -150,10 +150,17 @@ def as_megatron(experts: list) -> dict:
     return side_by_side(experts) | {"experts.weight1": first.reshape(64, -1)}
 
 
+def as_xformers(experts: list) -> dict:
+    """The last of three writes, not w2."""
+    return {f"w{number}.weight": matrix for number, matrix in enumerate(experts[0], start=1)}
+
+
+SHORT = {"self_attn.": "sa.", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
 MLPS = {  # how are MLPs stored? The architecture, how many experts, and all the rest
     "B: kernels": (SQUARE, 1, kernels, as_flax, SURE),
     "B: kernels beside oblong attention": (replace(CONFIG, d_ff=64), 1, kernels, as_flax, SURE),
     "B: kernels of experts": (replace(SQUARE, d_ff=256), 4, kernels, as_flax, SURE),
+    "B: w3 writes, and attention's wo": (CONFIG, 1, as_xformers, SHORT, SURE),
     "D: numbers last": (CONFIG, 4, numbers_last, {}, SURE),
     "D: grouped linears": (CONFIG, 4, grouped_linears, {}, SURE),  # as Transformer Engine's
     "D: side by side": (CONFIG, 4, side_by_side, {}, HONEST),  # (d, E 2m) and (E m, d)

@@ -128,6 +128,19 @@ def test_names_without_a_prefix_and_masks(tmp_path):
         checkpoint.load(tmp_path / "a")
 
 
+def test_a_file_as_nanogpt_saves_it_has_a_folders_tensors(tmp_path):
+    gpt2(tmp_path / "a")
+    stored = safetensors.torch.load_file(tmp_path / "a/model.safetensors")
+    saved = {}
+    for name, tensor in stored.items():
+        is_turned = ".c_" in name and tensor.ndim == 2
+        saved[f"_orig_mod.{name}"] = tensor.T.contiguous() if is_turned else tensor
+    torch.save({"model": saved}, tmp_path / "ckpt.pt")
+    folder, file = (formats.open_checkpoint(tmp_path / name, True) for name in ("a", "ckpt.pt"))
+    assert folder.shapes == file.shapes
+    assert all(torch.equal(folder.read(name), file.read(name)) for name in folder.shapes)
+
+
 REFUSED = [
     ({"activation_function": "quick_gelu"}, "gelu_pytorch_tanh, not 'quick_gelu'"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not supported"),
