@@ -437,17 +437,13 @@ def mlps_by_shape(shapes, width):
         owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
     found = {owner: roles_by_shape(members, width) for owner, members in owners.items()}
     if not any(found.values()):
+        owners = {"": shapes}
         found = {"": roles_by_shape(shapes, width)}
     found = {owner: roles for owner, roles in found.items() if roles}
-    oblong = {owner: roles for owner, roles in found.items() if not is_square(shapes[roles["down"]])}
-    found = oblong or found  # an attention's matrices may be square
+    whole = {owner: roles for owner, roles in found.items() if len(roles) == len(owners[owner])}
+    found = whole or found  # of an attention's matrices two may look like an MLP, and others are left
     named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
     return named or found
-
-
-def is_square(shape):
-    """Has a matrix, or each of a stack, as many rows as columns?"""
-    return shape[-1] == shape[-2]
 
 
 def roles_by_shape(shapes, width):
@@ -462,7 +458,7 @@ def roles_by_shape(shapes, width):
     if sorted(counts.values()) == [1, 2] and any(counts[shapes[rest]] == 2 for rest in named):
         named = []
     for rest, shape in shapes.items():
-        if named or not is_square(shape):
+        if named or shape[-1] != shape[-2]:
             is_read = rest not in named if named else shape[-1] == width
             kind = reads if is_read else writes
             kind[units_of(shape, width)].append(rest)
