@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
 `layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what averaging adds.
-`predict` computes the common direction from the weights (measure/mean_field.py). `cure` draws newborns that
-do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
+`predict` follows the mean state through the weights, layer by layer (measure/mean_field.py). `cure` draws
+newborns that do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
 4.1); in `predict` and `cure` they read tokens. All seeds of a preset share one embedding matrix (BB B.2);
 PRESET@SEED has its own.
 
@@ -173,7 +173,7 @@ def mlp(settings: NewbornSettings):
             for layer, state in enumerate(states_along(functions, x)):
                 row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
                 births.rows.append(row | pairwise_cosine(state))
-                # Deep states are so short that torch's epsilon lowers their cosines (BB footnote 5).
+                # Deep states are so short that torch's epsilon lowers their cosines (ours).
                 if stack == "mlp0_relu":
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
                     births.rows.append(row | floored_cosine(state, epsilon=1e-8))

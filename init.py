@@ -99,7 +99,7 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights in the same memory under another configuration: what changes one changes both."""
+    """The same weights, in the same memory, in another configuration; what `model` lacks has no numbers."""
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)

@@ -285,7 +285,7 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)  # no numbers are drawn: init.py fills it
+        table = torch.full((V, d), torch.nan)  # off the meta device nn.Embedding would draw V d numbers
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         if config.positions == "learned":

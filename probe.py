@@ -5,9 +5,8 @@
     python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
-The model reads random sequences, and predicts the token with the largest logit after the last position. If a
-newborn had no preference, N sequences would give N uniform draws; instead a few tokens come up far too often.
-Each model, seed and length gets a row; `preference` makes its columns.
+The model reads random sequences, and predicts the token with the largest logit after the last position. Each
+model, seed and length gets a row; `preference` makes its columns.
 """
 
 import math

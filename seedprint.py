@@ -9,7 +9,8 @@
 `compare` and `matrix` read weights alone, of any architecture, width, depth and vocabulary, one matrix at a
 time: two models of 7B parameters fit into a laptop's memory. `measure/matching.py` shows how a hidden unit of
 the base is matched with one of the suspect, `lineage/compare.py` how all layers are (lineage/verdict.py
-calls it), and `lineage/table.py` judges. The columns of a row:
+calls it), and `lineage/table.py` judges. `identify` draws 65,536 numbers of one matrix for each seed: the
+best one's seed is the answer if its p, times the number of seeds, is at most 10^-6. The columns of a row:
 
     units_share, r  the share of a layer's units that were matched, and the median |correlation| of these
     units_found     matched of `units`: of a child in the worst of the layers that are the base's, of others

@@ -92,7 +92,7 @@ class TransplantSettings(Settings):
     """The settings of `transplant`."""
 
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
-    num_sequences: at_least(2) = 32  # sequences, for T up to 64; for longer ones fewer, but 4 at least
+    num_sequences: at_least(2) = 32  # sequences, for T up to 64; for longer ones fewer, down to 4
     num_constants: at_least(1) = 16  # sequences of docstrings whose first tokens give the constants
     controls: bool = True  # also measure other tokens in front, other builders, and other constants
     save: str | None = None  # new folder for the model with its constants
@@ -311,7 +311,7 @@ def transplants(settings: TransplantSettings, spec, model):
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = transplant_cases(model, activity, others)
-        in_8_bits = [kind for kind, *_ in cases]  # also of inputs in 8 bits: a huge number makes steps coarse
+        in_8_bits = [kind for kind, *_ in cases]  # inputs in 8 bits, too: a huge number coarsens all
         if settings.controls:
             cases += control_cases(settings, model, activity, others)
         for kind, changed, units, prefix in progress(cases, desc="transplant", unit=" cases", leave=False):
@@ -350,8 +350,8 @@ def measured_and_others(settings: TransplantSettings, spec, T):
 def transplant_cases(model, activity, others):
     """Each case's kind, its model, the hidden units at zero, and the tokens in front of the text.
 
-    The builders at zero are `Activity.selective`, of these very windows. Like constants, a token in front
-    gives the text's first token something to attend to: losses are best compared with that case.
+    The builders at zero are `Activity.selective`, chosen on the windows that are measured. Like constants, a
+    token in front gives the text's first one something to attend to: losses are best compared with that case.
     """
     transplanted = attention.with_constants(model, *attention.constants_at(model, others))
     units = activity.selective()

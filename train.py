@@ -9,7 +9,7 @@
 A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
 newest two, and the steps that --keep selects. --resume loads the newest whole checkpoint, and cuts the log
 off there. It takes the settings with which the run began; flags can change only those in MAY_CHANGE. Given a
-config file, it begins a run that is not there yet. Where a model is asked for, a run means its newest step.
+config file or other flags, it begins a run that is not there. As a model, a run means its newest step.
 
 `TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
 whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it
@@ -121,7 +121,7 @@ class Training:
         self.model = torch.compile(model) if settings.compile else model
         if runtime.world_size() > 1:  # a view: no second copy of the gradients
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.model.broadcast_buffers = False  # all have the same angles; torch 2.13 warns of a keyword
+            self.model.broadcast_buffers = False  # all have the same; as a keyword torch warns of it
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         flops = runtime.training_flops(model, settings.sequence_length)  # of a token
         self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s

@@ -25,7 +25,7 @@ class Model:
     """What is read of a model before it is compared, by `read_model`."""
 
     name: str
-    stacks: dict  # each Stack (a run of layers) and its Units by each Reading; first those with a head
+    stacks: dict  # of each Stack (a run of layers): hidden Units by Reading (which matrix is what)
     vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
     is_newborn: bool
 
@@ -41,7 +41,7 @@ def read_model(name, source):
 
 
 def compare(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
-    """The verdict of two models, the Pair of stacks that gave it, and the Pairs of all stacks."""
+    """The verdict of two models, the Pair of stacks (a table of layers) that gave it, and all Pairs."""
     pairs = []
     for ours, theirs in itertools.product(base.stacks, suspect.stacks):
         correlations, namesakes = weight_correlations(ours, theirs)  # before units fill the memory

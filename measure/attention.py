@@ -37,7 +37,7 @@ def mean_attention(q: Tensor, k: Tensor, positions, sink_key=None) -> Tensor:
     for part in positions.split(k.shape[3]):
         weights = weights_on(q, k, part, sink_key)
         parts.append(weights.sum(2, dtype=torch.float32))
-    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,); earlier queries do not see the position
+    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,) that see it; all see position 0
     return torch.cat(parts, dim=2) / queries
 
 

@@ -119,7 +119,7 @@ def relu_recursion(layers, scheme="gpt2"):
         c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
         kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
 
-    `lost` is 0, or for `centered` kappa(0) = 1/pi, the units' mean product for orthogonal inputs.
+    kappa(1) = 1. `lost` is 0; for `centered` kappa(0) = 1/pi, units' mean product for orthogonal inputs.
     """
     check_scheme(scheme)
     lost = 1 / math.pi if scheme == "centered" else 0.0
@@ -192,7 +192,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # (RoPE is neglected; it makes the covariance smaller.)
             # Weights not yet normalised, over their means, have E[w_ia w_jb] = M_ia M_jb e^(t^2 x). For
             # the power the code has 1 + v x, exact at 0 and 1. The sum is then M C M^T + v C (M C^2 M^T).
-            # When each query's weights are normalised to the sum 1, v C (M C M^T)^2 is lost, to order v.
+            # When each query's weights are normalised to the sum 1, about v C (M C M^T)^2 is lost.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
             both = residual * both + g_a * (uniform + v * C * uneven)

@@ -8,7 +8,7 @@
 A file holds what one run of configs/text_sink.py came to: what it was made with; each evaluation, with the
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
 
-`birth`: a sink's end is known. At the last step a run has sink heads, a dimension that dominates at position
+`birth`: a sink's end is known. At the last step a run has sink heads, a largest dimension at position
 1, and builders, hidden units that make nearly all of it (`sinks.py silence`). Each earlier step is asked for
 the same heads, dimension and units, on 64 held-out tokens, the first of them BOS if the run trained so.
 """
