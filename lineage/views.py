@@ -24,6 +24,7 @@ MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so many random directions
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
 RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
+NEGATIVE_GAINS = 0.01  # share of a model's gains: language models have 0.002 at most, less one they have 0.15
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
 EXCHANGED = {"gate": "up", "up": "gate"}
@@ -48,7 +49,8 @@ def readings(stack):
         return []
     from_one = [bool(GAINS_FROM_ONE & set(stack.source.family.split()))]
     norms = {mlp.norm for mlp in stack.mlps if mlp.norm}
-    if any(stack.source.read(norm).min() <= 0 for norm in norms):  # the family's name may be wrong
+    gains = [stack.source.read(norm).float() for norm in norms]
+    if gains and (torch.cat(gains) <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
         from_one.append(not from_one[0])
     is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
