@@ -1,6 +1,6 @@
 """Why does a newborn prefer tokens? Its states contract, by the mechanisms of BB section 4.
 
-    python contraction.py                        # all five: 18 minutes on one thread, as all times below
+    python contraction.py                        # all five: 12-18 minutes on one thread, as all times below
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
@@ -226,7 +226,7 @@ def amplified_cosines(T, scheme):
 
 @torch.inference_mode()
 def predict(settings: LengthSettings):
-    """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; seven minutes)"""
+    """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; 3-7 minutes)"""
     births = Births("predict", "BB Finding 2.2, and ours", settings)
     points = []
     for key, model, T in births.each():
@@ -251,7 +251,7 @@ def predict(settings: LengthSettings):
 
 @torch.inference_mode()
 def cure(settings: LengthSettings):
-    """Does removing the mean that all hidden units share cure a newborn? (ours; four minutes)"""
+    """Does removing the mean that all hidden units share cure a newborn? (ours; 3 to 4 minutes)"""
     births = Births("cure", "ours", settings)
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in births.each(scheme):
@@ -265,7 +265,7 @@ def cure(settings: LengthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment with its own defaults, where no flag is given (18 minutes)"""
+    """Run every experiment with its own defaults, where no flag is given (12 to 18 minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
     for command in EXPERIMENTS.values():
         command.function(replace(command.defaults, **given))
