@@ -183,10 +183,10 @@ class Chain:
 
     SO says (docs/sinks.md: what holds): a head's output is a mean of values. At position 1 it is one value,
     whose `std` over sequences, heads and dimensions is largest. W_O writes most strongly what varies most
-    (`output_tau`), which wakes the builders at position 1 alone: a few hidden units of one MLP. They
-    make one dimension of the stream very large (`norm`, `disparity`). RMSNorm divides by the norm: all others
-    get small. So the keys of first tokens are alike (`key_alignment`), their values small (`value_norm`), and
-    queries find them (`alpha`).
+    (`output_tau`; not so in the mean of a language model's layers), which wakes the builders at position 1
+    alone: a few hidden units of one MLP. They make one dimension of the stream very large (`norm`,
+    `disparity`). RMSNorm divides by the norm: all others get small. So the keys of first tokens are alike
+    (`key_alignment`), their values small (`value_norm`), and queries find them (`alpha`).
     """
 
     def __init__(self, model: Transformer, num_sequences):

@@ -1,6 +1,6 @@
 """Do the papers hold? Every table and figure of both, their number beside ours.
 
-    python -m reproduce                                    # nine hours on 2 cores; resumes
+    python -m reproduce                                    # 13 hours of one core; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
 
 A command makes each result that is missing, or was made by other code than today's. Runs of training that it
@@ -79,7 +79,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-0.5b/wikitext/transplant": f"sinks.py transplant --model {SMALL} {LONG} --text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
-    "bench": "-m reproduce.bench --dtype bfloat16",
+    "bench": "-m reproduce.bench",
 }
 
 
