@@ -6,8 +6,7 @@
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
 backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
 and batch, and takes turns with ours. Rows have the medians, in tokens/s, and `ratio`, ours to theirs. It has
-no GPT-2 with RoPE. On a GPU both are compiled, and rows have the share of FLOP/s that ours makes of: the
-card's dense products in bfloat16 by its maker, if the card is known, and those measured here.
+no GPT-2 with RoPE. On a GPU both are compiled.
 """
 
 from functools import partial
@@ -20,9 +19,9 @@ import train
 from init import newborn
 from lib.checkpoint import config_json
 from lib.results import Experiment
-from lib.runtime import matmul_peak, progress, seconds_of, training_flops
+from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, run_script
-from model import PRESETS, ModelConfig, Transformer
+from model import PRESETS, ModelConfig
 
 CASES = (  # work, preset, sequences in a batch, tokens in a sequence
     ("forward", "nano_llama", 32, 64),
@@ -37,15 +36,14 @@ GPU_CASES = (
     ("training", "nano_gpt2", 32, 1024),
 )
 ROUNDS = 5  # turns of each; the median counts
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # FLOP/s of bfloat16, by a part of the card's name
 
 
 def bench(settings: RunSettings):
     """How many tokens/s do we and transformers read and learn? Writes bench.json."""
     experiment = Experiment("bench", "", settings)
     rows = []
-    on_gpu = experiment.device.type == "cuda"
-    for work, name, B, T in progress(GPU_CASES if on_gpu else CASES, desc="bench", unit=" cases"):
+    cases = GPU_CASES if experiment.device.type == "cuda" else CASES
+    for work, name, B, T in progress(cases, desc="bench", unit=" cases"):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=experiment.device)
         make = forward_passes if work == "forward" else training_steps
         with torch.inference_mode(work == "forward"):
@@ -53,20 +51,8 @@ def bench(settings: RunSettings):
         row = {"model": name, "work": work, "batch_size": B, "sequence_length": T, "ours": ours}
         if theirs:
             row |= {"transformers": theirs[0], "ratio": ours / theirs[0]}
-        if on_gpu:
-            row |= shares_of_peak(ours, name, T, experiment.device, experiment.dtype)
         rows.append(row)
     return experiment.save(rows)
-
-
-def shares_of_peak(speed, name, T, device, dtype):
-    """Shares of a card's FLOP/s, by its maker and as measured, that training at `speed` tokens/s makes."""
-    with torch.device("meta"):
-        flops = speed * training_flops(Transformer(PRESETS[name]), T)
-    card = torch.cuda.get_device_name(device)
-    peaks = [peak for part, peak in PEAKS.items() if part in card and dtype == torch.bfloat16]
-    by_maker = flops / peaks[0] if peaks else None
-    return {"share_of_peak": by_maker, "share_of_measured": flops / matmul_peak(device, dtype)}
 
 
 def take_turns(works, num_tokens):
@@ -89,26 +75,22 @@ def forward_passes(name, tokens, dtype):
 def training_steps(name, tokens, dtype):
     """Ours and, of a LLaMA, theirs: each does a step on windows (B, T + 1), and returns its mean loss."""
     ours = newborn(name, 0, device=tokens.device)
-    works = [training_step(ours, for_device(ours, tokens.device), tokens, dtype)]
+    works = [training_step(ours, ours, tokens, dtype)]
     if PRESETS[name].norm == "layernorm":
         return works
     theirs = transformers_model(PRESETS[name]).to(tokens.device)
-    their_logits = for_device(theirs, tokens.device)
 
     def their_loss(inputs, targets):
-        logits = their_logits(inputs, use_cache=False).logits.float()
+        logits = theirs(inputs, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     return [*works, training_step(theirs, their_loss, tokens, dtype)]
 
 
-def for_device(model, device):
-    """A model as it is trained: compiled on a GPU, as it is on a CPU."""
-    return torch.compile(model) if device.type == "cuda" else model
-
-
 def training_step(model, summed_loss, tokens, dtype):
     """A function that does a step; `summed_loss` is of inputs and targets, (B, T) each."""
+    if tokens.device.type == "cuda":
+        model.compile()
     optimizer = train.make_optimizer(model.train(), train.Settings())
 
     def step():
