@@ -26,7 +26,8 @@ What follows, `judge_stacks` and `judge_models` say. On what measurement each nu
     FEWEST_UNITS           of 16 units half are 8, which chance finds once in 10^7 layers
     FEWEST_TOKENS          tables of fewer tokens than that are all alike, and so are units seen through them
     A_TENTH                noise of 0.3 std hides no child; a tenth of its layers can be a LoRA adapter's
-    SAME_TABLE             tables of children are above 0.99 in any basis, of strangers up to 0.61
+    SAME_TABLE             copies are above 0.99 in any basis, trained children from there to 0.67, strangers
+                           up to 0.61
 """
 
 import math
@@ -86,7 +87,7 @@ class Pair:
     rows: list = field(default_factory=list)
     layer_map: dict = field(default_factory=dict)  # `share`, by MLPs of the `base` and of the `suspect`
     num_tokens: int = 0  # that they share; 0: units were not looked for
-    table_likeness: float | None = None  # in any basis: 1, or about 0; None: too few tokens
+    table_likeness: float | None = None  # in any basis: 1 of a copy; None: too few tokens
     base: object = None  # the Stacks
     suspect: object = None
     coordinates: dict = field(default_factory=dict)  # tests of the layers' ("body") and of the "embedding"

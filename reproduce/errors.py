@@ -1,6 +1,6 @@
 """How often does each test call unrelated models related? (BB B.3.1, Figure 13; mostly ours)
 
-    python -m reproduce.errors                      # all pairs of 45 newborns: 20 minutes
+    python -m reproduce.errors                      # all pairs of 45 newborns: half an hour
 
 Newborns of different seeds are unrelated by construction, so every rejection is an error; a sound test
 rejects 1 % at p <= 0.01. Much hangs on what the models read, and on how they are drawn.
