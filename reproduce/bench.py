@@ -1,6 +1,6 @@
 """How fast is it, beside transformers?
 
-    python -m reproduce.bench                         # two minutes on 2 cores
+    python -m reproduce.bench                         # two to five minutes on 2 cores
     python -m reproduce.bench --device cuda           # compiled, alone on a GPU
 
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
