@@ -22,9 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from init import SCHEMES, newborn, variant
-from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.figures import curves
-from lib.inputs import random_vectors
 from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress, rank
 from lib.settings import Command, RunSettings, at_least, check_choice, run_script
@@ -33,6 +31,8 @@ from measure.cosines import floored_cosine, pairwise_cosine
 from measure.mean_field import mean_field
 from model import PRESETS
 from probe import SHOWN, count_predictions, preference
+from sources.checkpoint import check_lengths, chosen_models, shortest_context
+from sources.inputs import random_vectors
 
 COSINES = ("mean_cosine", "std_cosine")  # columns that are measured
 

@@ -22,7 +22,6 @@ It is drawn on the CPU in float32, then scaled, moved and cast. So, with the pin
 same bits on any device and for any number of processes and threads.
 """
 
-import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,17 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lib.random import keyed_generator
 from model import PRESETS, ModelConfig, Transformer
 
 SCHEMES = ("gpt2", "normal", "centered")
 STD = 0.02
-
-
-def keyed_generator(*key) -> np.random.Generator:
-    """A generator of numbers that depend on `key` alone: Philox, seeded with the key's 128-bit hash."""
-    text = "/".join(map(str, key))
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 def draw_weight(seed, name, shape, std, count=None) -> Tensor:

@@ -16,14 +16,14 @@ from typing import Literal
 import torch
 
 from init import SCHEMES
-from lib.checkpoint import check_lengths, chosen_models, shortest_context
 from lib.figures import draw_preferences
-from lib.inputs import random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
-from lib.tokenizers import load_tokenizer
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
+from sources.checkpoint import check_lengths, chosen_models, shortest_context
+from sources.inputs import random_tokens, random_vectors
+from sources.tokenizers import load_tokenizer
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # the default on each device
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}  # the default on each device

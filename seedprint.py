@@ -45,7 +45,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from init import SCHEMES
-from lib.checkpoint import parse_spec
 from lib.figures import lineage_figure
 from lib.results import Experiment
 from lib.runtime import progress, rank
@@ -54,6 +53,7 @@ from lineage.births import IdentifySettings, identify
 from lineage.family import draw_family
 from lineage.outputs import Names, PaperSettings, PersistenceSettings, paper, persistence
 from lineage.verdict import compare_pair, read_model, unread_row
+from sources.checkpoint import parse_spec
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 

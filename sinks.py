@@ -27,14 +27,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from init import keyed_generator
 from lib import figures
-from lib.checkpoint import check_lengths, chosen_models, save, shortest_context
-from lib.inputs import TextSettings, read_tokens, text_of
+from lib.random import keyed_generator
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from lib.tokenizers import load_tokenizer
 from measure import attention
 from measure.first import draw_first_tokens, first_token_rows
 from measure.rounding import rounded_losses
@@ -49,6 +46,9 @@ from measure.units import (
     replace_units,
     watch,
 )
+from sources.checkpoint import check_lengths, chosen_models, save, shortest_context
+from sources.inputs import TextSettings, read_tokens, text_of
+from sources.tokenizers import load_tokenizer
 
 LISTED = 10  # `anatomy` lists this many builders, and half as many removers
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)

@@ -29,12 +29,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES, newborn
-from lib import checkpoint, data, runs, runtime
-from lib.inputs import check_tokenizer
-from lib.sampling import SampleSettings, generate, sample
+from lib import runtime
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from measure import attention
 from model import CHOICES, FIRST_POSITIONS, PRESETS
+from sources import checkpoint, data, runs
+from sources.inputs import check_tokenizer
+from sources.sampling import SampleSettings, generate, sample
 
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
 SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
@@ -56,8 +57,8 @@ class Settings(RunSettings):
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of the heads' outputs (BB 6.2)
     explicit_sink: bool = False  # give each key-value head a learnt key and value, in front of the text
     data: str | None = None  # data set; None: the one of source and tokenizer, made if missing
-    source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m lib.data
-    tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m lib.data
+    source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m sources.data
+    tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m sources.data
     data_seed: int = 0  # seed of the order of the training sequences
     sequence_length: at_least(2) = 256  # tokens in a sequence
     bos_first: bool = False  # begin every sequence with BOS, in training and evaluation

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 import tyro
 
 from init import newborn
-from lib import checkpoint
 from lib.files import read_json
-from lib.inputs import TextSettings, random_tokens, read_tokens
 from lib.settings import Command, UserError, run_script
 from measure.attention import attention_to
 from measure.cosines import pairwise_cosine
 from measure.theory import hermite_kernel, relu_recursion
 from model import PRESETS
+from sources import checkpoint
+from sources.inputs import TextSettings, random_tokens, read_tokens
 
 ANSWERS = Path(__file__).with_name("answers")
 LENGTH = 64  # tokens in a sequence

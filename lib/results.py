@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from scipy.stats import t as student
 
-from lib import checkpoint
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
 
 ROOT = Path(__file__).parent.parent
+HUB_COMMITS = {}  # of each name of the Hub that this process has read
 NO_CODE = re.compile(r'(?ms)(?:\A|(?<=:\n)) *""".*?"""|(?:^ *|  )#[^\n]*')  # as ruff formats it
 
 
@@ -82,7 +82,7 @@ def environment(device, dtype):
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
-        "hub": checkpoint.COMMITS,  # of models that are read later, too
+        "hub": HUB_COMMITS,  # of models that are read later, too
         "code": code_digest(files),
         "files": files,
     }

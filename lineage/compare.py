@@ -1,6 +1,6 @@
 """Are two models of one birth? Read both, match each layer, fill the table, judge it. (ours)
 
->>> from lib import checkpoint
+>>> from sources import checkpoint
 >>> from lineage.compare import compare, read_model
 >>> names = ("tiny_llama@1", "tiny_llama@2")
 >>> models = [read_model(name, checkpoint.parse_spec(name).open()) for name in names]
@@ -12,12 +12,12 @@
 import itertools
 from dataclasses import dataclass
 
-from lib.formats import token_ids
 from lineage.evidence import diagonal_test, equal_layers, nothing_in, weight_correlations
 from lineage.layout import find_stacks
 from lineage.match import match_stacks
 from lineage.table import fill, judge_models, judge_stacks, look_for_gaps
 from lineage.views import hidden_units
+from sources.formats import token_ids
 
 
 @dataclass

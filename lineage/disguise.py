@@ -20,12 +20,12 @@ from scipy.linalg import null_space
 from scipy.stats import ortho_group
 from tyro.conf import Positional
 
-from init import keyed_generator
-from lib import checkpoint
-from lib.formats import HEAD, TOKEN_TABLE
+from lib.random import keyed_generator
 from lib.settings import Command, OutputSettings, UserError, run_script
-from lib.tokenizers import load_tokenizer
 from model import GATED, Transformer
+from sources import checkpoint
+from sources.formats import HEAD, TOKEN_TABLE
+from sources.tokenizers import load_tokenizer
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
     "embed_tokens": ("tokens", "stream"),

@@ -18,7 +18,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from init import keyed_generator
+from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import BATCH, NO_WEIGHTS, is_varied

@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from init import keyed_generator
+from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED

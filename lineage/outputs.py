@@ -14,13 +14,14 @@ import torch
 import tyro
 from scipy import stats
 
-from init import SCHEMES, keyed_generator, newborn
-from lib.checkpoint import check_lengths, parse_spec, shortest_context, steps
+from init import SCHEMES, newborn
 from lib.figures import draw_persistence
-from lib.inputs import random_tokens, random_vectors
+from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress
 from lib.settings import RunSettings, UserError, at_least
+from sources.checkpoint import check_lengths, parse_spec, shortest_context, steps
+from sources.inputs import random_tokens, random_vectors
 
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none

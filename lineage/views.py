@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from init import keyed_generator
+from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import BATCH, TRIED, WRITES, units_of

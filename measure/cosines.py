@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from init import keyed_generator
+from lib.random import keyed_generator
 from lib.runtime import sum_over_ranks
 from lib.settings import UserError
 

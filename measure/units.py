@@ -1,6 +1,6 @@
 """Which hidden units build the sink, and what is the model without them? (ours, after SO)
 
->>> from lib import checkpoint, inputs
+>>> from sources import checkpoint, inputs
 >>> from measure import units
 >>> model = checkpoint.load("smollm2")
 >>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 
 import train
 from init import newborn
-from lib.checkpoint import config_json
 from lib.results import Experiment
 from lib.runtime import progress, seconds_of
 from lib.settings import Command, RunSettings, run_script
 from model import PRESETS, ModelConfig
+from sources.checkpoint import config_json
 
 CASES = (  # work, preset, sequences in a batch, tokens in a sequence
     ("forward", "nano_llama", 32, 64),

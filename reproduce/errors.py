@@ -15,7 +15,6 @@ import numpy as np
 from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
-from lib.checkpoint import Newborn
 from lib.figures import legend_below, lines_of, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
@@ -27,6 +26,7 @@ from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.table import NO_EVIDENCE, judge_stacks
 from lineage.views import Units
 from model import PRESETS
+from sources.checkpoint import Newborn
 
 INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens, by an embedding matrix each or one
 LEVEL = 0.01  # from here on down, a test calls two models related

@@ -16,18 +16,19 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from init import keyed_generator, newborn
-from lib.checkpoint import Newborn, parse_spec
+from init import newborn
 from lib.figures import curves
 from lib.files import sha256
-from lib.formats import TOKEN_TABLE
-from lib.inputs import TextSettings, read_tokens
+from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
 from lineage.disguise import as_source, disguised, select, weights_of
 from lineage.outputs import STRANGER_SEED
 from lineage.verdict import compare_pair, read_model
+from sources.checkpoint import Newborn, parse_spec
+from sources.formats import TOKEN_TABLE
+from sources.inputs import TextSettings, read_tokens
 
 
 @dataclass

@@ -22,17 +22,18 @@ import torch
 import tyro
 
 import sinks
-from init import keyed_generator
-from lib import checkpoint, runtime
-from lib.data import default_folder
+from lib import runtime
 from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure, unique
 from lib.files import read_json
-from lib.inputs import read_tokens
+from lib.random import keyed_generator
 from lib.results import Experiment
-from lib.runs import open_data, read_rows, write_log
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
+from sources import checkpoint
+from sources.data import default_folder
+from sources.inputs import read_tokens
+from sources.runs import open_data, read_rows, write_log
 
 CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
 KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)

@@ -17,18 +17,19 @@ import torch
 import tyro
 
 import train
-from lib import checkpoint, runtime
-from lib.data import TokenData, default_folder
+from lib import runtime
 from lib.figures import unique
 from lib.files import check_regular, sha256
-from lib.inputs import TextSettings, read_tokens
 from lib.results import Experiment, interval
-from lib.runs import begun_settings, merged_settings, read_rows, write_log
 from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
 from lineage.outputs import PaperSettings, last_outputs, paper_test
 from lineage.verdict import compare_pair, read_model
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
+from sources import checkpoint
+from sources.data import TokenData, default_folder
+from sources.inputs import TextSettings, read_tokens
+from sources.runs import begun_settings, merged_settings, read_rows, write_log
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table

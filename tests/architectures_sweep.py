@@ -19,9 +19,9 @@ import torch
 import transformers
 from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_SIZES, build
 
-from lib import formats
 from lineage.table import NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from lineage.verdict import compare_pair, read_model
+from sources import formats
 
 NARROW = PLAIN | {"embedding_size": 64}
 MAMBA2 = SIZES | {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}

@@ -47,7 +47,7 @@ def python_files() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """The name by which a file is imported: lib/data.py is lib.data."""
+    """The name by which a file is imported: sources/data.py is sources.data."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
@@ -101,7 +101,7 @@ def quick_training():
 
 
 def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:
-    """`python probe.py ...` or `python -m lib.data ...` from the repository's root, or under torchrun.
+    """`python probe.py ...` or `python -m sources.data ...` from the repository's root, or under torchrun.
 
     stdout and stderr are no terminals. What was started ends with it: ranks that wait for one another in vain
     give up after four minutes (a busy machine may take one to start them).
@@ -125,7 +125,7 @@ def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subproces
 def run_here(script: str, *words) -> subprocess.CompletedProcess:
     """As `run_script("probe.py")`, but in this process, which has imported torch: for many refusals.
 
-    `script` is a module: "probe" or "probe.py", "lib.data", "reproduce.errors".
+    `script` is a module: "probe" or "probe.py", "sources.data", "reproduce.errors".
     """
     module = importlib.import_module(script.removesuffix(".py"))
     arguments = [module.__file__, *map(str, words)]

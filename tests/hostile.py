@@ -31,11 +31,12 @@ import torch
 from kill_training import SMALL, processes
 
 import init
-from lib import checkpoint, data, runtime, settings
+from lib import runtime, settings
 from model import ModelConfig
+from sources import checkpoint, data
 
 SECONDS, BYTES = 20, 2 * 2**30  # that a case may take
-SCRIPTS = ("probe", "contraction", "seedprint", "sinks", "train", "lib.data")
+SCRIPTS = ("probe", "contraction", "seedprint", "sinks", "train", "sources.data")
 MODULES = {name: importlib.import_module(name) for name in SCRIPTS}
 ROOT = str(Path(__file__).parent.parent)
 HOME = [str(Path.home() / name) for name in (".config", ".cache")]
@@ -116,7 +117,7 @@ sinks rate --text /dev/zero
 seedprint compare pipe pipe
 train --source pipe.txt
 train --out /proc/x
-lib.data bad.jsonl
+sources.data bad.jsonl
 """  # command lines that are surely mistakes
 
 

@@ -32,8 +32,9 @@ import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
 import train
-from lib import checkpoint, data, runtime
+from lib import runtime
 from measure import attention
+from sources import checkpoint, data
 
 runtime.PATIENCE = 240  # seconds: ranks that wait for one another in vain give up
 

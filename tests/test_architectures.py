@@ -7,9 +7,9 @@ import safetensors.torch
 import torch
 import transformers
 
-from lib import formats
 from lineage import layout
 from lineage.verdict import compare_pair, read_model
+from sources import formats
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

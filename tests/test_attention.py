@@ -8,8 +8,8 @@ import torch
 from conftest import KINDS, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.inputs import random_tokens
 from measure import attention
+from sources.inputs import random_tokens
 
 
 def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:

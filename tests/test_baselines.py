@@ -5,9 +5,9 @@ import pytest
 import torch
 from conftest import KINDS, random_model
 
-from lib.inputs import random_tokens
 from model import Transformer
 from reproduce import baselines
+from sources.inputs import random_tokens
 
 TOKENS = random_tokens(0, range(40), 12, 97)
 

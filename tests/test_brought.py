@@ -9,12 +9,12 @@ from test_layout import drawn, judged
 from test_verdict import changed, folder_with, fused
 from test_verdict import judged as judged_sources
 
-from lib.checkpoint import Newborn
 from lib.settings import UserError
 from lineage.disguise import disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from model import ModelConfig
 from reproduce.robustness import noised
+from sources.checkpoint import Newborn
 
 CONFIG = ModelConfig(600, 64, 3, 4, 64, 192, num_kv_heads=2)
 TIED = replace(CONFIG, tie_embeddings=True)

@@ -1,4 +1,4 @@
-"""lib/checkpoint.py: to transformers and back; names of models."""
+"""sources/checkpoint.py: to transformers and back; names of models."""
 
 import json
 from dataclasses import replace
@@ -11,12 +11,12 @@ import transformers
 from conftest import KINDS, random_model
 
 import init
-from lib import checkpoint, formats
-from lib.checkpoint import chosen_models, parse_spec
 from lib.files import read_json
 from lib.settings import UserError
 from lineage import layout
 from model import ModelConfig
+from sources import checkpoint, formats
+from sources.checkpoint import chosen_models, parse_spec
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # nothing to transformers

@@ -13,12 +13,12 @@ import contraction
 import init
 from contraction import EXPERIMENTS
 from lib.files import read_json
-from lib.inputs import random_tokens, random_vectors
 from lib.settings import RunSettings
 from measure import theory
 from measure.cosines import floored_cosine
 from measure.mean_field import mean_field
 from model import CHOICES, NORMS, PRESETS, Transformer
+from sources.inputs import random_tokens, random_vectors
 
 SEEDS = (1, 2)
 COUNT = 4  # sequences of each seed

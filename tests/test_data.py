@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import ROOT, TEXTS, assert_refused, run_here
 
-from lib import data
 from lib.settings import UserError
+from sources import data
 
 
 def write_lines(path, texts):
@@ -137,9 +137,9 @@ def test_a_folder_means_all_text_in_it(tmp_path):
     assert sorted(texts(f"{folder}/**")) == sorted(texts(folder))
     words = ["--tokenizer", "bytes", "--held-out", 0.5, "--out"]
     for i, name in enumerate([folder, f"{folder}/**"]):
-        printed = run_here("lib.data", name, *words, tmp_path / f"set{i}").stdout
+        printed = run_here("sources.data", name, *words, tmp_path / f"set{i}").stdout
         assert "passed over, as no text: 5 files, as " in printed
-    assert "passed over" not in run_here("lib.data", folder / "a/c.md", *words, tmp_path / "set").stdout
+    assert "passed over" not in run_here("sources.data", folder / "a/c.md", *words, tmp_path / "set").stdout
 
 
 def test_packages(monkeypatch):
@@ -227,7 +227,7 @@ def test_windows_and_batches(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "word"),  # what is written in the place of what; None: the file goes
     [
-        ("meta.json", None, "", "python -m lib.data SOURCE"),
+        ("meta.json", None, "", "python -m sources.data SOURCE"),
         ("val.bin", "", "x", "bytes, not"),
         ("meta.json", '"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
     ],
@@ -267,7 +267,7 @@ def test_mistakes_are_told_and_leave_nothing(corpus, tmp_path, words, expected):
     files["BAD"].write_text('{"text": "fine"}\n{"text": 3}\n')
     files["NOTHING"].mkdir()
     files["LATIN"].write_bytes(b"line\n" * 14_000 + "café".encode("latin-1"))
-    result = run_here("lib.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
+    result = run_here("sources.data", *[files.get(word, word) for word in words], "--out", tmp_path / "out")
     assert_refused(result, *expected)
     assert sorted(os.listdir(tmp_path)) == sorted(names.values())
 
@@ -288,7 +288,7 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     big = tmp_path / "big.jsonl"
     big.write_text(corpus.read_text() * 1000)  # half a minute's work
     words = [corpus, "--tokenizer", "bytes", "--out", tmp_path / "set"]
-    command = [sys.executable, "-m", "lib.data", big, *words[1:]]
+    command = [sys.executable, "-m", "sources.data", big, *words[1:]]
     process = subprocess.Popen([str(word) for word in command], cwd=ROOT, stdout=subprocess.DEVNULL)
     while not list(tmp_path.glob(".set.*.tmp")):
         assert process.poll() is None
@@ -296,6 +296,6 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     process.kill()
     process.wait()
     assert not (tmp_path / "set").exists()
-    result = run_here("lib.data", *words)
+    result = run_here("sources.data", *words)
     assert result.returncode == 0, result.stderr
-    assert_refused(run_here("lib.data", *words), "exists", "--out")
+    assert_refused(run_here("sources.data", *words), "exists", "--out")

@@ -6,10 +6,10 @@ import pytest
 import scipy.stats
 from conftest import run_here
 
-from lib.checkpoint import Newborn
 from lib.files import read_json
 from model import PRESETS, ModelConfig
 from reproduce import errors
+from sources.checkpoint import Newborn
 
 SMALL = ModelConfig(97, 64, 2, 2, 32, 48)
 SHOWS = {"own embedding": False, "shared embedding": True, "gaussian": True}  # do strangers look related?

@@ -9,13 +9,13 @@ import scipy.stats
 import torch
 from conftest import KINDS
 
-from lib.checkpoint import Newborn
 from lib.settings import UserError
 from lineage import evidence
 from lineage.disguise import as_source, weights_of
 from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layers
 from lineage.layout import Stack, find_stacks
 from reproduce.robustness import cut, noised
+from sources.checkpoint import Newborn
 
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
 BASE = Newborn(CONFIG, 1)

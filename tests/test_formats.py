@@ -1,4 +1,4 @@
-"""lib/formats.py: every way to store weights, and what is no checkpoint, with what to do."""
+"""sources/formats.py: every way to store weights, and what is no checkpoint, with what to do."""
 
 import json
 import os
@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 from conftest import KINDS, random_model, run_here
 
-from lib import checkpoint, formats
-from lib.checkpoint import parse_spec
 from lib.files import read_json
 from lib.settings import UserError
 from lineage import verdict as verdict_of
+from sources import checkpoint, formats
+from sources.checkpoint import parse_spec
 
 
 @pytest.fixture

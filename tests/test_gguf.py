@@ -1,4 +1,4 @@
-"""lib/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; strangers' files are refused."""
+"""sources/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; strangers' files are refused."""
 
 import importlib.util
 import json
@@ -14,10 +14,10 @@ import transformers
 from conftest import KINDS, ROOT, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from lib import checkpoint, data, formats
-from lib.formats import GGUF_KEYS
 from lib.settings import UserError
 from model import ModelConfig
+from sources import checkpoint, data, formats
+from sources.formats import GGUF_KEYS
 
 gguf = pytest.importorskip("gguf")
 TEXT = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"

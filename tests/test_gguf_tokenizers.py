@@ -1,4 +1,4 @@
-"""lib/gguf_tokenizers.py beside `transformers` and `sentencepiece`, on small files made here."""
+"""sources/gguf_tokenizers.py beside `transformers` and `sentencepiece`, on small files made here."""
 
 import io
 import json
@@ -12,8 +12,8 @@ import transformers
 from conftest import ROOT
 from tokenizers import models, pre_tokenizers, trainers
 
-from lib import checkpoint, data, gguf_tokenizers
 from lib.settings import UserError
+from sources import checkpoint, data, gguf_tokenizers
 
 TEXT = (ROOT / "README.md").read_text()
 PROSE = (

@@ -12,11 +12,11 @@ from conftest import assert_refused, run_here
 from hub_server import serving
 from test_hub import point_to, repositories
 
-from lib import checkpoint, formats
-from lib.checkpoint import parse_spec
 from lib.files import read_json
 from lib.settings import UserError
 from model import Transformer
+from sources import checkpoint, formats
+from sources.checkpoint import parse_spec
 
 V = 257  # bytes, and <|endoftext|>
 TOKENS = torch.randint(V, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -88,7 +88,7 @@ def test_logits_before_and_after_a_training(changes, tmp_path, quick_training):
         return
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 200)
     words = [tmp_path / "text.txt", "--tokenizer", tmp_path / "a/tokenizer.json", "--held-out", 0.1]
-    done = run_here("lib.data", *words, "--out", tmp_path / "data")
+    done = run_here("sources.data", *words, "--out", tmp_path / "data")
     assert done.returncode == 0, done.stderr
     words = ["--init-from", tmp_path / "a", "--data", tmp_path / "data", "--out", tmp_path / "run"]
     words += ["--sequence-length", 64, "--global-batch-size", 4, "--max-iters", 10, "--no-compile"]
@@ -186,7 +186,7 @@ SCRIPTS = [  # what is asked, and the JSON that answers
 
 def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lib.inputs.SOURCE_CHARACTERS", 20_000)
+    monkeypatch.setattr("sources.inputs.SOURCE_CHARACTERS", 20_000)
     gpt2(tmp_path / "a")
     files, _ = repositories(tmp_path / "others")
     files["org/gpt2"] = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}

@@ -5,18 +5,19 @@ import ast
 import pytest
 from conftest import ROOT, module_name, python_files
 
-ROOMS = ("lib", "measure", "lineage", "reproduce", "lesson")
+ROOMS = ("lib", "sources", "measure", "lineage", "reproduce", "lesson")
 SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train"]
 # Floors from below: a file imports from floors below its own alone. On the last are files that may import
 # each other, without a circle.
 FLOORS = """
-lib.kernels / model / init / lib.settings / lib.files / lib.runtime / lib.gguf_tokenizers / lib.gguf
-/ lib.formats / lib.hub lib.tokenizers / lib.data / lib.checkpoint / lib.inputs lib.sampling / lib.results
-/ lib.figures / lib.runs / measure.cosines measure.matching / measure.theory / measure.attention
+lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.figures / model / init
+/ sources.gguf sources.gguf_tokenizers / sources.formats / sources.hub sources.tokenizers / sources.data
+/ sources.checkpoint / sources.inputs sources.sampling sources.runs
+/ measure.cosines measure.matching / measure.theory / measure.attention
 / measure.mean_field measure.first measure.units / measure.rounding / lineage.table / lineage.layout
 / lineage.views / lineage.evidence lineage.match / lineage.compare / lineage.disguise lineage.family
-/ lineage.outputs lineage.verdict / lineage.births / probe train sinks seedprint
-/ contraction / reproduce lesson
+/ lineage.outputs lineage.verdict / lineage.births / probe sinks seedprint
+/ contraction train / reproduce lesson
 """.split("/")
 
 
@@ -25,7 +26,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
-    """Every module that a file may mean by its imports: `from lib import data` is lib and lib.data."""
+    """Every module that a file may mean by its imports: `from lib import x` is lib and lib.x."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -65,15 +66,14 @@ def test_imports_point_down(name):
 
 
 def test_chains_of_imports_are_short():
-    """At most nine files from a command down, and no circle."""
+    """At most ten files from a command down, and no circle."""
     longest = max([longest_chain(name) for name in GRAPH], key=len)
-    assert len(longest) <= 9, " -> ".join(longest)
+    assert len(longest) <= 10, " -> ".join(longest)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_house_rules(name):
-    question = ast.get_docstring(TREES[name]).split("\n\n")[0]
-    assert "?" in question, "a file opens with the question it answers"
+    assert ast.get_docstring(TREES[name]), "a file opens with what it is for"
     assert not imported_modules(TREES[name]) & {"pickle", "marshal", "shelve"}
     for node in ast.walk(TREES[name]):
         assert not isinstance(node, ast.Assert), f"line {node.lineno}: a mistake deserves a message"

@@ -1,4 +1,4 @@
-"""lib/hub.py: names of the Hub, against a server of its few routes on this machine."""
+"""sources/hub.py: names of the Hub, against a server of its few routes on this machine."""
 
 import json
 import socket
@@ -11,8 +11,8 @@ from conftest import KINDS, random_model, run_script
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 
-from lib import checkpoint, hub
 from lib.settings import UserError
+from sources import checkpoint, hub
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 NEVER = {"README.md": b"-", "modeling_x.py": b"-", "tf_model.h5": b"-", "original/consolidated.00.pth": b"-"}
@@ -62,7 +62,7 @@ def here(tmp_path, monkeypatch):
     with serving(files, gated=("org/gated",)) as server:
         point_to(server.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(checkpoint, "COMMITS", {})
+        monkeypatch.setattr(checkpoint, "HUB_COMMITS", {})
         server.model = model
         yield server
 
@@ -114,7 +114,7 @@ def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monk
     assert capsys.readouterr().err == f"not here: fetching {repo} from the Hub, {size:.3g} GB\n"
     for name in (repo, f"{repo}@{COMMIT}", f"{repo}@step7"):
         assert torch.equal(checkpoint.load(name)(TOKENS), here.model(TOKENS))
-        assert fetched(here) == [] and checkpoint.COMMITS[name] == COMMIT
+        assert fetched(here) == [] and checkpoint.HUB_COMMITS[name] == COMMIT
     here.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
@@ -146,7 +146,7 @@ MISTAKES = {
 def test_mistakes(name, here):
     with pytest.raises(UserError, match=MISTAKES[name]):
         checkpoint.parse_spec(name)
-    assert fetched(here) == [] and checkpoint.COMMITS == {}
+    assert fetched(here) == [] and checkpoint.HUB_COMMITS == {}
 
 
 def test_without_a_network(here, monkeypatch):

@@ -11,6 +11,7 @@ from scipy.stats import kstest
 from torch.testing import assert_close
 
 import init
+from lib.random import keyed_generator
 from model import PRESETS, ModelConfig
 
 WIDE = ModelConfig(512, 64, 4, 4, 128, 384, qkv_bias=True, qk_norm=True, attn_calibration="headnorm")
@@ -66,7 +67,7 @@ def test_keyed_generator():
     """torch.Generator would give seeds that agree in 32 bits the same weights."""
 
     def draw(*key):
-        return tuple(init.keyed_generator(*key).integers(2**62, size=3))
+        return tuple(keyed_generator(*key).integers(2**62, size=3))
 
     assert draw(1, "a") == draw(1, "a")
     keys = [(1, "a"), (1, "b"), (1,), (1, "a", 0), (2**32 + 1, "a"), (-1, "a")]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed
 
-from lib.checkpoint import Newborn
 from lineage import layout
 from lineage.disguise import as_source, disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from lineage.verdict import compare_pair, read_model
 from reproduce.robustness import noised
+from sources.checkpoint import Newborn
 
 NOISED = noised(BASE, 0.5)
 

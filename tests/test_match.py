@@ -12,10 +12,6 @@ import torch
 from conftest import assert_refused, run_here, run_script
 
 import init
-from lib import checkpoint, formats
-from lib.checkpoint import Newborn
-from lib.formats import token_ids
-from lib.inputs import random_tokens
 from lineage import disguise, match, views
 from lineage.disguise import disguised
 from lineage.layout import find_stacks
@@ -24,6 +20,10 @@ from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
 from model import PRESETS, ModelConfig
 from reproduce.robustness import cut, noised, of_matrices, pruned, rounded
+from sources import checkpoint, formats
+from sources.checkpoint import Newborn
+from sources.formats import token_ids
+from sources.inputs import random_tokens
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
@@ -256,7 +256,7 @@ def test_counts_of_newborn_strangers():
 MEMORY = """
 import json, pathlib, sys, threading
 import torch
-from lib import checkpoint
+from sources import checkpoint
 from lineage import verdict
 
 torch.set_num_threads(1)

@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import init
 import model as textbook
-from lib import checkpoint, kernels
-from lib.checkpoint import config_json
+from lib import kernels
 from lib.runtime import training_flops
 from model import PRESETS, ModelConfig, Transformer
+from sources import checkpoint
+from sources.checkpoint import config_json
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 

@@ -11,11 +11,12 @@ from test_cosines import exact_log10_p
 
 import init
 import probe
-from lib import checkpoint, inputs, runtime
+from lib import runtime
 from lib.files import read_json
-from lib.tokenizers import load_tokenizer
 from measure import cosines
 from model import PRESETS
+from sources import checkpoint, inputs
+from sources.tokenizers import load_tokenizer
 
 
 def test_random_inputs_depend_on_seed_and_index_alone():

@@ -8,12 +8,12 @@ import pytest
 from conftest import ROOT, run_here
 
 from init import newborn
-from lib import checkpoint
-from lib.data import load_tokenizer
 from lib.files import read_json, sha256
 from lineage.table import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
 from reproduce import robustness
+from sources import checkpoint
+from sources.data import load_tokenizer
 
 CONFIG = ModelConfig(400, 128, 5, 2, 32, 48)
 TEXT = str(ROOT / "model.py")

@@ -12,15 +12,15 @@ import torch
 from conftest import assert_refused, random_model, run_here
 
 import init
-from lib import checkpoint
-from lib.checkpoint import Newborn
 from lib.files import read_json
-from lib.inputs import random_tokens, random_vectors
 from lineage import births, disguise
 from lineage.family import kinship
 from lineage.outputs import kendall, paper_test
 from model import ModelConfig
 from reproduce.robustness import noised
+from sources import checkpoint
+from sources.checkpoint import Newborn
+from sources.inputs import random_tokens, random_vectors
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 FEW = ["--permutations", 199]

@@ -16,10 +16,8 @@ from test_attention import mean_of_queries as alpha_of
 
 import init
 import sinks
-from lib import checkpoint, data, runtime
-from lib.checkpoint import Spec, parse_spec
+from lib import runtime
 from lib.files import read_json
-from lib.inputs import TextSettings, random_tokens, random_vectors, read_tokens
 from lib.results import interval
 from lib.settings import UserError
 from measure import attention, first
@@ -27,6 +25,9 @@ from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import mechanisms
 from sinks import InterveneSettings, RateSettings, SilenceSettings
+from sources import checkpoint, data
+from sources.checkpoint import Spec, parse_spec
+from sources.inputs import TextSettings, random_tokens, random_vectors, read_tokens
 
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
 

@@ -14,9 +14,9 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 import init
-from lib.inputs import random_vectors
 from measure import mean_field, theory
 from model import MLP, PRESETS, Attention, ModelConfig
+from sources.inputs import random_vectors
 
 
 def expectation(function) -> float:

@@ -9,7 +9,7 @@ from conftest import LINES, TEXTS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lib.settings import UserError
-from lib.tokenizers import load_tokenizer, train_bpe
+from sources.tokenizers import load_tokenizer, train_bpe
 
 
 def test_bpe_is_repeatable_and_samples():

@@ -20,10 +20,11 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_sc
 
 import init
 import train
-from lib import checkpoint, data, runs, runtime, sampling
+from lib import runtime
 from lib.settings import UserError, read_config_file
 from measure import attention
 from model import PRESETS, Transformer
+from sources import checkpoint, data, runs, sampling
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 TWELVE = kill_training.SMALL | {"max_iters": 12, "log_every": 6, "learning_rate": 2e-3}
@@ -452,7 +453,7 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
     "words, expected",
     [
         (["--sequence-length", "257"], ["--sequence-length 257", "context"]),
-        (["--data", "none"], ["no data set in none", "python -m lib.data"]),
+        (["--data", "none"], ["no data set in none", "python -m sources.data"]),
         (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], ["has the calibration none"]),
         (["--init-from", "backcopy@1", "--explicit-sink"], ["has no explicit sink"]),
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),

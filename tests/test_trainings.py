@@ -14,14 +14,14 @@ import model
 import seedprint
 import train
 from init import newborn
-from lib import checkpoint, data
 from lib.files import read_json
-from lib.inputs import TextSettings, read_tokens
-from lib.runs import read_rows
 from lib.settings import OutputSettings, RunSettings, UserError
 from measure.units import observe
 from model import PRESETS
 from reproduce import text, trainings
+from sources import checkpoint, data
+from sources.inputs import TextSettings, read_tokens
+from sources.runs import read_rows
 
 CPU = {"device": "cpu", "dtype": "float32"}
 TWO_STEPS = CPU | {"source": ("backcopy",), "tokenizer": "bytes", "sequence_length": 32, "max_iters": 2}

@@ -14,12 +14,12 @@ from test_sinks import saved
 
 import init
 import sinks
-from lib import checkpoint
 from lib.files import read_json
-from lib.inputs import random_tokens
 from measure import attention
 from measure.rounding import rounded_inputs
 from measure.units import Activity, effects, hidden_units, observe, replace_units
+from sources import checkpoint
+from sources.inputs import random_tokens
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
 

@@ -10,9 +10,6 @@ import safetensors.torch
 import scipy.stats
 import torch
 
-from lib import checkpoint, gguf_tokenizers
-from lib.checkpoint import Newborn
-from lib.formats import token_ids
 from lib.settings import UserError
 from lineage import disguise
 from lineage.layout import Stack
@@ -31,6 +28,9 @@ from lineage.table import (
 from lineage.verdict import compare_pair, read_model, row_of, sentence_of
 from model import ModelConfig
 from reproduce.robustness import noised
+from sources import checkpoint, gguf_tokenizers
+from sources.checkpoint import Newborn
+from sources.formats import token_ids
 
 OUTCOMES = {
     "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},

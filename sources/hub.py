@@ -1,7 +1,7 @@
 """How does a name of the Hugging Face Hub become files?
 
 The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
-`lib/checkpoint.py` imports this file where it meets such a name, and not before.
+`sources/checkpoint.py` imports this file where it meets such a name, and not before.
 """
 
 import fnmatch
@@ -12,8 +12,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils import disable_progress_bars
 
-from lib.formats import WEIGHT_FILES, as_user_error
 from lib.settings import UserError, is_first_process
+from sources.formats import WEIGHT_FILES, as_user_error
 
 BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights

@@ -19,10 +19,11 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from lib import gguf_tokenizers
-from lib.files import LARGEST_TOKENIZER, read_bytes, read_json, smollm2
-from lib.formats import as_user_error, is_gguf, open_gguf
+from lib.files import LARGEST_TOKENIZER, read_bytes, read_json
 from lib.settings import UserError
+from sources import gguf_tokenizers
+from sources.formats import as_user_error, is_gguf, open_gguf
+from sources.gguf import smollm2
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
 BLANK = "\u2581"  # SentencePiece's

@@ -11,11 +11,12 @@ from pathlib import Path
 import filelock
 import torch
 
-from lib import checkpoint, data, runtime
+from lib import runtime
 from lib.figures import curves
 from lib.files import atomic_file, check_regular, read_json, remove_leftovers
-from lib.results import commit
+from lib.results import HUB_COMMITS, commit
 from lib.settings import UserError, from_values, is_first_process
+from sources import checkpoint, data
 
 
 def begun_settings(settings, may_begin=False):
@@ -88,7 +89,7 @@ def begin(run, settings, step, tokens) -> None:
         temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
     birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}
     birth |= {"processes": runtime.world_size(), "data": tokens.meta.fingerprint}
-    rows = [birth | {"hub": checkpoint.COMMITS}]
+    rows = [birth | {"hub": HUB_COMMITS}]
     if step > 0:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
     write_log(run / "metrics.jsonl", rows)

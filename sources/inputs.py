@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from init import STD, keyed_generator
-from lib.data import TokenData, pieces, read
+from init import STD
 from lib.files import check_regular
+from lib.random import keyed_generator
 from lib.settings import RunSettings, UserError, at_least
-from lib.tokenizers import load_tokenizer
+from sources.data import TokenData, pieces, read
+from sources.tokenizers import load_tokenizer
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
-SOURCE_CHARACTERS = 2**19  # read of a source of lib.data
+SOURCE_CHARACTERS = 2**19  # read of a source of sources.data
 
 
 def random_streams(kind, input_seed, indices):
@@ -45,8 +46,8 @@ def random_vectors(input_seed, indices, T, d):
 class TextSettings(RunSettings):
     """What a command is asked whose models read a text."""
 
-    text: str | None = None  # text file, source of lib.data or data set; None: docstrings, or random tokens
-    tokenizer: str | None = None  # tokenizer of --text, as in python -m lib.data; None: the model's own
+    text: str | None = None  # text file, source or data set, as sources.data; None: docstrings, or random
+    tokenizer: str | None = None  # tokenizer of --text, as in python -m sources.data; None: the model's own
     first_token: str | None = None  # put this token at position 1: its number, or bos
     input_seed: int = 0  # seed of random tokens, and of the places in a text
     num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
@@ -110,7 +111,7 @@ def first_token(word, tokenizer, spec):
 
 @functools.lru_cache
 def encode(text, tokenizer):
-    """The tokens of a text file, or of the beginning of a source of lib.data: (n,) int64."""
+    """The tokens of a text file, or of the beginning of a source of sources.data: (n,) int64."""
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
         content = "".join(piece for piece, _ in read(Path(text)))

@@ -1,10 +1,10 @@
 """How does text become tokens, and a step number a batch?
 
-    python -m lib.data                                      # this Python's own source, a BPE of 4,096
+    python -m sources.data                                      # this Python's own source, a BPE of 4,096
         data/python-bpe_4096: 31,525,327 bytes in 1,762 documents, 15 of them held out
         15,751,527 training and 98,789 validation tokens of 4,096
-    python -m lib.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
-    python -m lib.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
+    python -m sources.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
+    python -m sources.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
 
 A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
 download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
@@ -36,11 +36,11 @@ import numpy as np
 import torch
 from tyro.conf import Positional
 
-from init import keyed_generator
 from lib.files import atomic_folder, check_regular, read_json
+from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import Command, UserError, from_values, run_script
-from lib.tokenizers import load_tokenizer
+from sources.tokenizers import load_tokenizer
 
 PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
@@ -304,7 +304,8 @@ class TokenData:
         self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not exists(path):
-            raise UserError(f"no data set in {folder}: prepare one by python -m lib.data SOURCE --out FOLDER")
+            remedy = "prepare one by python -m sources.data SOURCE --out FOLDER"
+            raise UserError(f"no data set in {folder}: {remedy}")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
         self.tokenizer_file = self.folder / self.meta.tokenizer_file

@@ -6,9 +6,10 @@ from typing import Literal
 import torch
 from tyro.conf import Positional
 
-from lib import checkpoint, runtime
+from lib import runtime
 from lib.settings import UserError, at_least
-from lib.tokenizers import load_tokenizer
+from sources import checkpoint
+from sources.tokenizers import load_tokenizer
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Which model does a name mean, and how do weights enter and leave?
 
->>> from lib import checkpoint
+>>> from sources import checkpoint
 >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3, GPT-2; or a .gguf
@@ -19,17 +19,17 @@ import torch
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib import formats, gguf_tokenizers
-from lib.files import atomic_folder, check_regular, read_json, sha256, smollm2
-from lib.formats import CheckpointReader, open_checkpoint, parameter_shapes
-from lib.gguf import LazyTensor
+from lib.files import atomic_folder, check_regular, read_json, sha256
+from lib.results import HUB_COMMITS
 from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, Transformer
+from sources import formats, gguf_tokenizers
+from sources.formats import CheckpointReader, open_checkpoint, parameter_shapes
+from sources.gguf import LazyTensor, smollm2
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
 FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
-COMMITS = {}  # of each name of the Hub that this process has read
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def parse_spec(text, scheme="gpt2"):
     found = ON_HUB.fullmatch(text)
     first = text.split("/")[0]
     if found and first not in FOLDERS and not isdir(first):  # a path that is not there stays here
-        from lib import hub  # not before it is needed: its library takes a while
+        from sources import hub  # not before it is needed: its library takes a while
 
         folder = hub.fetch(*found.groups())
-        COMMITS[text] = formats.folder_of(folder).name
+        HUB_COMMITS[text] = formats.folder_of(folder).name
         return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"

@@ -22,9 +22,9 @@ import sentencepiece
 import torch
 
 from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json
-from lib.gguf import GGUF, LazyTensor
 from lib.settings import UserError, from_values, is_first_process
 from model import GPT2, ModelConfig, Transformer
+from sources.gguf import GGUF, LazyTensor
 
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
