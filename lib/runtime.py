@@ -146,15 +146,6 @@ def listening_for_signals():
             signal.signal(number, handler)
 
 
-def training_flops(model, T):
-    """FLOPs of a token in a training step: six for each weight of a product, and attention's causal half."""
-    config = model.config
-    weights = config.vocab_size * config.d_model  # the head's; a look-up is no product
-    weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
-    attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
-    return 6 * (weights + attention)
-
-
 def seconds_of(work, *arguments):
     """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
     begun = time.perf_counter()

@@ -147,6 +147,12 @@ def is_first_process():
     return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
 
 
+def say(text) -> None:
+    """Print a line, at once, from the first process alone."""
+    if is_first_process():
+        print(text, flush=True)
+
+
 def run_script(commands, document) -> None:
     """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
     script = Path(sys.argv[0]).name

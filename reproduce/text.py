@@ -31,9 +31,9 @@ from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
 from sources import checkpoint
-from sources.data import default_folder
+from sources.data import default_folder, open_data
 from sources.inputs import read_tokens
-from sources.runs import open_data, read_rows, write_log
+from sources.runs import read_rows, write_log
 
 CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
 KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
@@ -104,7 +104,7 @@ def record(run):
     log = list(read_rows(Path(run.out, "metrics.jsonl")))
     T = run.sequence_length
     step_tokens = run.global_batch_size * T
-    seconds = sum(step_tokens / row["tokens_per_second"] for row in log[1:])
+    seconds = sum(step_tokens / row["tokens_per_second"] for row in log if "tokens_per_second" in row)
     begun = {name: log[0][name] for name in ("commit", "dtype", "data")}
     rows = [begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}]
     for row in log:

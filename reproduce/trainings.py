@@ -29,7 +29,7 @@ from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differe
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
-from sources.runs import begun_settings, merged_settings, read_rows, write_log
+from sources.runs import Run, read_rows, write_log
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -41,7 +41,7 @@ CALIBRATED = {  # of each configuration, the calibrations that are trained, and 
     CONFIG: (KINDS, range(42, 45)),
 }
 # What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
-MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep"}
+MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep", "dtype"}
 
 
 @dataclass
@@ -119,9 +119,10 @@ def train_all(runs) -> None:
     torch.set_num_threads(1)
     for number, run in enumerate(runs, start=1):
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
-        if Path(run.out, "settings.json").exists():
-            run = merged_settings(run, begun_settings(run), (), vars(run).keys() - MAY_DIFFER)
-        last = Path(run.out, f"step_{run.max_iters:07}")
+        folder = Run(run.out)
+        if folder.settings_file.exists():
+            run = folder.settings(run, vars(run).keys() - MAY_DIFFER)
+        last = folder.step_folder(run.max_iters)
         if not last.exists():
             train.train(run)
         if not last.exists():

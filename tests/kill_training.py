@@ -35,6 +35,7 @@ import train
 from lib import runtime
 from measure import attention
 from sources import checkpoint, data
+from sources.runs import Run
 
 runtime.PATIENCE = 240  # seconds: ranks that wait for one another in vain give up
 
@@ -60,7 +61,7 @@ STAGES = [  # a run is told to stop when it calls this function for the second t
     (train, "evaluate"),
     (attention, "sink_statistics"),
     (train, "generate"),
-    (checkpoint, "save"),
+    (Run, "save"),
 ]
 # A process that was forked may compute only if its parent never did: the parent here only starts others.
 processes = multiprocessing.get_context("fork")

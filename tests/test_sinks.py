@@ -319,7 +319,7 @@ def text(tmp_path_factory):
     out = str(folder / "data")
     data.prepare(data.Settings(source=(str(file),), tokenizer="bpe:500", held_out=0.3, out=out))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48), 0)
-    checkpoint.save(folder / "model", model, tokenizer=data.TokenData(out).load_tokenizer())
+    checkpoint.save(folder / "model", model, tokenizer=data.TokenData(out).tokenizer)
     tokenizer = f"{out}/tokenizer.model"
     return SimpleNamespace(file=str(file), data=out, model=str(folder / "model"), tokenizer=tokenizer)
 
