@@ -17,24 +17,22 @@ saves, and exits with 0.
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from init import SCHEMES, newborn
+from init import SCHEMES
 from lib import runtime
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script, say
 from measure import attention
 from model import CHOICES, FIRST_POSITIONS, PRESETS
-from sources import checkpoint, data
-from sources.inputs import check_tokenizer
+from sources import data, origins
 from sources.runs import Run, is_power_of_two
 from sources.sampling import SampleSettings, generate, sample
 
-SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
 SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
 
 
@@ -92,7 +90,7 @@ def train(settings: Settings):
     if run.has_begun() and not settings.resume:
         raise UserError(f"{run.folder} holds a run: go on with --resume, or choose another --out")
     with run.alone():
-        origin = None if run.has_begun() else chosen_origin(settings)  # before data are prepared
+        origin = None if run.has_begun() else origins.chosen(settings)  # before data are prepared
         tokens = data.open_data(settings, device)
         Training(settings, run, origin, tokens, device, dtype).go_on()
     return run.folder
@@ -107,7 +105,7 @@ class Training:
         self.tokens = tokens
         self.device = device
         self.dtype = dtype
-        model, self.step = load_model(settings, run, origin, tokens)
+        model, self.step = origins.load_model(settings, run, origin, tokens)
         model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # none is made in a compiled model
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
@@ -287,55 +285,9 @@ def training_flops(model, T):
     return 6 * (weights + attention)
 
 
-def chosen_origin(settings: Settings):
-    """What a run begins with: a newborn's ModelConfig or --init-from's Spec. UserError if it does not fit."""
-    if not settings.init_from:
-        origin = config = model_config(settings)
-    else:
-        origin = checkpoint.parse_spec(settings.init_from)
-        config = origin.config
-        for name in ("attn_calibration", "explicit_sink"):
-            wish, has = getattr(settings, name), getattr(config, name)
-            if wish not in (getattr(Settings, name), has):
-                raise UserError(f"--{name.replace('_', '-')} {wish}: {origin.label} has {has}")
-    checkpoint.check_lengths((settings.sequence_length,), config.context_length)
-    return origin
-
-
-def model_config(settings: Settings):
-    """The preset with the sizes of the settings; UserError if they do not fit one another."""
-    changes = {name: getattr(settings, name) for name in SIZES if getattr(settings, name) is not None}
-    if "num_heads" in changes:
-        changes |= {"num_kv_heads": None, "head_dim": None}  # these follow from the number of heads
-    changes |= {"attn_calibration": settings.attn_calibration, "explicit_sink": settings.explicit_sink}
-    try:
-        return replace(PRESETS[settings.model], **changes)
-    except ValueError as error:
-        raise UserError(f"sizes that do not fit: {error}") from None
-
-
-def load_model(settings: Settings, run, origin, tokens):
-    """The model in float32, and the steps it has made. UserError if it does not fit the data."""
-    if origin is None:
-        model, state = run.newest()
-        if state.data != tokens.meta.fingerprint:
-            raise UserError(f"{tokens.folder} is another data set than {run.folder} was begun with")
-        return model, state.step
-    if settings.init_from:
-        check_tokenizer(origin, tokens)
-        model = origin.load()
-    else:
-        config = replace(origin, vocab_size=tokens.vocab_size)
-        model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
-    if tokens.vocab_size > model.config.vocab_size:
-        sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
-    return model, 0
-
-
 def completed_settings(settings: Settings, flags, in_files):
     """The settings of a command line; to resume, those of settings.json, changed by the flags."""
-    of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
+    of_birth = {"model", "seed", "embedding_seed", "init", *origins.SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
     run = Run(settings.out)

@@ -70,15 +70,14 @@ class Run:
     def alone(self):
         """Hold the folder for this process group, swept of what killed ones left; UserError if it is held."""
         lock = filelock.FileLock(self.folder / ".lock", blocking=False)
+        remedy = "stop it, or choose another --out"
         try:
             if is_first_process():
                 lock.acquire()
                 remove_leftovers(self.folder)
             yield
         except filelock.Timeout:
-            raise UserError(
-                f"another process trains in {self.folder}: stop it, or choose another --out"
-            ) from None
+            raise UserError(f"another process trains in {self.folder}: {remedy}") from None
         finally:
             lock.release()
 
@@ -112,13 +111,9 @@ class Run:
         with atomic_file(self.settings_file) as temporary:
             temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
         if step == 0:
-            birth = {
-                "step": 0,
-                "commit": commit(),
-                "dtype": settings.dtype,
-                "threads": torch.get_num_threads(),
-            }
-            birth |= {"processes": runtime.world_size(), "data": tokens.meta.fingerprint, "hub": HUB_COMMITS}
+            birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
+            birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
+            birth["data"] = tokens.meta.fingerprint
             write_log(self.log, [birth])
         else:
             self.cut(step)

@@ -23,7 +23,7 @@ import train
 from lib.settings import UserError, read_config_file
 from measure import attention
 from model import PRESETS, Transformer
-from sources import checkpoint, data, sampling
+from sources import checkpoint, data, origins, sampling
 from sources.runs import Run
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -245,7 +245,7 @@ def test_sizes(tokens, tmp_path):
     assert {name: getattr(config, name) for name in sizes} == sizes
     assert (config.kv_heads, config.head_size) == (4, 10)
     train.train(small(tokens, tmp_path / "a", max_iters=2, resume=True, **sizes))
-    assert train.model_config(train.Settings(d_ff=9)) == replace(PRESETS["tiny_llama"], d_ff=9)
+    assert origins.model_config(train.Settings(d_ff=9)) == replace(PRESETS["tiny_llama"], d_ff=9)
 
 
 def test_a_step_opens_in_transformers(whole, tmp_path):
