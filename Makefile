@@ -11,7 +11,7 @@ RUN := $(VENV)/bin/python
 .DELETE_ON_ERROR:
 
 probe: $(VENV)/installed
-	@$(RUN) probe.py --seed 42 43 --dtype float32 --out results-probe
+	@$(RUN) probe.py --seed 42 43 --out results-probe
 	@if [ "$$(uname)" = Darwin ]; then open results-probe/probe.png; \
 	elif [ -n "$$DISPLAY$$WAYLAND_DISPLAY" ] && command -v xdg-open >/dev/null; then xdg-open results-probe/probe.png; fi
 	@echo "figure: results-probe/probe.png   numbers: results-probe/probe.json"

@@ -71,6 +71,7 @@ class Settings(RunSettings):
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
     # saved steps kept besides birth and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
+    dtype: Literal["float32", "bfloat16"] | None = None  # of products; None: bfloat16 on a GPU, else float32
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
     out: str = "runs/default"  # run folder

@@ -43,7 +43,7 @@ class Command(NamedTuple):
 class OutputSettings:
     """What every command that writes results is asked."""
 
-    out: str = "results"  # folder that receives the JSON and PNG files
+    out: str = "out"  # folder that receives the JSON and PNG files
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class RunSettings(OutputSettings):
     """What every command that runs a model is asked."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where faster
+    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of the blocks
 
 
 def at_least(least, kind=int):
