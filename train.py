@@ -28,10 +28,10 @@ from typing import Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import sinks
 from init import SCHEMES, newborn
 from lib import runtime
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from measure import attention
 from model import CHOICES, FIRST_POSITIONS, PRESETS
 from sources import checkpoint, data, runs
 from sources.inputs import check_tokenizer
@@ -226,7 +226,7 @@ class Training:
         for (bos_first, text), T in itertools.product(texts.items(), lengths):
             if signals:
                 break
-            found, alpha = attention.sink_statistics(self.raw_model, text[:, :T].to(self.device))
+            found, alpha = sinks.sink_statistics(self.raw_model, text[:, :T].to(self.device))
             row = {"sequence_length": T, "bos_first": bos_first}
             row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
             by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)

@@ -37,7 +37,7 @@ TINY |= {
     "smollm2/rate": f"{SINKS} --sequence-length 4",
     "smollm2/intervene": f"{SINKS} --factor 2",
     "smollm2/silence": f"{SINKS} --num-builders 1",
-    "smollm2/transplant": f"{SINKS} --no-controls",
+    "smollm2/transplant": SINKS,
 }
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
