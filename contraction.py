@@ -1,13 +1,12 @@
 """Why does a newborn prefer tokens? Its states contract, by the mechanisms of BB section 4.
 
-    python contraction.py                        # all three: 9-16 minutes on one thread, as all times below
+    python contraction.py                        # all three: 11-16 minutes on one thread, as all times below
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
 `layers` shows that MLPs begin the contraction; its models read Gaussian vectors with the standard deviation
 of embeddings, 0.02 (BB 4.1). `predict` follows the mean state through the weights (measure/mean_field.py).
-`cure` draws newborns that do not contract. All seeds of a preset share one embedding matrix (BB B.2);
-PRESET@SEED has its own.
+`cure` draws newborns that do not contract. Seeds of a preset share one embedding (BB B.2), PRESET@SEED not.
 
 In every experiment `Births.each` makes the newborns, the loop appends rows that hold theory beside what was
 measured, and `finish` draws and saves them (`predict`: `plot`, `save`). Seven more: reproduce/mechanisms.py.
@@ -167,7 +166,7 @@ def cure(settings: LengthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment with its own defaults, where no flag is given (9 to 16 minutes)"""
+    """Run every experiment with its own defaults, where no flag is given (11 to 16 minutes)"""
     given = {name: value for name, value in vars(settings).items() if value != "auto"}
     for command in EXPERIMENTS.values():
         command.function(replace(command.defaults, **given))

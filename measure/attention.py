@@ -149,25 +149,21 @@ class Chain:
         self.means = Means(num_sequences)
 
     def on_state(self, layer, x) -> None:
-        if layer == 0:
-            return  # the input
-        means = self.means
-        flat = x.flatten(0, 1).double()  # (B T, d)
-        means.add("norm", layer, x.float().norm(dim=2))  # (T,)
-        means.add("norm_ratio", layer, ratio_of_first(x))
-        means.add("disparity", layer, disparity(x))  # (T,)
-        means.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
-        means.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # of the state with itself, (d, d)
+        if layer > 0:  # 0 is the input
+            flat = x.flatten(0, 1).double()  # (B T, d)
+            self.means.add("norm", layer, x.float().norm(dim=2))  # (T,)
+            self.means.add("norm_ratio", layer, ratio_of_first(x))
+            self.means.add("disparity", layer, disparity(x))  # (T,)
+            self.means.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
+            self.means.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # outer, likewise, (d, d)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
-        means = self.means
-        means.add_heads(layer, heads, q, k, v)
-        means.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
-        means.add("value_ratio", layer, ratio_of_first(v).mean(1))
-        means.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
-        positions = range(1, k.shape[2] + 1)
-        alpha = mean_attention(q, k, positions, sink_key(self.model, layer))
-        means.add("alpha", layer, alpha.mean(1))  # (T,)
+        self.means.add_heads(layer, heads, q, k, v)
+        self.means.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
+        self.means.add("value_ratio", layer, ratio_of_first(v).mean(1))
+        self.means.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
+        alpha = mean_attention(q, k, range(1, k.shape[2] + 1), sink_key(self.model, layer))
+        self.means.add("alpha", layer, alpha.mean(1))  # (T,)
 
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key; 1 if all keys agree (ours)."""

@@ -57,9 +57,9 @@ def intervene(settings: InterveneSettings):
 def every_intervention(settings: InterveneSettings, spec, model):
     """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
 
-    alpha_k is the mean over heads, in the layers above the strongest builder's (above layer 1, if
-    that is in the last). `woke` is the share of sequences in which that builder is active at position k.
-    `amplify` needs the mean of all sequences, so there are no batches.
+    alpha_k is the mean over heads, in the layers above the strongest builder's (above layer 1, if that is in
+    the last). `woke` is the share of sequences in which that builder is active at position k. There are no
+    batches: `amplify` needs the mean of all sequences.
     """
     k = settings.position
     tokens = read_tokens(settings, spec, settings.sequence_length)
@@ -129,17 +129,24 @@ def every_silence(settings: SilenceSettings, spec, model):
     activity = observe(model, tokens)
     dimension = activity.dimension(activity.layer)
     count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
-    units = activity.builders(activity.layer, count)
-    sets = sets_of_units(settings, activity, units)
+    builders = activity.builders(activity.layer, count)
+    sets = sets_of_units(settings, activity, builders)
     rows, states = [], []
 
     def on_state(layer, x):
         if layer == activity.layer:
             states.append(x[:, 0].float().cpu())
 
+    def hold(layer, values):
+        values = values.clone()  # (B, T, d_ff)
+        for its_layer, unit in builders:
+            if its_layer == layer:
+                values[:, 0, unit] = activity.at_1[layer - 1, unit]
+        return values
+
     for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
         states.clear()
-        with hidden_units(model, hold_units(activity, units) if kind == "constant" else zero_units(units)):
+        with hidden_units(model, hold if kind == "constant" else zero_units(units)):
             alpha, _, losses = alpha_and_loss(model, tokens, on_state)
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
@@ -174,19 +181,6 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     return [("none", []), *[(kind, some) for kind, some in sets if some]]
 
 
-def hold_units(activity, units):
-    """An `on_units` that sets units, (layer, unit) each, to their means at position 1, only there."""
-
-    def on_units(layer, values):
-        values = values.clone()  # (B, T, d_ff)
-        for its_layer, unit in units:
-            if its_layer == layer:
-                values[:, 0, unit] = activity.at_1[layer - 1, unit]
-        return values
-
-    return on_units
-
-
 @torch.inference_mode()
 def first(settings: sinks.Settings):
     """Do heads sink on position 1, or on a token that stands there? (ours; 12 minutes)"""
@@ -201,10 +195,7 @@ def first(settings: sinks.Settings):
 
 
 def by_first_token(settings: sinks.Settings, spec, model):
-    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens at position 1.
-
-    The token in front of each sequence is replaced by tokens of the text, in turn.
-    """
+    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens in front."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     found = tokens[:, 1:].unique().cpu()
     places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))

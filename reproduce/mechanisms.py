@@ -1,7 +1,6 @@
 """Does each mechanism of BB section 4 work by itself? Seven experiments beside those of contraction.py.
 
     python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores
-    python -m reproduce.mechanisms variance --help
 
 Models read Gaussian vectors as in `contraction.py layers`, of standard deviation 0.02; in `width` it is 1.
 """
@@ -37,7 +36,16 @@ def mlp(settings: NewbornSettings):
     births = Births("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
     for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
         x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
-        for stack, functions, prediction in mlp_stacks(model, settings.init):
+        relu = variant(model, mlp="relu")
+        tanh = variant(model, mlp="tanh")
+        bare = theory.relu_recursion(model.config.num_layers, settings.init)
+        stacks = [  # `standard` blocks have a norm and a residual, but no attention
+            ("mlp0_relu", [block.mlp for block in relu.model.layers], bare),
+            ("mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * len(bare)),
+            ("standard", model.model.layers, theory.kernel_recursion(model.config, 1, settings.init)),
+            ("standard_relu", relu.model.layers, theory.kernel_recursion(relu.config, 1, settings.init)),
+        ]
+        for stack, functions, prediction in stacks:
             state = x
             for layer, function in enumerate([nn.Identity(), *functions]):
                 state = function(state)
@@ -48,20 +56,7 @@ def mlp(settings: NewbornSettings):
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
                     births.rows.append(row | floored_cosine(state, epsilon=1e-8))
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    theories = {"theory": "Proposition 2; kernel recursion"}
-    return births.finish(question, "layer", "stack", theories)
-
-
-def mlp_stacks(standard, scheme):
-    """Yield four stacks of MLPs: a name, functions of states (n, d), and cosines by theory."""
-    relu = variant(standard, mlp="relu")
-    tanh = variant(standard, mlp="tanh")
-    L = standard.config.num_layers
-    yield "mlp0_relu", [block.mlp for block in relu.model.layers], theory.relu_recursion(L, scheme)
-    yield "mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * (L + 1)
-    for stack, model in (("standard", standard), ("standard_relu", relu)):
-        # These blocks have a norm and a residual, but no attention.
-        yield stack, model.model.layers, theory.kernel_recursion(model.config, 1, scheme)
+    return births.finish(question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
 
 
 @torch.inference_mode()
