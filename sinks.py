@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lib import figures
+from lib.figures import draw_alpha1, draw_chain, draw_transplants
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
@@ -130,10 +130,9 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     experiment = Experiment(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
-        model = spec.load(experiment.device, experiment.dtype)
-        for key, rows in measure(experiment.settings, spec, model, *more).items():
+        found = measure(experiment.settings, spec, spec.load(experiment.device, experiment.dtype), *more)
+        for key, rows in found.items():
             lists[key] += [{"checkpoint": spec.label} | row for row in rows]
-        del model  # the next one needs its memory
     lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
     return experiment, lists
 
@@ -142,7 +141,7 @@ def measure_models(name, paper, settings: Settings, measure, *more):
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    figures.draw_alpha1(experiment.folder / "rate.png", lists["heads"])
+    draw_alpha1(experiment.folder / "rate.png", lists["heads"])
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
 
@@ -164,9 +163,11 @@ def sink_rates(settings: RateSettings, spec, model):
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and builders (SO; half a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
-    figures.draw_chain(experiment.folder / "anatomy.png", lists["rows"])
+    draw_chain(experiment.folder / "anatomy.png", lists["rows"])
+    for row in [row for row in lists["layers"] if row["builders"]]:
+        print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
-    columns += ("effective_rank", "output_tau", "alpha1", "dimension", "builders")
+    columns += ("effective_rank", "output_tau", "alpha1")
     return experiment.save(**lists, columns=columns, shown=lists["layers"])
 
 
@@ -230,7 +231,7 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
         raise UserError(f"--save {settings.save}: expected a new folder, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
-    figures.draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
+    draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
     columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
     return experiment.save(**lists, columns=columns)

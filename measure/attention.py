@@ -133,7 +133,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
     return other
 
 
-class Chain:
+class Chain(Means):
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
     SO says (docs/sinks.md: what holds): a head's output is a mean of values. At position 1 it is one value,
@@ -145,32 +145,31 @@ class Chain:
     """
 
     def __init__(self, model: Transformer, num_sequences):
+        super().__init__(num_sequences)
         self.model = model
-        self.means = Means(num_sequences)
 
     def on_state(self, layer, x) -> None:
         if layer > 0:  # 0 is the input
             flat = x.flatten(0, 1).double()  # (B T, d)
-            self.means.add("norm", layer, x.float().norm(dim=2))  # (T,)
-            self.means.add("norm_ratio", layer, ratio_of_first(x))
-            self.means.add("disparity", layer, disparity(x))  # (T,)
-            self.means.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
-            self.means.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # outer, likewise, (d, d)
+            self.add("norm", layer, x.float().norm(dim=2))  # (T,)
+            self.add("norm_ratio", layer, ratio_of_first(x))
+            self.add("disparity", layer, disparity(x))  # (T,)
+            self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
+            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # outer, likewise, (d, d)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
-        self.means.add_heads(layer, heads, q, k, v)
-        self.means.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
-        self.means.add("value_ratio", layer, ratio_of_first(v).mean(1))
-        self.means.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
+        self.add_heads(layer, heads, q, k, v)
+        self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
+        self.add("value_ratio", layer, ratio_of_first(v).mean(1))
+        self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
         alpha = mean_attention(q, k, range(1, k.shape[2] + 1), sink_key(self.model, layer))
-        self.means.add("alpha", layer, alpha.mean(1))  # (T,)
+        self.add("alpha", layer, alpha.mean(1))  # (T,)
 
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key; 1 if all keys agree (ours)."""
-        means = self.means
-        links = {name: means.stack(name) for name in ("norm", "disparity", "value_norm", "alpha")}
-        links["std"] = torch.stack([means.std(layer) for layer in means.of["heads"]])
-        links["key_alignment"] = means.stack("key").norm(dim=3).mean(1)
+        links = {name: self.stack(name) for name in ("norm", "disparity", "value_norm", "alpha")}
+        links["std"] = torch.stack([self.std(layer) for layer in self.of["heads"]])
+        links["key_alignment"] = self.stack("key").norm(dim=3).mean(1)
         return links
 
     def by_position(self):
@@ -185,7 +184,6 @@ class Chain:
     def by_layer(self):
         """A row for each layer: its links at position 1, and those that have no position."""
         links = self.links()
-        of = self.means.of
         rows = []
         for layer, block in enumerate(self.model.model.layers, start=1):
             at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
@@ -193,11 +191,11 @@ class Chain:
                 "layer": layer,
                 "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
                 "disparity": at_1["disparity"],
-                "norm_ratio": of["norm_ratio"][layer].item(),
-                "value_ratio": of["value_ratio"][layer].item(),
+                "norm_ratio": self.of["norm_ratio"][layer].item(),
+                "value_ratio": self.of["value_ratio"][layer].item(),
                 "key_alignment": at_1["key_alignment"],
-                "effective_rank": effective_rank(of["state"][layer], of["product"][layer]),
-                "output_tau": output_tau(block.self_attn.o_proj.weight, self.means.std(layer, 1)),
+                "effective_rank": effective_rank(self.of["state"][layer], self.of["product"][layer]),
+                "output_tau": output_tau(block.self_attn.o_proj.weight, self.std(layer, 1)),
                 "alpha1": at_1["alpha"],
             }
             rows.append(row)

@@ -159,7 +159,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
 
     R takes the same three steps as S, but its D is that of S. Products with M, which is `average`, are matrix
     products; every other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are
-    explained below. With residual=False a sublayer replaces the stream.
+    explained below. With residual=False a sublayer replaces the stream. Not for what is `unknown`.
     """
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lib import kernels
-from measure import attention
+from measure.attention import Chain, Means, batches, disparity, mean_attention, sink_key
 from model import Transformer
 
 # The first prediction has one token to go by, and gains from anything in front of the text; the next seven
@@ -71,7 +71,7 @@ class Activity:
     disparity: Tensor  # disparity of that stream, (L + 1,)
     at_1: Tensor  # activations at position 1, (L, d_ff)
     elsewhere: Tensor  # |activations| at the other positions, (L, d_ff)
-    chain: attention.Chain | None = None  # the links of the same pass
+    chain: Chain | None = None  # the links of the same pass
 
     @property
     def layer(self):
@@ -150,12 +150,12 @@ class Activity:
 @torch.inference_mode()
 def observe(model: Transformer, tokens: Tensor, with_chain=False) -> Activity:
     """The Activity of a model on tokens (n, T)."""
-    means = attention.Means(len(tokens))
-    chain = attention.Chain(model, len(tokens)) if with_chain else None
+    means = Means(len(tokens))
+    chain = Chain(model, len(tokens)) if with_chain else None
 
     def on_state(layer, x):
         means.add("state", layer, x[:, 0].float())
-        means.add("disparity", layer, attention.disparity(x[:, 0]))
+        means.add("disparity", layer, disparity(x[:, 0]))
         if chain is not None:
             chain.on_state(layer, x)
 
@@ -164,7 +164,7 @@ def observe(model: Transformer, tokens: Tensor, with_chain=False) -> Activity:
         means.add("elsewhere", layer, units[:, 1:].float().abs().mean(1))
 
     with hidden_units(model, on_units):
-        for part in attention.batches(tokens):
+        for part in batches(tokens):
             model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
     down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]
     return Activity(down, **{name: means.stack(name) for name in means.of}, chain=chain)
@@ -201,9 +201,9 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v):
-        by_layer.append(attention.mean_attention(q, k, (1, 0), attention.sink_key(model, layer)).cpu())
+        by_layer.append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
 
-    for part in attention.batches(tokens):
+    for part in batches(tokens):
         by_layer = []
         states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
         targets = part[:, before + 1 :]
@@ -223,7 +223,7 @@ def by_token(model, tokens, builder):
     """A row for each token of the text: the builder's |activation| if this token is the first."""
     found = tokens.unique()
     with watch(model, builder) as activations:
-        for part in attention.batches(found[:, None]):
+        for part in batches(found[:, None]):
             model.hidden(part)
     sizes = torch.cat(activations).tolist()
     return [{"token": token, "builder_activation": size} for token, size in zip(found.tolist(), sizes)]

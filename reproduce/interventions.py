@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 import sinks
-from lib import figures
+from lib.figures import curves, draw_interventions, draw_silence
 from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure import attention
+from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
 from measure.units import alpha_and_loss, hidden_units, names_of, observe, ranked, watch, zero_units
+from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
 from sources.inputs import read_tokens
 
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
@@ -28,7 +29,7 @@ FIRST_TOKENS = 24  # `first` tries so many
 
 
 @dataclass
-class InterveneSettings(sinks.Settings):
+class InterveneSettings(Settings):
     """The settings of `intervene`."""
 
     position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
@@ -36,7 +37,7 @@ class InterveneSettings(sinks.Settings):
 
 
 @dataclass
-class SilenceSettings(sinks.Settings):
+class SilenceSettings(Settings):
     """The settings of `silence`."""
 
     num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
@@ -48,8 +49,8 @@ def intervene(settings: InterveneSettings):
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
-    experiment, lists = sinks.measure_models("intervene", "SO", settings, every_intervention)
-    figures.draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
+    experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
+    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
 
@@ -73,7 +74,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
         on_heads = replace_heads(model, k, changed, kind, factor)
         with watch(model, builder, k) as activations:
-            alpha = attention.attention_to(model, tokens, (k,), on_heads).cpu()  # (n, L, H, 1)
+            alpha = attention_to(model, tokens, (k,), on_heads).cpu()  # (n, L, H, 1)
         alpha = alpha[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
         active = activations[0] >= ACTIVE * described[0]["first"]  # (n,)
         case = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
@@ -113,8 +114,8 @@ def replace_heads(model, k, changed, kind, factor):
 @torch.inference_mode()
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
-    experiment, lists = sinks.measure_models("silence", "ours", settings, every_silence)
-    figures.draw_silence(experiment.folder / "silence.png", lists["rows"])
+    experiment, lists = measure_models("silence", "ours", settings, every_silence)
+    draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
     return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
 
@@ -122,8 +123,7 @@ def silence(settings: SilenceSettings):
 def every_silence(settings: SilenceSettings, spec, model):
     """A row for the model as it is, and for each set of hidden units at zero, or held constant.
 
-    `left` is the share of the sink's dimension that remains at position 1 after `activity.layer`, where
-    `disparity` is measured, too.
+    `left` and `disparity` are of position 1 after `activity.layer`: the share of the sink's dimension left.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
@@ -151,8 +151,8 @@ def every_silence(settings: SilenceSettings, spec, model):
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
         row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
-        row |= {"left": left.item(), "disparity": attention.disparity(state).mean().item()}
-        row |= interval(sinks.sink_share(alpha), "sink_rate", 0, 1)
+        row |= {"left": left.item(), "disparity": disparity(state).mean().item()}
+        row |= interval(sink_share(alpha), "sink_rate", 0, 1)
         rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": losses["loss"]})
     return {"rows": rows}
 
@@ -182,19 +182,19 @@ def sets_of_units(settings: SilenceSettings, activity, units):
 
 
 @torch.inference_mode()
-def first(settings: sinks.Settings):
+def first(settings: Settings):
     """Do heads sink on position 1, or on a token that stands there? (ours; 12 minutes)"""
     if settings.first_token is not None:
         raise UserError("first tries many first tokens: leave out --first-token")
-    experiment, lists = sinks.measure_models("first", "ours", settings, by_first_token)
+    experiment, lists = measure_models("first", "ours", settings, by_first_token)
     question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
     keys = {"x": "alpha1", "y": "least", "series": "checkpoint", "style": "o"}
     labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
-    figures.curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
+    curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
     return experiment.save(**lists)
 
 
-def by_first_token(settings: sinks.Settings, spec, model):
+def by_first_token(settings: Settings, spec, model):
     """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens in front."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     found = tokens[:, 1:].unique().cpu()
@@ -203,7 +203,7 @@ def by_first_token(settings: sinks.Settings, spec, model):
     alphas = []
     for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
         tokens[:, 0] = candidate
-        alphas.append(sinks.sink_statistics(model, tokens)[1].mean(0))
+        alphas.append(sink_statistics(model, tokens)[1].mean(0))
     alphas = torch.stack(alphas)  # (candidates, L, H)
     rows = []
     for layer, head in np.ndindex(alphas.shape[1:]):
@@ -215,14 +215,14 @@ def by_first_token(settings: sinks.Settings, spec, model):
             "least": alpha.min().item(),
             "least_token": candidates[alpha.argmin()].item(),
             "largest": alpha.max().item(),
-            "token_share": (alpha > sinks.EPSILON).float().mean().item(),
-            "uniform_alpha1": attention.uniform_alpha(tokens.shape[1]),
+            "token_share": (alpha > EPSILON).float().mean().item(),
+            "uniform_alpha1": uniform_alpha(tokens.shape[1]),
         }
         rows.append(row)
     return {"rows": rows}
 
 
-def transplant(settings: sinks.TransplantSettings):
+def transplant(settings: TransplantSettings):
     """Does any constant end the sink? The cases of sinks.py, and controls (ours; minutes)"""
     return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
 
@@ -236,20 +236,20 @@ def cases_and_controls(seed, model, transplanted, activity, others):
     cases = sinks.transplant_cases(model, transplanted, activity, others)
     tokens = others.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
-        cases.append(sinks.Case(f"token in front: {token}", model, prefix=[token]))
+        cases.append(Case(f"token in front: {token}", model, prefix=[token]))
     builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
     if set(builders) != set(activity.selective()):
-        cases.append(sinks.Case("builders of 99 % at zero", model, builders))
+        cases.append(Case("builders of 99 % at zero", model, builders))
 
     def add(kind, keys, values, layers=None):
-        cases.append(sinks.Case(kind, attention.with_constants(model, keys, values, layers)))
+        cases.append(Case(kind, with_constants(model, keys, values, layers)))
 
-    keys, values = attention.constants_at(model, others)  # (L, G, Dh) each
+    keys, values = constants_at(model, others)  # (L, G, Dh) each
     jump = (activity.jumps() or [activity.layer])[0]
     add("transplanted, layer 1", keys, values, [1])
     add(f"transplanted, layers 1 to {jump}", keys, values, range(1, jump + 1))
     add(f"transplanted, from layer {jump + 1}", keys, values, range(jump + 1, len(keys) + 1))
-    add("constants of position 2", *attention.constants_at(model, others, position=2))
+    add("constants of position 2", *constants_at(model, others, position=2))
     if keys.shape[1] > 1:
         add("constants of other heads", keys.roll(1, 1), values.roll(1, 1))
     generator = keyed_generator("transplant", seed)
@@ -266,8 +266,8 @@ def drawn_like(vectors, generator):
 COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
     "silence": Command(silence, SilenceSettings()),
-    "first": Command(first, sinks.Settings()),
-    "transplant": Command(transplant, sinks.TransplantSettings()),
+    "first": Command(first, Settings()),
+    "transplant": Command(transplant, TransplantSettings()),
 }
 
 if __name__ == "__main__":

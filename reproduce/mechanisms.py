@@ -16,7 +16,8 @@ from torch import nn
 from contraction import Births, LengthSettings, NewbornSettings, sublayers_apart
 from init import STD, variant
 from lib.settings import Command, run_script
-from measure import attention, theory
+from measure import theory
+from measure.attention import Means
 from measure.cosines import floored_cosine, pairwise_cosine
 from model import rope_frequencies
 from probe import SHOWN, preference
@@ -217,7 +218,7 @@ def variance(settings: LengthSettings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
     births = Births("variance", "BB Figure 9, Equation 2", settings, (1024,))
     for key, model, T in births.each(vocab_size=1, sublayers="attention", num_layers=1):
-        means = attention.Means(settings.num_sequences)
+        means = Means(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=means.add_heads)
         exact = aggregated_std(model.config, T, settings.init)

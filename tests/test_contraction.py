@@ -33,10 +33,8 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("all")
     commands = {}
     for name, command in EXPERIMENTS.items():
-        small = replace(command.defaults, seed=SEEDS, num_sequences=COUNT, model=("tiny_gpt2",))
-        if hasattr(small, "sequence_length"):
-            small = replace(small, sequence_length=(LENGTH,))
-        commands[name] = command._replace(defaults=small)
+        small = {"seed": SEEDS, "num_sequences": COUNT, "model": ("tiny_gpt2",), "sequence_length": (LENGTH,)}
+        commands[name] = command._replace(defaults=replace(command.defaults, **small))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contraction, "EXPERIMENTS", commands)
         contraction.run_all(RunSettings(device="cpu", dtype="float32", out=str(out)))

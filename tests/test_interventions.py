@@ -13,9 +13,7 @@ from test_sinks import NEAR, contributions_of, disparity_of, given, observe, sav
 
 from lib import runtime
 from lib.results import interval
-from model import Transformer
 from reproduce import interventions
-from reproduce.interventions import InterveneSettings, SilenceSettings
 from sources.inputs import random_tokens
 
 
@@ -45,7 +43,7 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
     model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
     with torch.no_grad():  # the first builder is one of layer 1, whatever is done there
         model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
-    settings = given(InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
+    settings = given(interventions.InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
     lists = interventions.every_intervention(settings, saved(model, tmp_path), model)
     (builder,) = lists["builders"]
     assert (builder["layer"], builder["unit"]) == (1, 7)
@@ -88,7 +86,7 @@ def parse(words: str) -> list[tuple[int, int]]:
 def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
     """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
     model = random_model(KINDS["llama_gqa"], seed=12)  # its first builders are in layers 2 and 3
-    settings = given(SilenceSettings, sequence_length=9, num_builders=3)
+    settings = given(interventions.SilenceSettings, sequence_length=9, num_builders=3)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 27)  # batches of 3, 3 and 1
     rows = interventions.every_silence(settings, saved(model, tmp_path), model)["rows"]
     tokens = random_tokens(0, range(7), 9, 97)
@@ -102,8 +100,8 @@ def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
     for row in rows:
         poorer = random_model(KINDS["llama_gqa"], seed=12)
         if row["kind"] == "constant":
-            handles = [hold(poorer, layer, unit, units) for layer, unit in (a, b, c)]
-            assert len(handles) == 3
+            for layer, unit in (a, b, c):
+                hold(poorer, layer, unit, units[layer - 1, :, 0, unit].mean())
         else:
             for layer, unit in parse(row["units"]):
                 poorer.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
@@ -123,12 +121,10 @@ def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
     assert len(set(random)) == 3 and not {a, b, c} & set(random)
 
 
-def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
-    """Hold a unit at position 1 at its mean over sequences, of units (L, n, T, d_ff)."""
+def hold(model, layer: int, unit: int, value: torch.Tensor) -> None:
+    """Hold a unit at a value, at position 1."""
 
     def held(module, inputs):
-        values = inputs[0].clone()
-        values[:, 0, unit] = units[layer - 1, :, 0, unit].mean()
-        return values
+        inputs[0][:, 0, unit] = value
 
-    return model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)
+    model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)

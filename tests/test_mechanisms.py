@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_contraction import (
-    CONFIG,
-    COUNT,
-    LENGTH,
-    SEEDS,
-    assert_cosines,
-    newborns,
-    select,
-    vectors,
-)
+from test_contraction import CONFIG, COUNT, LENGTH, SEEDS, assert_cosines, newborns, select, vectors
 
 import init
 from lib.files import read_json
@@ -30,12 +21,11 @@ def results(tmp_path_factory):
     """Every experiment's result, small."""
     out = tmp_path_factory.mktemp("all")
     for name, command in mechanisms.COMMANDS.items():
-        small = replace(command.defaults, device="cpu", dtype="float32", out=str(out))
-        models = ("tiny_gpt2", "tiny_llama") if name == "width" else ("tiny_gpt2",)
-        small = replace(small, seed=SEEDS, num_sequences=COUNT, model=models)
-        if hasattr(small, "sequence_length"):
-            small = replace(small, sequence_length=(LENGTH,))
-        command.function(small)
+        small = {"device": "cpu", "dtype": "float32", "out": str(out), "seed": SEEDS, "num_sequences": COUNT}
+        small["model"] = ("tiny_gpt2", "tiny_llama") if name == "width" else ("tiny_gpt2",)
+        if hasattr(command.defaults, "sequence_length"):
+            small["sequence_length"] = (LENGTH,)
+        command.function(replace(command.defaults, **small))
     return {name: read_json(out / f"{name}.json") for name in mechanisms.COMMANDS}
 
 
@@ -171,9 +161,8 @@ def test_averaging_limit_is_the_limit():
     T = 10**9
     rho = [(cosine - 1 / T) / (1 - 1 / T) for cosine in mechanisms.averaging_limit(T, 3)]
     assert rho == pytest.approx([2 / 3, 8 / 9, 0.9383], abs=5e-5)
-    assert mechanisms.averaging_stack(1024, 3) == pytest.approx(
-        mechanisms.averaging_limit(1024, 3), abs=0.006
-    )
+    limit = mechanisms.averaging_limit(1024, 3)
+    assert mechanisms.averaging_stack(1024, 3) == pytest.approx(limit, abs=0.006)
 
 
 def test_variance(results):

@@ -24,7 +24,6 @@ from measure import attention
 from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
 from reproduce import interventions, mechanisms
-from sinks import RateSettings
 from sources import checkpoint, data
 from sources.checkpoint import Spec, parse_spec
 from sources.inputs import TextSettings, random_tokens, random_vectors, read_tokens
@@ -52,7 +51,7 @@ def ratio(norms: torch.Tensor) -> float:
 def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 6 and 3, and of 2
     model = random_model(KINDS[kind])
-    settings = given(RateSettings, sequence_length=(6, 20), num_sequences=9)
+    settings = given(sinks.RateSettings, sequence_length=(6, 20), num_sequences=9)
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
     for row, by_head, T in zip(lists["rows"], lists["heads"], (6, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
@@ -192,9 +191,6 @@ def test_enough_builders_make_the_share():
     assert sum(added[: count - 1]) < 0.5 * size <= sum(added[:count])
 
 
-# ---- text --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A text, a data set made of it, and a checkpoint with its tokenizer."""
@@ -225,15 +221,11 @@ def test_what_a_model_reads(text):
     assert torch.equal(held_out, data.TokenData(text.data).held_out(7, 16)[0])
 
 
-# ---- the command line --------------------------------------------------------------------------------------
+COMMANDS = [("sinks", name) for name in sinks.COMMANDS if name]
+COMMANDS += [("reproduce.interventions", name) for name in interventions.COMMANDS]
 
 
-SCRIPTS = {"sinks": sinks, "reproduce.interventions": interventions}
-
-
-@pytest.mark.parametrize(
-    "script, name", [(script, name) for script in SCRIPTS for name in SCRIPTS[script].COMMANDS if name]
-)
+@pytest.mark.parametrize("script, name", COMMANDS)
 def test_commands(script, name, text, tmp_path):
     words = ["--model", text.model, "text_sink@5", "--sequence-length", 20, "--num-sequences", 4]
     words += ["--text", text.data]
@@ -252,15 +244,14 @@ def test_commands(script, name, text, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
-        (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
-        (["intervene", "--position", 65], ["--position 65", "64"]),
+        (["sinks", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
+        (["sinks", "rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
+        (["reproduce.interventions", "intervene", "--position", 65], ["--position 65", "64"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
-    name, *flags = words
-    script = "sinks" if name in sinks.COMMANDS else "reproduce.interventions"
-    done = run_here(script, name, "--model", "tiny_llama", *flags, "--out", tmp_path)
+    model = [] if "--model" in words else ["--model", "tiny_llama"]
+    done = run_here(*words, *model, "--out", tmp_path)
     assert_refused(done, *expected)
     assert not list(tmp_path.iterdir())
 

@@ -18,7 +18,7 @@ from lib.files import read_json
 from measure import attention
 from measure.rounding import rounded_inputs
 from measure.units import Activity, hidden_units, observe, zero_units
-from reproduce import interventions
+from reproduce.interventions import cases_and_controls
 from sinks import TransplantSettings, effects, transplants
 from sources import checkpoint
 from sources.inputs import random_tokens
@@ -124,8 +124,7 @@ def test_selective_builders():
 def test_rows_are_what_their_kinds_say(tmp_path):
     model = random_model(KINDS["llama_gqa"])
     settings = TransplantSettings(**SETTINGS, sequence_length=(12, 20))
-    cases_of = partial(interventions.cases_and_controls, 0)
-    lists = transplants(settings, saved(model, tmp_path), model, cases_of)
+    lists = transplants(settings, saved(model, tmp_path), model, partial(cases_and_controls, 0))
     rows = {(row["kind"], row["sequence_length"]): row for row in lists["rows"]}
     assert len(rows) == len(lists["rows"])
     both = random_tokens(0, range(8), 12, 97)
@@ -163,8 +162,7 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = random_model(KINDS["llama_gqa"])
     checkpoint.save(Path("model"), model)
-    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5")
-    words += ("--device", "cpu")
+    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--device", "cpu")
     done = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert read_json(Path("out/transplant.json"))["rows"][0]["checkpoint"] == "model"
