@@ -79,6 +79,7 @@ class Stack:
     width: int  # of the stream
     layers: dict  # by the number in their names: the full names by what follows it
     source: object = None  # the checkpoint
+    model: str = ""  # which it is
     name: str = ""  # what begins its names, and no other stack's; "" where there are no others
     reads_images: bool = False  # by a convolution?
     may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
@@ -147,7 +148,7 @@ def size_of(source, names):
     return sum(math.prod(source.shapes[name]) for name in names)
 
 
-def find_stacks(source):
+def find_stacks(source, model=""):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
     stacks = stacks_of(shapes)
@@ -159,6 +160,7 @@ def find_stacks(source):
     reach = {name: closest(name, stacks) for name in outside}
     for stack in stacks:
         stack.source = source
+        stack.model = model
         stack.name = common_name(stack, stacks)
         stack.reads_images = reads_images(stack, outside, reach)
     feed(stacks, outside, reach)

@@ -5,42 +5,54 @@
 
 import numpy as np
 
-from lineage.compare import Model, compare, read_model  # noqa: F401
-from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, is_between
+from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, is_above_strangers
 
+COLUMNS = (
+    "verdict sentence units units_found units_share r layer base_layer distance body_r body_z body_log10_p "
+)
+COLUMNS += "embedding_z table_likeness part base_part"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 
 
-def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
-    """The row of a pair (verdict, sentence, their numbers), and for figures its `layers` and `layer_map`.
+def explain(base, suspect, pairs, verdict, pair):
+    """The row of two Models, and for figures its `layers` and `layer_map`: the `pair` of stacks that told.
 
-    Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
-    large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
+    What cannot be had of two models is null in the row.
     """
-    verdict, pair, pairs = compare(base, suspect, seed, permutations, units, layers)
-    proviso = ""
-    if base.vocabulary and suspect.vocabulary:
-        proviso = ", if their tokenizers tell the truth"
-    elif not (base.is_newborn and suspect.is_newborn):
-        proviso = ", if their token numbers mean the same"
-    sentence = sentence_of(pair, proviso)
+    sentence = sentence_of(pair, proviso_of(base, suspect))
     if len(pairs) > 1:
         sentence = f"its {title(pair.suspect)} and the base's {title(pair.base)}: {sentence}"
     row = row_of(pair) | {"verdict": verdict}
-    kin = [each for each in pairs if each.verdict == SAME_BIRTH]
+    kin = [other for other in pairs if other.verdict == SAME_BIRTH]
     if verdict == PART_IN_COMMON:
-        common = max(kin, key=lambda each: each.suspect.size)
+        common = max(kin, key=lambda other: other.suspect.size)
         row |= {"part": common.suspect.name, "base_part": common.base.name}
         how = "bit for bit" if all(row.ground == "bits" for row in common.rows) else "; ".join(found(common))
         copied = f"its {title(common.suspect)} is the base's {title(common.base)}, {how}"
         sentence = f"{copied}; the language models: {pair.verdict} ({sentence})"
     elif verdict == SAME_BIRTH:
-        kin_stacks = [each.suspect for each in kin]
+        kin_stacks = [other.suspect for other in kin]
         for stack in suspect.stacks:
             if stack is not pair.suspect:
                 said = "of one birth, too" if stack in kin_stacks else "not seen to be the base's"
                 sentence += f"; {said}: its {title(stack)}"
-    return row | {"sentence": sentence}, {"layers": layer_rows(pair), "layer_map": pair.layer_map}
+    detail = {"layers": layer_rows(pair), "layer_map": pair.match.layer_map}
+    return row | {"sentence": sentence}, detail
+
+
+def proviso_of(base, suspect):
+    """What *no evidence* of two Models assumes of their tokens; of two newborns nothing."""
+    if base.vocabulary and suspect.vocabulary:
+        return ", if their tokenizers tell the truth"
+    if base.is_newborn and suspect.is_newborn:
+        return ""
+    return ", if their token numbers mean the same"
+
+
+def unread_row(error):
+    """The row of a suspect that cannot be read: why not, and nothing else; and no layers."""
+    row = dict.fromkeys(COLUMNS.split()) | {"verdict": "not read", "sentence": str(error)}
+    return row, {"layers": [], "layer_map": {}}
 
 
 def title(stack):
@@ -50,39 +62,25 @@ def title(stack):
 
 
 def row_of(pair: Pair):
-    """The numbers of a pair; of units those of the layer that the sentence tells."""
-    told = told_row(pair)
+    """The numbers of a pair; of units those of the layer that counts."""
+    row = dict.fromkeys(COLUMNS.split()) | {"verdict": pair.verdict}
+    layer = decisive_row(pair)
+    if layer:
+        row |= {"units": layer.units, "units_found": layer.found, "units_share": layer.share, "r": layer.r}
+        row |= {"layer": layer.layer, "base_layer": layer.closest}
     body = pair.coordinates.get("body", {})
-    return {
-        "verdict": pair.verdict,
-        "sentence": "",
-        "units": told and told.units,
-        "units_found": told and told.found,
-        "units_share": told and told.share,
-        "r": told and told.r,
-        "layer": told and told.layer,
-        "base_layer": told and told.closest,
-        "distance": mean_distance(pair),
-        "body_r": body.get("matched"),
-        "body_z": body.get("z"),
-        "body_log10_p": body.get("log10_p"),
-        "embedding_z": pair.coordinates.get("embedding", {}).get("z"),
-        "table_likeness": pair.table_likeness,
-        "part": None,
-        "base_part": None,
-    }
+    row |= {"body_r": body.get("matched"), "body_z": body.get("z"), "body_log10_p": body.get("log10_p")}
+    row["embedding_z"] = pair.coordinates.get("embedding", {}).get("z")
+    row["distance"] = mean_distance(pair)
+    row["table_likeness"] = pair.match.table_likeness
+    return row
 
 
-def unread_row(error):
-    """The row of a suspect that cannot be read: why not, and nothing else."""
-    return dict.fromkeys(row_of(Pair())) | {"verdict": "not read", "sentence": str(error)}
-
-
-def told_row(pair):
-    """The row that is told: the least of those whose units are the base's, else the one with most."""
+def decisive_row(pair):
+    """The row that counts: the least of those whose units are the base's, else the one with most."""
     if pair.with_units:
         return min(pair.with_units, key=lambda row: row.share)
-    return max(pair.searched, key=lambda row: row.share, default=None)
+    return max(pair.match.rows, key=lambda row: row.share, default=None)
 
 
 def layer_rows(pair):
@@ -104,25 +102,35 @@ def mean_distance(pair):
 
 
 def sentence_of(pair, proviso):
-    """Why a pair has its verdict, in plain words."""
-    table = table_phrase(pair)
-    units = pair.lack or units_phrase(pair)
-    body = coordinates_phrase(pair)
-    evidence = "; ".join(found(pair))
-    few = "but not in every kind of matrix of two layers: a part may have been copied"
-    copied = "but no other layer's: one layer may have been copied"
-    between = "more than unrelated models share there, but fewer, or more weakly, than a child"
-    sentence = {
-        "bare": f"nothing to compare: {pair.bare}; {table}",
-        "layers": "; ".join([evidence, *changes(pair), table]),
-        "one layer": f"{evidence}, {copied}; {table}; {REMEDY}",
-        "coordinates": f"{body}, {few}; {units}; {table}; {REMEDY}",
-        "hidden": f"{body}, but a changed basis would hide a child, and {units}",
-        "unseen": f"{body}; a child whose basis was changed would not be seen: {units}",
-        "between": f"{units}: {between}; {table}; {REMEDY}",
-        "units": f"{units}{proviso}; {table}",
-    }[pair.reason]
-    return f"{sentence}; not looked at: {pair.unread}" if pair.unread else sentence
+    """Why a pair has its verdict, in plain words; what was not looked at."""
+    unread = unread_phrase(pair)
+    return f"{reason_of(pair, proviso)}; not looked at: {unread}" if unread else reason_of(pair, proviso)
+
+
+def reason_of(pair, proviso):
+    """The sentence of the rule that gave the verdict of a pair."""
+    match pair.reason:
+        case "bare":
+            return f"nothing to compare: {pair.bare}; {table_phrase(pair)}"
+        case "layers":
+            return "; ".join([*found(pair), *changes(pair), table_phrase(pair)])
+        case "one layer":
+            copied = "but no other layer's: one layer may have been copied"
+            return f"{'; '.join(found(pair))}, {copied}; {table_phrase(pair)}; {REMEDY}"
+        case "coordinates":
+            few = "but not in every kind of matrix of two layers: a part may have been copied"
+            return f"{coordinates_phrase(pair)}, {few}; {units_phrase(pair)}; {table_phrase(pair)}; {REMEDY}"
+        case "hidden":
+            hidden = "but a changed basis would hide a child, and"
+            return f"{coordinates_phrase(pair)}, {hidden} {pair.lack}"
+        case "unseen":
+            unseen = "a child whose basis was changed would not be seen"
+            return f"{coordinates_phrase(pair)}; {unseen}: {pair.lack}"
+        case "between":
+            between = "more than unrelated models share there, but fewer, or more weakly, than a child"
+            return f"{units_phrase(pair)}: {between}; {table_phrase(pair)}; {REMEDY}"
+        case "units":
+            return f"{units_phrase(pair)}{proviso}; {table_phrase(pair)}"
 
 
 def found(pair):
@@ -140,13 +148,13 @@ def found(pair):
 
 def matched_phrase(pair):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
-    least = told_row(pair)
+    least = decisive_row(pair)
     origins = {row.layer: row.closest for row in pair.with_units}
     count = f"{least.found:,} of {least.units:,}"
     if any(row.share > least.share for row in pair.with_units):
         count = f"at least {count}"
-    layers = f"{len(origins)} of {len({row.layer for row in pair.searched})} layers"
-    if len(pair.with_units) == len(pair.searched):
+    layers = f"{len(origins)} of {len({row.layer for row in pair.match.rows})} layers"
+    if len(pair.with_units) == len(pair.match.rows):
         layers = "every layer"
     phrase = f"{count} hidden units of {layers} were matched"
     if any(row.units != least.units for row in pair.with_units):
@@ -173,17 +181,19 @@ def layers_phrase(numbers):
 
 def units_phrase(pair):
     """How many units were matched of a suspect that is not seen to be a child, and what that means."""
-    most = told_row(pair)
-    if most is None:
-        return "no hidden units were looked for"
+    if pair.lack:
+        return pair.lack
+    most = decisive_row(pair)
     phrase = f"at most {most.found:,} of {most.units:,} hidden units of a layer were matched"
-    num_read, depth = len({row.layer for row in pair.searched}), len(pair.suspect.layers)
+    num_read, depth = len({row.layer for row in pair.match.rows}), len(pair.suspect.layers)
     if num_read < depth:
         phrase += f" ({num_read} of {depth} layers were read)"
     if not most.is_beyond_chance:
         return f"{phrase}, as by chance"
     phrase += f" ({most.share:.0%} of layer {most.layer}, r = {most.r:.2f})"
-    return phrase if is_between(pair) else f"{phrase}, as of unrelated models that learnt the same words"
+    return (
+        phrase if is_above_strangers(pair) else f"{phrase}, as of unrelated models that learnt the same words"
+    )
 
 
 def changes(pair):
@@ -204,6 +214,17 @@ def changes(pair):
         yield f"what matched units read is at distance {far:.2g}, by training, merging, noise or rounding"
 
 
+def unread_phrase(pair):
+    """What was not looked at in either model, with its share of the layers' parameters."""
+    told = []
+    for stack in (pair.base, pair.suspect):
+        shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
+        told += [
+            f"{what} ({share} of {stack.model}'s layers)" for what, share in shares.items() if share != "0%"
+        ]
+    return " and ".join(told)
+
+
 def coordinates_phrase(pair):
     """How far the coordinates of the layers' weights agree."""
     if "body" not in pair.coordinates:
@@ -217,7 +238,7 @@ def table_phrase(pair):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
     if not (pair.base.tables and pair.suspect.tables):
         return "not both have an embedding matrix"
-    likeness = pair.table_likeness
+    likeness = pair.match.table_likeness
     if likeness is None and pair.agrees("embedding"):
         likeness = pair.coordinates["embedding"]["matched"]
     if likeness is None:

@@ -5,9 +5,10 @@ import torch
 from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed
 
 from lineage import layout
+from lineage.compare import compare_models, read_model
 from lineage.disguise import as_source, disguised, weights_of
+from lineage.settings import CompareSettings
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
-from lineage.verdict import compare_pair, read_model
 from reproduce.robustness import noised
 from sources.checkpoint import Newborn
 
@@ -21,7 +22,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 def row_of_pair(base: dict, suspect: dict) -> dict:
     """The row of two models, by their tensors."""
     models = [read_model(name, as_source(weights, CONFIG)) for name, weights in (("A", base), ("B", suspect))]
-    return compare_pair(*models, permutations=199)[0]
+    return compare_models(*models, CompareSettings(permutations=199))[0]
 
 
 def judged(base: dict, suspect: dict) -> tuple[str, str]:
