@@ -243,12 +243,12 @@ def language_models(stacks):
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
-    for stack in stacks:
-        is_like = stack.named != [] or not stack.reads_images or stack.rank == first.rank
-        is_draft = len(stack.layers) == 1 and not stack.has_own_table
+    for place, stack in enumerate(stacks):
+        is_like = bool(stack.named) or not stack.reads_images or stack.rank == first.rank
+        is_draft = len(stack.layers) == 1 and not stack.has_own_table(stacks[:place])
         is_large = stack.size >= (first.size if first.has_head else least)
-        may_have_mlps = stack.mlps != [] or (stack.tables != [] and stack.hides)
-        is_whole = may_have_mlps or first.mlps == []
+        may_have_mlps = stack.mlps or (stack.tables and stack.hides)
+        is_whole = may_have_mlps or not first.mlps
         if is_whole and stack.size >= least and (is_large or (is_like and not is_draft)):
             models.append(stack)
     return models or [first]

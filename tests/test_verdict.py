@@ -48,9 +48,8 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
     Without counts no units are looked for. `more` may have `equal` layers and `namesakes`, `read` layers,
     another `lack`, and the `embedding`'s coordinates.
     """
-    stack = Stack(
-        "", 256, dict.fromkeys(range(depth), {}), tables=[("table",)], unknown=more.get("unknown", [])
-    )
+    layers = dict.fromkeys(range(depth), {})
+    stack = Stack("", 256, layers, tables=[("table",)], may_have_units=more.get("may_have_units", False))
     rows = []
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
         closest = (base_layers or {}).get(layer, layer)
@@ -118,7 +117,7 @@ def test_every_combination_of_coordinates():
         elif not has_units and body in (None, "between"):
             expected = INCONCLUSIVE
         assert judged_pair(**how).verdict == expected, how
-    how |= {"body": "nothing", "unknown": ["an MLP"]}  # a basis may have been changed
+    how |= {"body": "nothing", "may_have_units": True}  # a basis may have been changed
     assert judged_pair(**how).verdict == INCONCLUSIVE
 
 
