@@ -91,11 +91,11 @@ class Stack(Run):
     name: str = ""  # what begins the stack's names, and no other stack's; "" where there are no others
     size: int = 0  # parameters in its layers
     reads_images: bool = False  # by a convolution?
-    named: tuple = ()  # matrices that may be its embedding matrix,
-    tables: tuple = ()  # the same: a name each, or the names of two as a product
-    heads: tuple = ()  # the tables, if tied
+    named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
+    tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
+    heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
-    mlps: tuple = ()
+    mlps: list = field(default_factory=list)
     matrices: dict = field(default_factory=dict)  # along the stream, by (layer's number, rest of name)
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
     may_have_units: bool = False  # even if none were found?
@@ -146,11 +146,6 @@ class Stack(Run):
         return bool(self.named)
 
 
-def size_of(source, names):
-    """The number of parameters of some tensors."""
-    return sum(math.prod(source.shapes[name]) for name in names)
-
-
 def find_stacks(source, model=""):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
@@ -166,16 +161,17 @@ def find_stacks(source, model=""):
     stacks = []
     for run in runs:
         beside = [name for name in outside if name in tables[run] or run in reach[name]]
-        names = {"model": model, "name": common_name(run, runs)}
-        stacks.append(stack_of(run, source, tables[run], beside, run in with_images, names))
+        naming = {"source": source, "model": model, "name": common_name(run, runs)}
+        stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
     if any(stack.unread[PACKED] for stack in stacks) and not any(stack.mlps for stack in stacks):
         raise packed_error(source.place, source.packed)
     return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
 
 
-def stack_of(run, source, named, beside, with_images, names):
-    """The Stack of a Run: `named` may be its embedding matrices, and these `beside` names are its own, too."""
-    shapes, width = source.shapes, run.width
+def stack_of(run, named, beside, with_images, naming):
+    """The Stack of a Run: `named` may be its embedding matrices, and the names `beside` are its own, too."""
+    source, width = naming["source"], run.width
+    shapes = source.shapes
     tables, heads = tables_and_heads(named, beside, shapes, width)
     known = dict.fromkeys(name for names in tables + heads for name in names)  # in one order
     matrices = {(None, end_of(name)): name for name in known if is_matrix(name, shapes[name], width)}
@@ -192,32 +188,34 @@ def stack_of(run, source, named, beside, with_images, names):
         for rest, name in layers[number].items():
             if is_matrix(name, shapes[name], width):
                 matrices[number, rest] = name
-    packed = [count for name, count in getattr(source, "packed", {}).items() if name.startswith(run.prefix)]
-    size = sum(packed) + sum(size_of(source, tensors.values()) for tensors in layers.values())
-    unread = {"adapters": size_of(source, adapters), WITHOUT_MLP: size_of(source, without_mlp)}
-    unread |= {BASES: size_of(source, filter(TURNS.search, shapes)), PACKED: sum(packed)}
-    tall = [
-        name for name in beside if len(shapes[name]) == 2 and shapes[name][1] == width <= 2 * shapes[name][0]
-    ]
+
+    def size_of(names):
+        return sum(math.prod(shapes[name]) for name in names)
+
+    packed = getattr(source, "packed", {})  # how many numbers each, about, as of 4 bits
+    num_packed = sum(count for name, count in packed.items() if name.startswith(run.prefix))
+    size = num_packed + sum(size_of(tensors.values()) for tensors in layers.values())
+    unread = {"adapters": size_of(adapters), WITHOUT_MLP: size_of(without_mlp)}
+    unread |= {BASES: size_of(filter(TURNS.search, shapes)), PACKED: num_packed}
+    tall = [name for name in beside if shapes[name][1:] == (width,) and 2 * shapes[name][0] >= width]
     may_read_tokens = not with_images or named or any(not NO_TABLE.search(end_of(name)) for name in tall)
     gains = gains_of({name: name for name in beside}, shapes, width)
-    norms = [name for name in gains if FINAL_NORM.search(name)] or [*gains] * (len(gains) == 1)
+    norms = [name for name in gains if FINAL_NORM.search(name) or len(gains) == 1]
     return Stack(
-        run.prefix,
-        width,
-        layers,
-        source=source,
+        prefix=run.prefix,
+        width=width,
+        layers=layers,
         size=size,
         reads_images=with_images,
-        named=tuple(named),
-        tables=tuple(tables),
-        heads=tuple(heads or tables),
+        named=named,
+        tables=tables,
+        heads=heads or tables,
         norm=norms[0] if norms else None,
-        mlps=tuple(mlps),
+        mlps=mlps,
         matrices=matrices,
         unread={what: count / max(1, size) for what, count in unread.items()},
         may_have_units=bool(may_read_tokens and (mlps or unknown or getattr(source, "names_mlps", False))),
-        **names,
+        **naming,
     )
 
 

@@ -226,8 +226,14 @@ def match_mlps(way: Way, base_number, number, views, null, units):
         chosen = list(range(base_views["up"].shape[1]))
         chosen_theirs = evenly_spaced(len(chosen_theirs), units)
         views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
-    places, partners, strengths = partners_in(base_views, views, way.basis)
-    by_chance, _, _ = partners_in(base_views, views, null)
+    matched = []  # as they are, and by chance
+    for basis in (way.basis, null):
+        neighbours = []
+        for view in [view for view in base_views if view in views]:
+            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
+            neighbours.append(mutual_neighbours(correlations.abs_()))
+        matched.append(matched_units(neighbours))
+    (places, partners, strengths), (by_chance, _, _) = matched
     r = strengths.median().item() if len(places) else 0.0
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
@@ -252,16 +258,6 @@ def match_mlps(way: Way, base_number, number, views, null, units):
         in_place=int((base_units == suspect_units).sum()),
         distance=far,
     )
-
-
-def partners_in(base_views, views, basis):
-    """The `matched_units` of some units of a base and of a suspect, by the views that both have."""
-    neighbours = []
-    for view in base_views:
-        if view in views:
-            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
-            neighbours.append(mutual_neighbours(correlations.abs_()))
-    return matched_units(neighbours)
 
 
 def distance(rows_a, rows_b):

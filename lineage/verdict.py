@@ -1,17 +1,13 @@
-"""What is said of two models? The row of a verdict, and a sentence with its reason (ours).
-
-`lineage/compare.py` fills and groups the table that is told here.
-"""
+"""What is said of two models? The row of a verdict, and a sentence with its reason (ours)."""
 
 import numpy as np
 
-from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, is_above_strangers
+from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, is_above_strangers
 
-COLUMNS = (
-    "verdict sentence units units_found units_share r layer base_layer distance body_r body_z body_log10_p "
-)
-COLUMNS += "embedding_z table_likeness part base_part"
+COLUMNS = "verdict sentence units units_found units_share r layer base_layer distance body_r body_z "
+COLUMNS += "body_log10_p embedding_z table_likeness part base_part"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
+OTHERS_TABLE = "embedding matrices that were not seen to agree"
 
 
 def explain(base, suspect, pairs, verdict, pair):
@@ -19,7 +15,12 @@ def explain(base, suspect, pairs, verdict, pair):
 
     What cannot be had of two models is null in the row.
     """
-    sentence = sentence_of(pair, proviso_of(base, suspect))
+    proviso = ""
+    if base.vocabulary and suspect.vocabulary:
+        proviso = ", if their tokenizers tell the truth"
+    elif not (base.is_newborn and suspect.is_newborn):
+        proviso = ", if their token numbers mean the same"
+    sentence = sentence_of(pair, proviso)
     if len(pairs) > 1:
         sentence = f"its {title(pair.suspect)} and the base's {title(pair.base)}: {sentence}"
     row = row_of(pair) | {"verdict": verdict}
@@ -36,17 +37,7 @@ def explain(base, suspect, pairs, verdict, pair):
             if stack is not pair.suspect:
                 said = "of one birth, too" if stack in kin_stacks else "not seen to be the base's"
                 sentence += f"; {said}: its {title(stack)}"
-    detail = {"layers": layer_rows(pair), "layer_map": pair.match.layer_map}
-    return row | {"sentence": sentence}, detail
-
-
-def proviso_of(base, suspect):
-    """What *no evidence* of two Models assumes of their tokens; of two newborns nothing."""
-    if base.vocabulary and suspect.vocabulary:
-        return ", if their tokenizers tell the truth"
-    if base.is_newborn and suspect.is_newborn:
-        return ""
-    return ", if their token numbers mean the same"
+    return row | {"sentence": sentence}, {"layers": layer_rows(pair), "layer_map": pair.match.layer_map}
 
 
 def unread_row(error):
@@ -61,19 +52,19 @@ def title(stack):
     return f"`{stack.name or '*'}` ({depth} layer{'s' if depth != 1 else ''})"
 
 
-def row_of(pair: Pair):
+def row_of(pair):
     """The numbers of a pair; of units those of the layer that counts."""
-    row = dict.fromkeys(COLUMNS.split()) | {"verdict": pair.verdict}
+    row = dict.fromkeys(COLUMNS.split()) | {"verdict": pair.verdict, "distance": mean_distance(pair)}
     layer = decisive_row(pair)
     if layer:
         row |= {"units": layer.units, "units_found": layer.found, "units_share": layer.share, "r": layer.r}
         row |= {"layer": layer.layer, "base_layer": layer.closest}
-    body = pair.coordinates.get("body", {})
-    row |= {"body_r": body.get("matched"), "body_z": body.get("z"), "body_log10_p": body.get("log10_p")}
-    row["embedding_z"] = pair.coordinates.get("embedding", {}).get("z")
-    row["distance"] = mean_distance(pair)
-    row["table_likeness"] = pair.match.table_likeness
-    return row
+    if "body" in pair.coordinates:
+        body = pair.coordinates["body"]
+        row |= {"body_r": body["matched"], "body_z": body["z"], "body_log10_p": body["log10_p"]}
+    if "embedding" in pair.coordinates:
+        row["embedding_z"] = pair.coordinates["embedding"]["z"]
+    return row | {"table_likeness": pair.match.table_likeness}
 
 
 def decisive_row(pair):
@@ -88,10 +79,10 @@ def layer_rows(pair):
     rows = []
     for row in pair.rows:
         if row.closest or row.ground:
-            told = {"layer": row.label, "base_layer": row.base_label or f"layer {row.base_layer}"}
+            shown = {"layer": row.label, "base_layer": row.base_label or f"layer {row.base_layer}"}
             for key in ("found", "units", "share", "r", "by_chance", "distance"):
-                told[key] = getattr(row, key) if row.closest else None
-            rows.append(told | {"is_base": row.ground != "", "ground": row.ground})
+                shown[key] = getattr(row, key) if row.closest else None
+            rows.append(shown | {"is_base": row.ground != "", "ground": row.ground})
     return rows
 
 
@@ -103,8 +94,13 @@ def mean_distance(pair):
 
 def sentence_of(pair, proviso):
     """Why a pair has its verdict, in plain words; what was not looked at."""
-    unread = unread_phrase(pair)
-    return f"{reason_of(pair, proviso)}; not looked at: {unread}" if unread else reason_of(pair, proviso)
+    unread = []
+    for stack in (pair.base, pair.suspect):
+        shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
+        of_model = f"of {stack.model}'s layers"
+        unread += [f"{what} ({share} {of_model})" for what, share in shares.items() if share != "0%"]
+    reason = reason_of(pair, proviso)
+    return f"{reason}; not looked at: {' and '.join(unread)}" if unread else reason
 
 
 def reason_of(pair, proviso):
@@ -149,15 +145,15 @@ def found(pair):
 def matched_phrase(pair):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
     least = decisive_row(pair)
-    origins = {row.layer: row.closest for row in pair.with_units}
-    count = f"{least.found:,} of {least.units:,}"
-    if any(row.share > least.share for row in pair.with_units):
-        count = f"at least {count}"
+    rows = pair.with_units
+    origins = {row.layer: row.closest for row in rows}
     layers = f"{len(origins)} of {len({row.layer for row in pair.match.rows})} layers"
-    if len(pair.with_units) == len(pair.match.rows):
+    if len(rows) == len(pair.match.rows):
         layers = "every layer"
-    phrase = f"{count} hidden units of {layers} were matched"
-    if any(row.units != least.units for row in pair.with_units):
+    phrase = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
+    if any(row.share > least.share for row in rows):
+        phrase = f"at least {phrase}"
+    if any(row.units != least.units for row in rows):
         phrase += f" ({least.share:.0%} of layer {least.layer})"
     if least.r < BASE_R:
         phrase += f", weakly (r = {least.r:.2f})"
@@ -191,9 +187,9 @@ def units_phrase(pair):
     if not most.is_beyond_chance:
         return f"{phrase}, as by chance"
     phrase += f" ({most.share:.0%} of layer {most.layer}, r = {most.r:.2f})"
-    return (
-        phrase if is_above_strangers(pair) else f"{phrase}, as of unrelated models that learnt the same words"
-    )
+    if is_above_strangers(pair):
+        return phrase
+    return f"{phrase}, as of unrelated models that learnt the same words"
 
 
 def changes(pair):
@@ -214,17 +210,6 @@ def changes(pair):
         yield f"what matched units read is at distance {far:.2g}, by training, merging, noise or rounding"
 
 
-def unread_phrase(pair):
-    """What was not looked at in either model, with its share of the layers' parameters."""
-    told = []
-    for stack in (pair.base, pair.suspect):
-        shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
-        told += [
-            f"{what} ({share} of {stack.model}'s layers)" for what, share in shares.items() if share != "0%"
-        ]
-    return " and ".join(told)
-
-
 def coordinates_phrase(pair):
     """How far the coordinates of the layers' weights agree."""
     if "body" not in pair.coordinates:
@@ -242,11 +227,11 @@ def table_phrase(pair):
     if likeness is None and pair.agrees("embedding"):
         likeness = pair.coordinates["embedding"]["matched"]
     if likeness is None:
-        return "embedding matrices that were not seen to agree"
+        return OTHERS_TABLE
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"
     if pair.agrees("embedding") or pair.with_units:  # units are matched as the base's matrix alone shows them
         return "the base's embedding matrix, changed"
     if likeness > HALF or any(row.ground for row in pair.rows):
-        return "embedding matrices that were not seen to agree"
+        return OTHERS_TABLE
     return "a different embedding matrix"

@@ -60,34 +60,9 @@ def readings(stack):
     return [Reading(*choice) for choice in choices]
 
 
-class Tables:
-    """A checkpoint's embedding matrices and heads by their names, and their roots: each is read once."""
-
-    def __init__(self, source):
-        self.source = source
-        self.tables = {}
-        self.roots = {}
-
-    def read(self, names):
-        """A table (V, d), clipped, as it is or through a projection (d, e) or (e, d) to the stream."""
-        if names not in self.tables:
-            table, *projections = [self.source.read(name) for name in names]
-            for projection in projections:
-                turned = projection if projection.shape[0] == table.shape[1] else projection.T
-                table = table.float() @ turned.float()
-            self.tables[names] = clipped(table)
-        return self.tables[names]
-
-    def root(self, names):
-        """R (d, d) of a table: see `root_of`."""
-        if names not in self.roots:
-            self.roots[names] = root_of(self.read(names))
-        return self.roots[names]
-
-
 def hidden_units(stack):
     """The Units of a stack by each Reading of it."""
-    tables = Tables(stack.source)
+    tables = {}
     return [Units(stack, reading, tables) for reading in readings(stack)]
 
 
@@ -97,15 +72,14 @@ class Units:
     def __init__(self, stack, reading=None, tables=None, directions=None):
         self.stack = stack
         self.reading = reading or readings(stack)[0]
-        self.tables = tables or Tables(stack.source)
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
         self.width = stack.width
         self.mlps = stack.mlps
         table, head = self.reading.table, self.reading.head
-        shapes = stack.source.shapes
-        self.num_tokens = min(shapes[table[0]][0], shapes[head[0]][0])
         self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
+        self.num_tokens = min(stack.source.shapes[names[0]][0] for names in (table, head))
         self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs
+        self.tables = {} if tables is None else tables  # what `table` has read, for all readings of the stack
         self.samples = {}  # of a base, for many suspects
 
     def seen_in(self, rows):
@@ -121,13 +95,26 @@ class Units:
         numbers = keyed_generator("directions", self.width).standard_normal((DIRECTIONS, self.width), "f4")
         return self.seen_in(dict.fromkeys(self.tables_of, torch.from_numpy(numbers)))
 
+    def table(self, view):
+        """The table (V, d) that a view is seen through, clipped, and R (d, d) of its QR decomposition.
+
+        It may lead to the stream through a projection, (d, e) or (e, d).
+        """
+        names = self.tables_of[view]
+        if names not in self.tables:
+            table, *projections = [self.stack.source.read(name) for name in names]
+            for projection in projections:
+                turned = projection if projection.shape[0] == table.shape[1] else projection.T
+                table = table.float() @ turned.float()
+            table = clipped(table)
+            self.tables[names] = (table, root_of(table))
+        return self.tables[names]
+
     @functools.cached_property
     def roots(self):
         """What leads from rows to each view: R (d, d) of its table, or its `directions`, (k, d)."""
-        roots = {view: self.tables.root(table) for view, table in self.tables_of.items()}
-        if not self.directions:
-            return roots
-        return {view: directions @ roots[view] for view, directions in self.directions.items()}
+        roots = {view: self.table(view)[1] for view in self.tables_of}
+        return {view: self.directions[view] @ roots[view] for view in self.directions} or roots
 
     def numbers(self, limit=None):
         """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
@@ -236,9 +223,8 @@ def basis_correlations(base: Units, suspect: Units, tokens):
         if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
             basis[view] = basis["up"]  # both heads are tied
             continue
-        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
-        to_a = whitener(a, ids_a, base.tables.root(names[0]))
-        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
+        (a, root_a), (b, root_b) = base.table(view), suspect.table(view)
+        to_a, to_b = whitener(a, ids_a, root_a), whitener(b, ids_b, root_b)
         basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
     basis["gate"] = basis["up"]
     return basis
