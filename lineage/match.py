@@ -103,7 +103,7 @@ def likeliest_way(bases, suspects, vocabularies, units):
                 first = first or way
                 if score > max(most, HALF):
                     best, most = way, score
-                if score >= CERTAIN * TRIED:
+                if score >= CERTAIN * len(way.tried):
                     return best, lack
         except UserError as error:  # a decoy's numbers, perhaps
             lack = str(error)
