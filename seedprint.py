@@ -6,20 +6,13 @@
     python seedprint.py paper BASE SUSPECT STRANGER        # SeedPrint, the paper's own test
     python seedprint.py persistence RUN                    # does the birth fade in training?
 
-SeedPrint is defined here. Two models read the same random inputs. A model orders them by each dimension of
-its final states, and Kendall's tau says how far the two agree on that order. The dimensions that are large in
-both, their *identity dimensions*, are compared with those of two Gaussian matrices.
+SeedPrint: two models read the same random inputs. A model orders them by each dimension of its final states,
+and Kendall's tau says how far the two agree on that order; two Gaussian matrices tell what chance gives.
 
-`compare` and `matrix` read weights alone, of any architecture, one matrix at a time. `measure/matching.py`
-shows how a hidden unit of one model is matched with one of another, `lineage/compare.py` how two models are
-compared, and `lineage/table.py` has the rules of the verdict. The columns of a row:
-
-    units_found     matched hidden units, of `units`: of a child in the worst of the layers that are
-                    the base's, of others in the best layer; r is the median |correlation| of those matched
-    distance        how far matched units' input weights moved: 0 is a copy, 1 a stranger
-    body_r          the correlation of weights of one name, number by number, without the embedding matrix
-    body_z          how many standard deviations body_r lies above what relabelled coordinates give
-    embedding_z     the same of the embedding matrix
+`compare` and `matrix` read weights alone: `lineage/compare.py` shows how, `lineage/table.py` has the rules of
+the verdict. In a row, `units_found` of `units` hidden units were matched, with a median |correlation| of r.
+`distance` says how far these moved: 0 is a copy, 1 a stranger. `body_z` and `embedding_z` say how far the
+coordinates of weights agree, in standard deviations of what relabelled ones give.
 """
 
 import functools
@@ -74,8 +67,7 @@ class PersistenceSettings(PaperSettings):
 def compare(settings: CompareSettings):
     """Is each suspect of one birth with the base? Seconds for tiny models, 20 for 135M parameters.
 
-    A suspect that cannot be read does not stop the others. Its verdict is `not read`, and the script ends
-    with status 2.
+    A suspect that cannot be read does not stop the others: it is `not read`, and the exit status is 2.
     """
     base_name, *names = check_several(settings.models)
     base = open_model(base_name, settings)
@@ -104,9 +96,8 @@ def compare(settings: CompareSettings):
 
 def matrix(settings: CompareSettings):
     """Which of several models are of one birth? All pairs, a heat map and a family tree (BB Table 4)."""
-    check_several(settings.models)
+    models = [open_model(name, settings) for name in check_several(settings.models)]
     experiment = Experiment("matrix", "BB Table 4", settings)
-    models = [open_model(name, settings) for name in settings.models]
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_models(a, b, settings)
@@ -140,17 +131,16 @@ def paper(settings: PaperSettings):
     base_outputs = outputs_of(base, vocab_size, experiment)
     rows = []
     for spec in progress(suspects, desc="paper", unit=" suspects"):
-        test = paper_test(base_outputs, outputs_of(spec, vocab_size, experiment))
-        rows.append({"base": base.name, "suspect": spec.name} | test)
+        outputs = outputs_of(spec, vocab_size, experiment)
+        rows.append({"base": base.name, "suspect": spec.name} | paper_test(base_outputs, outputs))
     return experiment.save(rows)
 
 
 def persistence(settings: PersistenceSettings):
     """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
-    For each dimension, Kendall's tau compares how birth and step order the inputs. `mean_tau` and `std_tau`
-    are over the half of dimensions whose mean output is largest at birth. The stranger is the checkpoint of
-    --stranger at the same step, else its last one. Writes persistence.json and .png.
+    `mean_tau` and `std_tau` are over the half of dimensions with the largest mean outputs at birth. A stranger
+    is the checkpoint of --stranger at the same step, else its last one. Writes persistence.json and .png.
     """
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000":
@@ -176,9 +166,7 @@ def persistence(settings: PersistenceSettings):
     for spec in progress(specs, desc="checkpoints"):
         step = spec.folder.name
         outputs = outputs_of(spec, vocab_size, experiment)
-        stranger = last_stranger
-        if step in strangers:
-            stranger = outputs_of(strangers[step], vocab_size, experiment)
+        stranger = outputs_of(strangers[step], vocab_size, experiment) if step in strangers else last_stranger
         row = {"step": int(step.removeprefix("step_"))}
         for prefix, states in (("", outputs), ("stranger_", stranger)):
             taus = kendall(birth, states, chosen)
@@ -226,9 +214,9 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
 def paper_test(a, b):
     """The paper's test of two models' last-position states on the same inputs, (n, d) of float32 each.
 
-    Kendall's tau of the dimensions that are among the half with the largest mean outputs in both models, the
-    `paper_k` identity dimensions. p of the one-sided t- and U-tests against the taus of NULLS Gaussian
-    pairs, averaged; `closed_form_z` is the mean tau over the error that k independent dimensions would have.
+    The `paper_k` identity dimensions are among the half with the largest mean outputs in both models. Their
+    taus are compared with those of NULLS Gaussian pairs: p of the one-sided t- and U-tests, averaged.
+    `closed_form_z` is their mean over the error that k independent dimensions would have.
     """
     taus = identity_taus(np.asarray(a), np.asarray(b))
     n, d = a.shape
@@ -259,10 +247,7 @@ def paper_test(a, b):
 @functools.lru_cache(maxsize=512)
 def null_taus(n, d, trial):
     """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
-    generator = keyed_generator("paper null", n, d, trial)
-    a = generator.standard_normal((n, d), np.float32)
-    b = generator.standard_normal((n, d), np.float32)
-    return identity_taus(a, b)
+    return identity_taus(*keyed_generator("paper null", n, d, trial).standard_normal((2, n, d), np.float32))
 
 
 def identity_taus(a, b):

@@ -26,6 +26,7 @@ from sources.checkpoint import Newborn
 from sources.formats import token_ids
 from sources.inputs import random_tokens
 
+FEW = CompareSettings(permutations=199)
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
 
@@ -116,8 +117,7 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
             monkeypatch.setattr(views, "WIDE", directions)
             for pair in ((base, source), (source, base)):
                 a, b = ([units_of(each)] for each in pair)
-                way, _ = match.likeliest_way(a, b, ({}, {}), 1024)
-                found = match.match_stacks(way, CompareSettings())
+                found = match.match_stacks(match.likeliest_way(a, b, ({}, {}), 1024)[0], FEW)
                 rows.setdefault(directions, []).extend(found.rows)
                 likeness.setdefault(directions, []).append(found.table_likeness)
         monkeypatch.undo()
@@ -179,8 +179,7 @@ def test_nan_in_a_token_table_is_told():
 
     sources = (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
     both = [hidden_units(find_stacks(source)[0]) for source in sources]
-    way, lack = match.likeliest_way(*both, ({}, {}), 1024)
-    assert way is None and "not finite" in lack
+    assert "not finite" in match.likeliest_way(*both, ({}, {}), 1024)[1]
 
 
 KINDS = {"gated": GATED, "plain": PLAIN, "qwen3": replace(GATED, qk_norm=True, head_dim=20)}
@@ -251,9 +250,7 @@ def test_counts_of_newborn_strangers():
     models = [units_of(Newborn(config, seed)) for seed in range(9)]
     counts = []
     for a, b in itertools.combinations(models, 2):
-        tokens = match.equal_ids(a, b)
-        way = match.Way(a, b, tokens, views.basis_correlations(a, b, tokens))
-        (row,) = match.match_stacks(way, CompareSettings()).rows
+        (row,) = match.match_stacks(next(match.ways_to_read(a, b, match.equal_ids(a, b))), FEW).rows
         counts += [row.found, row.by_chance]
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8

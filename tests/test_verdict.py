@@ -57,8 +57,8 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
         middle = stack.is_middle(layer) + stack.is_middle(closest)
         rows.append(Row(layer, f"layer {layer}", "", 0, closest, "", middle, found, units, r, 1, found, 0.2))
     mark_units(rows)
-    tests = {"body": body, "embedding": more.get("embedding")}
-    coordinates = {kind: OUTCOMES[test] for kind, test in tests.items() if test}
+    tests = (("body", body), ("embedding", more.get("embedding")))
+    coordinates = {kind: OUTCOMES[test] for kind, test in tests if test}
     pair = Pair(stack, stack, Match(rows, {}, 4096, 0.06), coordinates, lack=more.get("lack", ""))
     fill(pair, more.get("equal", {}), more.get("namesakes", {}))
     pair.verdict, pair.reason = judge_stacks(pair)
