@@ -139,8 +139,8 @@ def paper(settings: PaperSettings):
 def persistence(settings: PersistenceSettings):
     """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
 
-    `mean_tau` and `std_tau` are over the half of dimensions with the largest mean outputs at birth. A stranger
-    is the checkpoint of --stranger at the same step, else its last one. Writes persistence.json and .png.
+    `mean_tau` and `std_tau` are over the half of dimensions with the largest mean outputs at birth. Of a run
+    --stranger the checkpoint of the same step is read, else its last one. Writes persistence.json and .png.
     """
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000":

@@ -6,6 +6,7 @@ found by structure. What a layer's matrices are, their names tell, or else their
 pattern here. A checkpoint has `shapes` by name, `family`, `place` and `read(name)`.
 """
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -139,11 +140,10 @@ class Stack(Run):
     def has_own_table(self, others):
         """Has it an embedding matrix that is none of the other stacks', nor a copy of one?"""
         read, shapes = self.source.read, self.source.shapes
-        for name in self.named:
-            for other in [other for stack in others for other in stack.named]:
-                if name == other or (shapes[name] == shapes[other] and torch.equal(read(name), read(other))):
-                    return False
-        return bool(self.named)
+        for name, other in itertools.product(self.named, [name for stack in others for name in stack.named]):
+            if name == other or (shapes[name] == shapes[other] and torch.equal(read(name), read(other))):
+                return False
+        return self.named != []
 
 
 def find_stacks(source, model=""):
@@ -220,11 +220,7 @@ def stack_of(run, named, beside, with_images, naming):
 
 
 def tables_and_heads(named, beside, shapes, width):
-    """The embedding matrices and the heads of a stack: a name each, or the names of two as a product.
-
-    ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
-    another one back to the head.
-    """
+    """The embedding matrices and the heads of a stack: a name each, or the names of two as a product."""
     matrices = {name: shapes[name] for name in beside if len(shapes[name]) == 2}
     tables, heads = [], []
     if named:
@@ -233,7 +229,7 @@ def tables_and_heads(named, beside, shapes, width):
         size = matrices[table][1]
         if size == width:
             tables.append((table,))
-        else:
+        else:  # ELECTRA's, ALBERT's, OPT-350m's: a matrix leads to the width, and one back to the head
             tables += [(table, name) for name, shape in matrices.items() if shape == (width, size)]
             heads += [(table, name) for name, shape in matrices.items() if shape == (size, width)]
     return tables, heads
@@ -431,10 +427,7 @@ def is_factored(matrices):
 
 
 def mlps_by_shape(shapes, width):
-    """The matrices of each MLP by role, by their owner's name: of those of one owner, or else of all.
-
-    Where names tell of some which matrix writes, no others count.
-    """
+    """The matrices of each MLP by role, by their owner's name: of those of one owner, or else of all."""
     owners = defaultdict(dict)
     for rest, shape in shapes.items():
         owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
@@ -446,7 +439,7 @@ def mlps_by_shape(shapes, width):
     whole = {owner: roles for owner, roles in found.items() if len(roles) == len(owners[owner])}
     found = whole or found  # of an attention's matrices two may look like an MLP, and others are left
     named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
-    return named or found
+    return named or found  # where names tell of some which matrix writes, no others count
 
 
 def roles_by_shape(shapes, width):

@@ -64,18 +64,14 @@ def ids_by_string(base: Units, suspect: Units, vocabularies):
 
 
 def pairings(bases, suspects, vocabularies):
-    """Yield the Units of a base and of a suspect, and the tokens that both have, the likeliest first.
-
-    Tokens are equal by string, if `vocabularies` tell, or by number.
-    """
+    """Yield the Units of a base and of a suspect, and the tokens that both have, by string or by number."""
     for base, suspect in itertools.product(bases, suspects):
         have_heads = base.stack.has_head and suspect.stack.has_head
         if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
             continue  # a table is tried as its model's head where one of them has none
-        by_string = ids_by_string(base, suspect, vocabularies)
-        if by_string:
-            yield base, suspect, by_string
-        yield base, suspect, equal_ids(base, suspect)
+        for tokens in (ids_by_string(base, suspect, vocabularies), equal_ids(base, suspect)):
+            if tokens:
+                yield base, suspect, tokens
 
 
 def ways_to_read(base: Units, suspect: Units, tokens):
@@ -130,12 +126,9 @@ def match_stacks(way: Way, settings):
 
 
 def null_of(way: Way, key):
-    """The basis of a Way where one model's tokens are permuted by `key`: it breaks what ties the two alone.
-
-    Of wide models their directions are permuted, whose order ties the two alone, as well.
-    """
+    """The basis of a Way with one model's tokens permuted by `key`, which breaks what ties the two alone."""
     generator = keyed_generator("null of units", key)
-    if way.base.directions or way.suspect.directions:
+    if way.base.directions or way.suspect.directions:  # whose order ties the two alone, as well
         order = torch.from_numpy(generator.permutation(len(way.basis["up"])))
         return {view: leading[order] for view, leading in way.basis.items()}
     ids_a, ids_b = way.tokens
@@ -214,14 +207,11 @@ def map_columns(way: Way, ours, theirs, units, few):
 
 
 def match_mlps(way: Way, base_number, number, views, null, units):
-    """The Row of an MLP of the suspect, of these `views`, with one of the base.
-
-    The units of the smaller MLP are sampled, so that all of them can be matched.
-    """
+    """The Row of an MLP of the suspect, of these `views`, with one of the base."""
     base_mlp, mlp = way.base.mlps[base_number], way.suspect.mlps[number]
     chosen, base_views, base_living = way.base.sample(base_number, units)
     chosen_theirs = list(range(views["up"].shape[1]))
-    if base_living > living_units(views):
+    if base_living > living_units(views):  # units of the smaller MLP are sampled: all can be matched
         base_views = way.base.views(base_number)
         chosen = list(range(base_views["up"].shape[1]))
         chosen_theirs = evenly_spaced(len(chosen_theirs), units)

@@ -11,10 +11,7 @@ OTHERS_TABLE = "embedding matrices that were not seen to agree"
 
 
 def explain(base, suspect, pairs, verdict, pair):
-    """The row of two Models, and for figures its `layers` and `layer_map`: the `pair` of stacks that told.
-
-    What cannot be had of two models is null in the row.
-    """
+    """The row of two Models, null where there is nothing, and for figures its `layers` and `layer_map`."""
     proviso = ""
     if base.vocabulary and suspect.vocabulary:
         proviso = ", if their tokenizers tell the truth"

@@ -96,14 +96,11 @@ class Units:
         return self.seen_in(dict.fromkeys(self.tables_of, torch.from_numpy(numbers)))
 
     def table(self, view):
-        """The table (V, d) that a view is seen through, clipped, and R (d, d) of its QR decomposition.
-
-        It may lead to the stream through a projection, (d, e) or (e, d).
-        """
+        """The table (V, d) that a view is seen through, clipped, and R (d, d) of its QR decomposition."""
         names = self.tables_of[view]
         if names not in self.tables:
             table, *projections = [self.stack.source.read(name) for name in names]
-            for projection in projections:
+            for projection in projections:  # (d, e) or (e, d)
                 turned = projection if projection.shape[0] == table.shape[1] else projection.T
                 table = table.float() @ turned.float()
             table = clipped(table)
