@@ -16,7 +16,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
 from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Match, Row, distinct, mark_units
-from lineage.views import Units, basis_correlations, evenly_spaced, layers_to_read, living_units, seen_alike
+from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, living_units, whitener
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
@@ -61,6 +61,41 @@ def ids_by_string(base: Units, suspect: Units, vocabularies):
     shared = [token for token in known if theirs.get(token, suspect.num_tokens) < suspect.num_tokens]
     ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
     return None if not shared or torch.equal(*ids) else ids
+
+
+def seen_alike(base, suspect, tokens):
+    """Two models, wide ones seen in the same few directions of the base's Q; and their basis."""
+    basis = basis_correlations(base, suspect, tokens)
+    base = base.seen_in_few
+    for view, directions in base.directions.items():
+        basis[view] = directions @ basis[view]
+    suspect = suspect.seen_in(basis)
+    for view, directions in suspect.directions.items():
+        basis[view] = basis[view] @ directions.T
+    return base, suspect, basis
+
+
+def basis_correlations(base: Units, suspect: Units, tokens):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
+    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
+    ids_a, ids_b = (ids[chosen] for ids in tokens)
+    basis = {}
+    for view in ("up", "down"):
+        names = (base.tables_of[view], suspect.tables_of[view])
+        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
+            basis[view] = basis["up"]  # both heads are tied
+            continue
+        (a, root_a), (b, root_b) = base.table(view), suspect.table(view)
+        to_a, to_b = whitener(a, ids_a, root_a), whitener(b, ids_b, root_b)
+        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
+    basis["gate"] = basis["up"]
+    return basis
+
+
+def layers_to_read(base: Units, suspect: Units, limit):
+    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
+    has_same_depth = len(base.layers) == len(suspect.layers)
+    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
 
 
 def pairings(bases, suspects, vocabularies):

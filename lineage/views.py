@@ -176,12 +176,6 @@ class Units:
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
 
 
-def layers_to_read(base: Units, suspect: Units, limit):
-    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
-    has_same_depth = len(base.layers) == len(suspect.layers)
-    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
-
-
 def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
     """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
 
@@ -196,35 +190,6 @@ def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
     if not by_columns:
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)
-
-
-def seen_alike(base, suspect, tokens):
-    """Two models, wide ones seen in the same few directions of the base's Q; and their basis."""
-    basis = basis_correlations(base, suspect, tokens)
-    base = base.seen_in_few
-    for view, directions in base.directions.items():
-        basis[view] = directions @ basis[view]
-    suspect = suspect.seen_in(basis)
-    for view, directions in suspect.directions.items():
-        basis[view] = basis[view] @ directions.T
-    return base, suspect, basis
-
-
-def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
-    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
-    ids_a, ids_b = (ids[chosen] for ids in tokens)
-    basis = {}
-    for view in ("up", "down"):
-        names = (base.tables_of[view], suspect.tables_of[view])
-        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
-            basis[view] = basis["up"]  # both heads are tied
-            continue
-        (a, root_a), (b, root_b) = base.table(view), suspect.table(view)
-        to_a, to_b = whitener(a, ids_a, root_a), whitener(b, ids_b, root_b)
-        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
-    basis["gate"] = basis["up"]
-    return basis
 
 
 def whitener(table, ids, root):

@@ -21,10 +21,10 @@ from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage.evidence import diagonal_test, weight_correlations
 from lineage.layout import find_stacks
-from lineage.match import Way, equal_ids, match_stacks
+from lineage.match import Way, basis_correlations, equal_ids, match_stacks
 from lineage.settings import CompareSettings
 from lineage.table import NO_EVIDENCE, Pair, judge_stacks
-from lineage.views import Units, basis_correlations
+from lineage.views import Units
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs, paper_test
 from sources.checkpoint import Newborn

@@ -93,7 +93,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
     a = save_perturbed(tmp_path / "a", config)
     b = noised(a, 0.5)
     base, suspect = units_of(a), units_of(b)
-    basis = views.basis_correlations(base, suspect, match.equal_ids(base, suspect))
+    basis = match.basis_correlations(base, suspect, match.equal_ids(base, suspect))
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
     assert base.views(1).keys() == by_hand[0].keys()
     for view, columns in base.views(1).items():
