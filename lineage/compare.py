@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lineage.evidence import diagonal_test, equal_layers, weight_correlations, why_bare
 from lineage.layout import find_stacks
 from lineage.match import likeliest_way, match_stacks
+from lineage.settings import CompareSettings
 from lineage.table import Match, Pair, fill, judge_models, judge_stacks, why_units_cannot_tell
 from lineage.verdict import explain
 from lineage.views import hidden_units
@@ -32,11 +33,8 @@ def read_model(name, source):
     return Model(name, stacks, vocabulary, source.place is None)
 
 
-def compare_models(base: Model, suspect: Model, settings):
-    """The row of two models (verdict, sentence, their numbers), and for figures its `layers` and `layer_map`.
-
-    Of CompareSettings, `permutation_seed`, `permutations`, `layers` and `units_per_layer` count.
-    """
+def compare_models(base: Model, suspect: Model, settings: CompareSettings):
+    """The row of two models (verdict, sentence, numbers), and for figures its `layers` and `layer_map`."""
     pairs = []
     for ours, theirs in itertools.product(base.stacks, suspect.stacks):
         correlations, namesakes = weight_correlations(ours, theirs)  # before units fill the memory

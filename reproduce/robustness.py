@@ -23,9 +23,8 @@ from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
-from lineage.compare import compare_models, read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, select, weights_of
-from lineage.settings import CompareSettings
 from seedprint import STRANGER_SEED
 from sources.checkpoint import Newborn, parse_spec
 from sources.formats import TOKEN_TABLE

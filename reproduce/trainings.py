@@ -22,8 +22,7 @@ from lib.figures import unique
 from lib.files import check_regular, sha256
 from lib.results import Experiment, interval
 from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
-from lineage.compare import compare_models, read_model
-from lineage.settings import CompareSettings
+from lineage.compare import CompareSettings, compare_models, read_model
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
 from seedprint import PaperSettings, last_outputs, paper_test

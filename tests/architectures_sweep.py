@@ -19,8 +19,7 @@ import torch
 import transformers
 from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_SIZES, build
 
-from lineage.compare import compare_models, read_model
-from lineage.settings import CompareSettings
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.table import NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from sources import formats
 

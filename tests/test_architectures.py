@@ -8,8 +8,7 @@ import torch
 import transformers
 
 from lineage import layout
-from lineage.compare import compare_models, read_model
-from lineage.settings import CompareSettings
+from lineage.compare import CompareSettings, compare_models, read_model
 from sources import formats
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}

@@ -5,9 +5,8 @@ import torch
 from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed
 
 from lineage import layout
-from lineage.compare import compare_models, read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, weights_of
-from lineage.settings import CompareSettings
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from reproduce.robustness import noised
 from sources.checkpoint import Newborn

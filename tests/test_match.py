@@ -26,7 +26,6 @@ from sources.checkpoint import Newborn
 from sources.formats import token_ids
 from sources.inputs import random_tokens
 
-FEW = CompareSettings(permutations=199)
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
 
@@ -117,7 +116,8 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
             monkeypatch.setattr(views, "WIDE", directions)
             for pair in ((base, source), (source, base)):
                 a, b = ([units_of(each)] for each in pair)
-                found = match.match_stacks(match.likeliest_way(a, b, ({}, {}), 1024)[0], FEW)
+                way, _ = match.likeliest_way(a, b, ({}, {}), 1024)
+                found = match.match_stacks(way, CompareSettings())
                 rows.setdefault(directions, []).extend(found.rows)
                 likeness.setdefault(directions, []).append(found.table_likeness)
         monkeypatch.undo()
@@ -250,7 +250,8 @@ def test_counts_of_newborn_strangers():
     models = [units_of(Newborn(config, seed)) for seed in range(9)]
     counts = []
     for a, b in itertools.combinations(models, 2):
-        (row,) = match.match_stacks(next(match.ways_to_read(a, b, match.equal_ids(a, b))), FEW).rows
+        way = next(match.ways_to_read(a, b, match.equal_ids(a, b)))
+        (row,) = match.match_stacks(way, CompareSettings()).rows
         counts += [row.found, row.by_chance]
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8
@@ -260,8 +261,7 @@ MEMORY = """
 import json, pathlib, sys, threading
 import torch
 from sources import checkpoint
-from lineage.compare import compare_models, read_model
-from lineage.settings import CompareSettings
+from lineage.compare import CompareSettings, compare_models, read_model
 
 torch.set_num_threads(1)
 

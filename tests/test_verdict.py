@@ -12,9 +12,8 @@ import torch
 
 from lib.settings import UserError
 from lineage import disguise
-from lineage.compare import compare_models, read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.layout import Stack
-from lineage.settings import CompareSettings
 from lineage.table import (
     INCONCLUSIVE,
     NO_EVIDENCE,
