@@ -22,10 +22,10 @@ from lib.figures import unique
 from lib.files import check_regular, sha256
 from lib.results import Experiment, interval
 from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
-from lineage.outputs import PaperSettings, last_outputs, paper_test
-from lineage.verdict import compare_pair, read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
+from seedprint import PaperSettings, last_outputs, paper_test
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
@@ -151,7 +151,7 @@ def lineage(settings: RunSettings):
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_pair(weights[base], weights[suspect])[0]
+        row |= compare_models(weights[base], weights[suspect], CompareSettings())[0]
         row |= paper_test(outputs[base], outputs[suspect])
         rows.append(row | similarities(models[base], models[suspect], tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)

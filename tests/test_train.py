@@ -19,7 +19,6 @@ import transformers
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_script
 
 import init
-import sinks
 import train
 from lib.settings import UserError, read_config_file
 from measure import attention
@@ -315,7 +314,7 @@ def test_killed_and_resumed():
 SIGNALS = [  # who is called, after how many steps, and the step that is saved
     (train, "learning_rate", 3, "04"),
     (train, "loss_sum", 0, "00"),
-    (sinks, "sink_statistics", 5, "05"),
+    (train, "sink_statistics", 5, "05"),
     (Transformer, "unembed", 5, "05"),
 ]
 
