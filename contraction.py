@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from init import SCHEMES, newborn, variant
 from lib.figures import curves
 from lib.results import Experiment, mean_over_seeds
-from lib.runtime import progress, rank
-from lib.settings import Command, RunSettings, at_least, check_choice, run_script
+from lib.runtime import progress
+from lib.settings import Command, RunSettings, at_least, check_choice, run_script, say
 from measure import theory
 from measure.mean_field import mean_field
 from model import PRESETS
@@ -53,19 +53,22 @@ class LengthSettings(NewbornSettings):
 class Births(Experiment):
     """An experiment on newborns, for each sequence length that the user named, or else for `lengths`."""
 
-    def __init__(self, name, paper, settings: NewbornSettings, lengths=(64,)):
+    @classmethod
+    def begin(cls, name, paper, settings: NewbornSettings, lengths=(64,)):
+        """Refuse what is no newborn, or too long, before an experiment begins."""
         for model in settings.model:  # no trained models
             check_choice(model.partition("@")[0], PRESETS, "preset")
-        self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
-        context = shortest_context(self.specs)
+        specs = chosen_models(settings.model, settings.seed, 0, settings.init)
+        context = shortest_context(specs)
         given = getattr(settings, "sequence_length", None) or ()
         check_lengths(given, context)
-        self.lengths = given or [T for T in lengths if T <= context] or [context]
-        super().__init__(name, paper, settings)
-        self.rows = []
-        for unknown in {theory.unknown(spec.config, settings.init) for spec in self.specs} - {None}:
-            if rank() == 0:
-                print(f"columns of theory are empty: measure/theory.py does not know {unknown}")
+        births = super().begin(name, paper, settings)
+        births.specs = specs
+        births.lengths = given or [T for T in lengths if T <= context] or [context]
+        births.rows = []
+        for unknown in {theory.unknown(spec.config, settings.init) for spec in specs} - {None}:
+            say(f"columns of theory are empty: measure/theory.py does not know {unknown}")
+        return births
 
     def each(self, scheme=None, **changes):
         """Yield (key, model, T) for each newborn model and each length T; the key begins a row of results.
@@ -105,7 +108,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
 @torch.inference_mode()
 def layers(settings: LengthSettings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; five minutes)"""
-    births = Births("layers", "BB Figures 2, 7", settings, (64, 256))
+    births = Births.begin("layers", "BB Figures 2, 7", settings, (64, 256))
     for key, model, T in births.each(vocab_size=1):
         for kind, part, counts in sublayers_apart(settings, model, T):
             prediction = theory.kernel_recursion(part.config, T, settings.init)
@@ -128,7 +131,7 @@ def sublayers_apart(settings, model, T):
 @torch.inference_mode()
 def predict(settings: LengthSettings):
     """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; 3-7 minutes)"""
-    births = Births("predict", "BB Finding 2.2, and ours", settings)
+    births = Births.begin("predict", "BB Finding 2.2, and ours", settings)
     points = []
     for key, model, T in births.each():
         counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
@@ -153,7 +156,7 @@ def predict(settings: LengthSettings):
 @torch.inference_mode()
 def cure(settings: LengthSettings):
     """Does removing the mean that all hidden units share cure a newborn? (ours; 3 to 4 minutes)"""
-    births = Births("cure", "ours", settings)
+    births = Births.begin("cure", "ours", settings)
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in births.each(scheme):
             counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
@@ -166,10 +169,9 @@ def cure(settings: LengthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment with its own defaults, where no flag is given (11 to 16 minutes)"""
-    given = {name: value for name, value in vars(settings).items() if value != "auto"}
+    """Run every experiment with its own defaults (11 to 16 minutes)"""
     for command in EXPERIMENTS.values():
-        command.function(replace(command.defaults, **given))
+        command.function(replace(command.defaults, **vars(settings)))
 
 
 EXPERIMENTS = {

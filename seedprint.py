@@ -71,7 +71,7 @@ def compare(settings: CompareSettings):
     """
     base_name, *names = check_several(settings.models)
     base = open_model(base_name, settings)
-    experiment = Experiment("compare", "BB 6.1", settings)
+    experiment = Experiment.begin("compare", "BB 6.1", settings)
     rows, details, unread = [], [], []
     for name in progress(names, desc="suspects"):
         try:
@@ -97,7 +97,7 @@ def compare(settings: CompareSettings):
 def matrix(settings: CompareSettings):
     """Which of several models are of one birth? All pairs, a heat map and a family tree (BB Table 4)."""
     models = [open_model(name, settings) for name in check_several(settings.models)]
-    experiment = Experiment("matrix", "BB Table 4", settings)
+    experiment = Experiment.begin("matrix", "BB Table 4", settings)
     rows = []
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_models(a, b, settings)
@@ -126,7 +126,7 @@ def paper(settings: PaperSettings):
     """
     base, *suspects = specs = [parse_spec(name, settings.init) for name in check_several(settings.models)]
     check_comparable(specs, settings)
-    experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
+    experiment = Experiment.begin("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
     base_outputs = outputs_of(base, vocab_size, experiment)
     rows = []
@@ -152,7 +152,7 @@ def persistence(settings: PersistenceSettings):
         compared.append(parse_spec(settings.stranger))
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
     check_comparable(compared, settings)
-    experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
+    experiment = Experiment.begin("persistence", "BB Figures 11 and 14", settings)
     vocab_size = min(spec.config.vocab_size for spec in compared)
     birth = outputs_of(specs[0], vocab_size, experiment)
     chosen = top_dimensions(birth)

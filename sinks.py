@@ -16,7 +16,6 @@ A model with a tokenizer reads docstrings of Python's standard library, or --tex
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -100,7 +99,6 @@ class Settings(TextSettings):
     model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"  # number format of the blocks
 
 
 @dataclass
@@ -127,7 +125,7 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     texts = [text_of(settings, spec) for spec in specs]
     if len(set(texts)) > 1:
         raise UserError(f"{specs[0].label} and others would read different texts: name --text, --tokenizer")
-    experiment = Experiment(name, paper, settings)
+    experiment = Experiment.begin(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
         found = measure(experiment.settings, spec, spec.load(experiment.device, experiment.dtype), *more)

@@ -36,7 +36,7 @@ def identify(settings: IdentifySettings):
     source = parse_spec(settings.models[0]).open()
     if IDENTIFIED not in source.shapes:
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
-    experiment = Experiment("identify", "ours", settings)
+    experiment = Experiment.begin("identify", "ours", settings)
     candidates = range(first, last + 1)
     rows = closest_births(source, candidates)
     answer, shown = None, rows[:1]

@@ -48,7 +48,7 @@ class Settings(RunSettings):
 
 def errors(settings: Settings):
     """How often does each test call unrelated newborns related? Writes errors.json and errors.png."""
-    experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
+    experiment = Experiment.begin("errors", "BB B.3.1, Figure 13", settings)
     rows = []
     births = list(itertools.product(settings.model, settings.schemes, INPUTS))
     for model, scheme, inputs in progress(births, desc="errors"):

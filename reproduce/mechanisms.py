@@ -34,7 +34,7 @@ def gaussian_inputs(experiment, T, d):
 @torch.inference_mode()
 def mlp(settings: NewbornSettings):
     """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a minute)"""
-    births = Births("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
+    births = Births.begin("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
     for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
         x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
         relu = variant(model, mlp="relu")
@@ -63,7 +63,7 @@ def mlp(settings: NewbornSettings):
 @torch.inference_mode()
 def amplify(settings: LengthSettings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a minute)"""
-    births = Births("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
+    births = Births.begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
     changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
     for key, model, T in births.each(**changes):
         first_mlp, second_mlp = (block.mlp for block in model.model.layers)
@@ -87,7 +87,7 @@ def amplify(settings: LengthSettings):
 @torch.inference_mode()
 def ablation(settings: LengthSettings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
-    births = Births("ablation", "BB Figure 3, Table 2", settings)
+    births = Births.begin("ablation", "BB Figure 3, Table 2", settings)
     for key, model, T in births.each():
         for kind, part, counts in sublayers_apart(settings, model, T):
             births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
@@ -99,7 +99,7 @@ def ablation(settings: LengthSettings):
 @torch.inference_mode()
 def engage(settings: NewbornSettings):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
-    births = Births("engage", "BB Figure 6", settings, (1,))
+    births = Births.begin("engage", "BB Figure 6", settings, (1,))
     for key, model, T in births.each(vocab_size=1, sublayers="mlp", num_layers=1):
         (block,) = model.model.layers
         gate = block.mlp.gate_proj or block.mlp.up_proj
@@ -120,7 +120,7 @@ def engage(settings: NewbornSettings):
 @torch.inference_mode()
 def width(settings: NewbornSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
-    births = Births("width", "ours", settings, (1,))
+    births = Births.begin("width", "ours", settings, (1,))
     for d in (128, 256, 512, 1024):
         shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
         x = gaussian_inputs(births, 1, d)[:, 0] / STD  # (n, d)
@@ -156,7 +156,7 @@ def intra(settings: LengthSettings):
 
     As in BB, `mean_cosine` is the mean over all pairs of positions, each with itself, too.
     """
-    births = Births("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
+    births = Births.begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in births.each(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
         L = model.config.num_layers
@@ -216,7 +216,7 @@ def intra_recursion(config, T, scheme):
 @torch.inference_mode()
 def variance(settings: LengthSettings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
-    births = Births("variance", "BB Figure 9, Equation 2", settings, (1024,))
+    births = Births.begin("variance", "BB Figure 9, Equation 2", settings, (1024,))
     for key, model, T in births.each(vocab_size=1, sublayers="attention", num_layers=1):
         means = Means(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
@@ -272,17 +272,17 @@ def attention_concentration(T, t):
 TEN = tuple(range(42, 52))  # seeds
 COMMANDS = {
     "ablation": Command(ablation, LengthSettings(seed=(42,), num_sequences=500)),
-    "amplify": Command(amplify, LengthSettings(seed=TEN, num_sequences=20, dtype="float32")),
-    "engage": Command(engage, NewbornSettings(seed=TEN, dtype="float32")),
-    "intra": Command(intra, LengthSettings(num_sequences=4, dtype="float32")),
-    "mlp": Command(mlp, NewbornSettings(seed=TEN, dtype="float32")),
+    "amplify": Command(amplify, LengthSettings(seed=TEN, num_sequences=20)),
+    "engage": Command(engage, NewbornSettings(seed=TEN)),
+    "intra": Command(intra, LengthSettings(num_sequences=4)),
+    "mlp": Command(mlp, NewbornSettings(seed=TEN)),
     "variance": Command(
         variance,
-        LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, dtype="float32"),
+        LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32),
     ),
     "width": Command(
         width,
-        NewbornSettings(model=("nano_gpt2", "nano_llama"), num_sequences=600, init="normal", dtype="float32"),
+        NewbornSettings(model=("nano_gpt2", "nano_llama"), num_sequences=600, init="normal"),
     ),
 }
 

@@ -43,7 +43,7 @@ class Settings(OutputSettings):
 def robustness(settings: Settings):
     """What does `compare` say of a model's children, and of models that never met? Writes robustness.json"""
     specs = [parse_spec(name) for name in settings.models]
-    experiment = Experiment("robustness", "", settings)
+    experiment = Experiment.begin("robustness", "", settings)
     rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
         layers = 12 if kind == "never met" else 2**16

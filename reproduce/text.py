@@ -76,7 +76,7 @@ def noted(settings: NotedSettings, pattern, measure):
 
 def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
-    experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
+    experiment = Experiment.begin("text", "BB Figure 12, Table 7; SO", settings)
     rows, ends = [], []
     for begun, *evaluations, end in noted(settings, "text_*.jsonl", record):
         key = {name: end[name] for name in ("config", "calibration", "seed")}
@@ -275,7 +275,7 @@ def percentiles(scores):
 
 def birth(settings: NotedSettings):
     """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
-    experiment = Experiment("birth", "ours", settings)
+    experiment = Experiment.begin("birth", "ours", settings)
     rows, points, builders, order = [], [], [], []
     for sink, *steps in noted(settings, "birth_*.jsonl", born):
         key = {"run": sink["run"]}

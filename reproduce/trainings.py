@@ -135,7 +135,7 @@ def lineage(settings: RunSettings):
     runtime.start(settings)  # hours of training are not for an --out that cannot be written
     runs = lineage_runs()
     train_all(list(runs.values()))
-    experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
+    experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
@@ -175,7 +175,7 @@ def table_pairs(runs, style, newborns, children, others, continued):
 
 def calibrations(settings: OutputSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
-    experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
+    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
     runs = calibration_runs("backcopy", "laptop")
     rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: end_of(*of)[0])
     for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
@@ -221,7 +221,7 @@ def paired_differences(rows):
 def perplexity(settings: PerplexitySettings):
     """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
     check_regular(Path(settings.text))
-    experiment = Experiment("perplexity", "BB Table 7", settings)
+    experiment = Experiment.begin("perplexity", "BB Table 7", settings)
 
     def measure(run, *key):
         spec = checkpoint.parse_spec(run.out)
