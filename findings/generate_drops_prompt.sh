@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Question: a cache of one entry (a constant key and value in front of every layer, as a learned prefix has) is given
-#   to model.generate(prompt, past_key_values=cache). Is the whole prompt read behind that entry?
+# Question: a cache of one entry (a constant key and value in front of every layer, as a learned prefix has)
+#   is given to model.generate(prompt, past_key_values=cache). Is the whole prompt read behind that entry?
 # Expected from memory: yes. model(prompt, past_key_values=cache) reads all 12 tokens, at positions 1 to 12.
-# Seen: generate drops the first token of the prompt, in silence: as many tokens as the cache has entries. It takes
-#   them to be those in the cache, so 11 tokens stand at positions 1 to 11 and the logits are off. The tokenizer's
-#   mask of 12 ones changes nothing. With a mask of 13 ones nothing is dropped and the logits are those of the call.
+# Seen: generate drops the first token of the prompt, in silence: as many tokens as the cache has entries. It
+#   takes them to be those in the cache, so 11 tokens stand at positions 1 to 11 and the logits are off. The
+#   tokenizer's mask of 12 ones changes nothing. With a mask of 13 ones nothing is dropped and the logits are
+#   those of the call.
 # Versions: transformers 5.20.2, torch 2.13.0 (CPU), numpy 2.4.6. Seen 2026-11-28.
 set -euo pipefail
 T="$(mktemp -d)"
 trap 'rm -rf "$T"' EXIT
 python3 -m venv "$T/v"
-"$T/v/bin/pip" install -q --no-compile --disable-pip-version-check torch==2.13.0 numpy==2.4.6 transformers==5.20.2
+"$T/v/bin/pip" install -q --no-compile --disable-pip-version-check \
+  torch==2.13.0 numpy==2.4.6 transformers==5.20.2
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 "$T/v/bin/python" - <<'PY'
 import torch
