@@ -50,9 +50,10 @@ def intervene(settings: InterveneSettings):
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
-    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
-    return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
+    result = experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
+    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
+    return result
 
 
 def every_intervention(settings: InterveneSettings, spec, model):
@@ -115,9 +116,10 @@ def replace_heads(model, k, changed, kind, factor):
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
-    draw_silence(experiment.folder / "silence.png", lists["rows"])
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
-    return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
+    result = experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
+    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    return result
 
 
 def every_silence(settings: SilenceSettings, spec, model):
@@ -190,8 +192,9 @@ def first(settings: Settings):
     question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
     keys = {"x": "alpha1", "y": "least", "series": "checkpoint", "style": "o"}
     labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
+    result = experiment.save(**lists)
     curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
-    return experiment.save(**lists)
+    return result
 
 
 def by_first_token(settings: Settings, spec, model):
