@@ -160,7 +160,7 @@ class Newborn(CheckpointReader):
         tensors = {}
         for name, shape in parameter_shapes(config).items():
             draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
-            tensors[name] = LazyTensor(shape, "F32", draw)
+            tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
         super().__init__(None, tensors, config)
 
 

@@ -150,13 +150,12 @@ def open_gguf(path):
 
 
 def safetensors_of(path):
-    """The LazyTensors of a .safetensors file, by name; each is read into memory of its own."""
+    """The LazyTensors of a .safetensors file, by name; each part is read into memory of its own."""
     file = safetensors.safe_open(path, "pt")
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        shape = tuple(tensor.get_shape())
-        tensors[name] = LazyTensor(shape, tensor.get_dtype(), partial(part_of, file.get_tensor, name))
+        tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), partial(part_of, tensor))
     return tensors
 
 
@@ -176,14 +175,14 @@ def tensors_in(values, prefix=""):
         if isinstance(value, dict):
             tensors |= tensors_in(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
-            read = partial(part_of, torch.detach, value)
+            read = partial(part_of, value.detach())
             tensors[f"{prefix}{key}"] = LazyTensor(tuple(value.shape), str(value.dtype), read)
     return tensors
 
 
-def part_of(read, tensor, part=...):
-    """A part of a tensor that is mapped into memory, by default all, in memory of its own."""
-    return read(tensor)[part].clone()
+def part_of(tensor, part=()):
+    """A part of a tensor in a file, by default all, in memory of its own; no more of the file is touched."""
+    return tensor[part].clone()
 
 
 def open_tensors(paths):
@@ -210,10 +209,16 @@ def unstacked(tensors):
             tensor = layers.pop(name)
             shape = list(tensor.shape)
             for layer in range(shape.pop(axes[0])):
-                read = partial(tensor.read, (slice(None),) * axes[0] + (layer,))
+                read = partial(part_of_layer, tensor.read, axes[0], layer)
                 place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
                 layers[place] = LazyTensor(tuple(shape), tensor.kind, read)
     return layers
+
+
+def part_of_layer(read, axis, layer, part=()):
+    """A part of one layer, of a tensor that holds all of them along its first or second axis."""
+    first = part[:axis] or (slice(None),) * axis
+    return read((*first, layer, *part[axis:]))
 
 
 def joined_shapes(tensors):
@@ -238,14 +243,19 @@ def gpt2_tensors(tensors):
         size = outputs // len(letters)
         for number, letter in enumerate(letters):
             part = slice(size * number, size * (number + 1))
-            read = partial(turned, tensor.read, part) if is_turned else partial(tensor.read, (part,))
+            read = partial(turned if is_turned else rows_of, tensor.read, part)
             found[ours.replace("{}", letter)] = LazyTensor((size, *inputs), tensor.kind, read)
     return found
 
 
-def turned(read, columns):
-    """Some columns of a matrix, as rows; or some numbers of a vector."""
-    return read((..., columns)).t().contiguous()
+def turned(read, columns, part=()):
+    """Of some columns of a matrix, as rows, a part; or of some numbers of a vector."""
+    return read()[..., columns].t()[part].contiguous()
+
+
+def rows_of(read, rows, part=()):
+    """A part of some rows of a matrix."""
+    return read((rows,))[part]
 
 
 def with_scales(place, raw, tensors):
@@ -258,23 +268,27 @@ def with_scales(place, raw, tensors):
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
     for name in packed:
         scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale", NO_SCALE))
-        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, blocks)
-        weights[name] = LazyTensor(tensors[name].shape, "F32", read)
+        shape = tensors[name].shape
+        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, shape, blocks)
+        weights[name] = LazyTensor(shape, "F32", read)
     return weights
 
 
-def multiplied(label, read, read_scale, blocks, part=...):
+def multiplied(label, read, read_scale, shape, blocks, part=()):
     """A part of a tensor in FP8, in float32, times its scales: one for all, one for each row or block."""
     with as_user_error(label):
-        weight = read().float()
+        weight = read(part).float()
         factors = read_scale().float()
-        factors = factors.view(*factors.shape, *[1] * (weight.ndim - factors.ndim))
-        for axis, block in enumerate(([1] * weight.ndim + blocks)[2:]):
-            n, count = weight.shape[axis], factors.shape[axis]
+        factors = factors.view(*factors.shape, *[1] * (len(shape) - factors.ndim))
+        sizes = ([1] * len(shape) + blocks)[2:]
+        for axis in reversed(range(len(shape))):
+            n, count, block = shape[axis], factors.shape[axis], sizes[axis]
             if not (count - 1) * block < n <= count * block:
                 block = n // count
-            factors = factors.repeat_interleave(block, axis).narrow(axis, 0, n)
-        return weight.mul_(factors)[part]
+            numbers = torch.arange(n)[part[axis] if axis < len(part) else slice(None)] // block
+            factors = factors.movedim(axis, 0)[numbers]
+            factors = factors.movedim(0, axis) if numbers.ndim else factors
+        return weight.mul_(factors)
 
 
 def weight_files(place):
@@ -440,9 +454,9 @@ class CheckpointReader:
         self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
-    def read(self, name):
-        """One tensor, in memory of its own; UserError for one that is not finite."""
-        weight = self.tensors[name].read()
+    def read(self, name, part=()):
+        """One tensor, or a part, in memory of its own; UserError for one that is not finite."""
+        weight = self.tensors[name].read(part)
         if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
             raise UserError(f"{self.place}: {name} is not finite: check it for NaN")
         return weight

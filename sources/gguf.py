@@ -37,7 +37,10 @@ def smollm2():
 
 
 class LazyTensor(NamedTuple):
-    """A tensor in a file, of any format; `read()` reads it, and whoever changes it copies it first."""
+    """A tensor in a file, of any format. `read()` reads it; whoever changes it copies it first.
+
+    `read(part)` reads a part: `part` has an index, or a slice, for each of the first axes, but not the last.
+    """
 
     shape: tuple
     kind: str  # of its numbers, as `read` finds them
@@ -110,7 +113,7 @@ class GGUF:
             if not is_whole or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)  # an error if it cannot
-            read = partial(unpacked, path, place, size, shape, kind, heads.get(stem.rpartition(".")[2]))
+            read = partial(unpacked, path, place, shape, kind, heads.get(stem.rpartition(".")[2]))
             self.tensors[name] = LazyTensor(shape, "F32", read)
 
 
@@ -132,18 +135,27 @@ def hugging_face_names(values):
     return {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
 
 
-def unpacked(path, place, size, shape, kind, heads):
-    """A tensor of packed numbers, float32; where `heads` is given, their rows are no longer in pairs."""
+def unpacked(path, place, shape, kind, heads, part=()):
+    """A part of a tensor of packed numbers, float32; where `heads` is given, their rows are not in pairs.
+
+    No rows are read but those from the part's first to its last; of heads, whole ones.
+    """
     import gguf
 
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    packed = np.fromfile(path, np.uint8, size, offset=place).reshape(-1, block_bytes)
+    wanted = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]
+    rows_of_head = math.prod(shape[:-1]) // heads if heads else 1
+    first = wanted.min().item() // rows_of_head * rows_of_head
+    last = (wanted.max().item() // rows_of_head + 1) * rows_of_head
+    row_bytes = shape[-1] // block * block_bytes
+    packed = np.fromfile(path, np.uint8, (last - first) * row_bytes, offset=place + first * row_bytes)
+    packed = packed.reshape(-1, block_bytes)
     numbers = np.empty((len(packed), block), np.float32)
     step = PIECE // block
     for start in range(0, len(packed), step):
         row = packed[start : start + step].reshape(1, -1)  # the package is slow where rows are short
         numbers[start : start + step] = gguf.dequantize(row, kind).reshape(-1, block)
-    weight = torch.from_numpy(numbers).view(shape)
+    weight = torch.from_numpy(numbers).view(last - first, shape[-1])
     if heads:
-        weight = weight.view(heads, -1, 2, shape[-1]).swapaxes(1, 2).reshape(shape)
-    return weight
+        weight = weight.view(-1, rows_of_head // 2, 2, shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.view(shape) if part == () else weight[wanted - first]

@@ -221,6 +221,26 @@ def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
         formats.open_checkpoint(tmp_path / "x", True).read("a.experts.up_proj")
 
 
+PARTS = [(), (slice(3, 7),), (2,), (1, slice(5, 9)), (slice(0, 2), 4)]
+
+
+@pytest.mark.parametrize("save", [safetensors.torch.save_file, torch.save])
+def test_a_part_is_that_of_the_whole(save, tmp_path):
+    """Of matrices, experts, layers in one tensor, and FP8 with scales of rows and of blocks, to the bit."""
+    tensors = {"a.weight": torch.randn(9, 12), "experts": torch.randn(9, 12, 6)}
+    tensors |= {"8.weight": torch.randn(9, 12).to(torch.float8_e4m3fn), "8.weight_scale": torch.rand(9)}
+    tensors |= {"b.weight": torch.randn(9, 12, 200).to(torch.float8_e4m3fn)}
+    tensors |= {"b.weight_scale_inv": torch.rand(9, 1, 2)}
+    tensors |= {f"{x}/layers/w": torch.randn(shape) for x, shape in (("x", (3, 9, 12)), ("y", (9, 3, 12, 2)))}
+    save(tensors, tmp_path / "x")
+    source = formats.open_checkpoint(tmp_path / "x", True)
+    for name, shape in source.shapes.items():
+        whole = source.read(name)
+        for part in PARTS:
+            if len(part) < len(shape):
+                assert torch.equal(source.read(name, part), whole[part]), (name, part)
+
+
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
     """Under numbers, and under names of parameters, as FSDP's."""
     moments = {"exp_avg": torch.ones(9, 4), "exp_avg_sq": torch.ones(9, 4), "step": torch.ones(())}

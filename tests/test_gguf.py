@@ -112,6 +112,20 @@ def test_a_file_holds_the_model(architecture, kind, tmp_path):
     torch.testing.assert_close(checkpoint.load(tmp_path)(tokens), model(tokens))
 
 
+def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
+    """Packed or not, and where rows of heads, 8 each, stand in pairs."""
+    source = checkpoint.parse_spec(str(tiny[1])).open()
+    read = np.fromfile
+    sizes = []
+    monkeypatch.setattr(np, "fromfile", lambda *a, **k: sizes.append(read(*a, **k)) or sizes[-1])
+    for name, (rows, *columns) in source.shapes.items():
+        whole = source.read(name)
+        for part in [(slice(3, 7),), (5,), (slice(rows - 9, rows),)] if columns else ():
+            assert torch.equal(source.read(name, part), whole[part]), (name, part)
+            if "embed_tokens" in name:
+                assert len(sizes[-1]) == whole[part].numel() * 4
+
+
 def test_transformers_reads_the_same(tiny):
     """`transformers` undoes the order of q and k in its own way. (Its models would want `accelerate`.)"""
     model, path = tiny
