@@ -23,7 +23,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from scipy import stats
 
 from init import SCHEMES, newborn
 from lib.figures import draw_persistence, lineage_figure
@@ -220,6 +219,8 @@ def paper_test(a, b):
     taus are compared with those of NULLS Gaussian pairs: p of the one-sided t- and U-tests, averaged.
     `closed_form_z` is their mean over the error that k independent dimensions would have.
     """
+    from scipy import stats  # which takes a second that `compare` need not
+
     taus = identity_taus(np.asarray(a), np.asarray(b))
     n, d = a.shape
     k = len(taus)
@@ -265,6 +266,8 @@ def top_dimensions(rows):
 
 def kendall(a, b, chosen):
     """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column."""
+    from scipy import stats
+
     columns = zip(a.T[chosen].astype(np.float64), b.T[chosen].astype(np.float64))
     taus = [stats.kendalltau(x, y, method="asymptotic").statistic for x, y in columns]
     return np.nan_to_num(np.array(taus, dtype=float))

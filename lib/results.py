@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 from lib.files import atomic_file
 from lib.runtime import rank, start, world_size
@@ -148,5 +148,5 @@ def interval(values, name="mean", least=-math.inf, largest=math.inf):
     values = np.asarray(values, np.float64)
     mean = values.mean()
     spread = values.std(ddof=1)
-    half = student.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
+    half = stdtrit(len(values) - 1, 0.975) * spread / len(values) ** 0.5
     return {name: mean, "low": max(least, mean - half), "high": min(largest, mean + half)}

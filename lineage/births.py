@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import stdtr
 
 from init import STD, draw_weight
 from lib.results import Experiment
@@ -75,7 +75,7 @@ def closest_births(source, seeds):
     rows = []
     for cosine, seed in best:
         t = cosine * ((m - 1) / max(1 - cosine**2, 1e-300)) ** 0.5
-        log10_p = max(-300.0, stats.t.logsf(t, m - 1) / math.log(10))  # scipy has no numbers below
+        log10_p = math.log10(max(1e-300, stdtr(m - 1, -t)))  # scipy has no numbers below
         family_log10_p = min(0.0, log10_p + math.log10(len(seeds)))
         rows.append({"seed": seed, "cosine": cosine, "z": cosine * m**0.5, "family_log10_p": family_log10_p})
     return rows

@@ -1,13 +1,14 @@
 """Are two models of one birth? Read both, match each layer, fill the table, judge it, say why. (ours)"""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
-from lineage.evidence import diagonal_test, equal_layers, weight_correlations, why_bare
+from lineage.evidence import diagonal_test, equal_layers, look, weight_correlations, why_bare
 from lineage.layout import find_stacks
 from lineage.match import likeliest_way, match_stacks
 from lineage.settings import CompareSettings
-from lineage.table import Match, Pair, fill, judge_models, judge_stacks, why_units_cannot_tell
+from lineage.table import Pair, fill, judge_models, judge_stacks, language_models, why_units_cannot_tell
 from lineage.verdict import explain
 from lineage.views import hidden_units
 from sources.formats import token_ids
@@ -15,12 +16,26 @@ from sources.formats import token_ids
 
 @dataclass
 class Model:
-    """What is read of a model before it is compared, by `read_model`."""
+    """A model that is compared, by `read_model`; what takes long is read when it is asked for, and kept."""
 
     name: str
-    stacks: dict  # of each Stack (a run of layers): hidden Units by Reading (which matrix is what)
-    vocabulary: dict  # tokens' numbers by their strings, if a tokenizer tells them
-    is_newborn: bool
+    source: object  # the checkpoint
+    stacks: list  # runs of layers
+
+    @property
+    def is_newborn(self):
+        """Is it on no disk?"""
+        return self.source.place is None
+
+    @functools.cached_property
+    def vocabulary(self):
+        """Tokens' numbers by their strings, if a tokenizer tells them."""
+        return {} if self.is_newborn else token_ids(self.source.place)
+
+    @functools.cached_property
+    def units(self):
+        """Of each stack its hidden Units by Reading (which matrix is what)."""
+        return {stack: hidden_units(stack) for stack in self.stacks}
 
 
 def read_model(name, source):
@@ -28,28 +43,53 @@ def read_model(name, source):
     for parameter, shape in source.shapes.items():
         if len(shape) == 1:
             source.read(parameter)
-    vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    stacks = {stack: hidden_units(stack) for stack in find_stacks(source, name)}
-    return Model(name, stacks, vocabulary, source.place is None)
+    return Model(name, source, find_stacks(source, name))
 
 
 def compare_models(base: Model, suspect: Model, settings: CompareSettings):
-    """The row of two models (verdict, sentence, numbers), and for figures its `layers` and `layer_map`."""
-    pairs = []
-    for ours, theirs in itertools.product(base.stacks, suspect.stacks):
-        correlations, namesakes = weight_correlations(ours, theirs)  # before units fill the memory
-        tests = {}
-        for kind, correlation in correlations.items():
-            tests[kind] = diagonal_test(correlation, (kind, settings.permutation_seed), settings.permutations)
-        equal = equal_layers(ours, theirs)
-        bare = " and ".join(filter(None, (why_bare(ours), why_bare(theirs))))
-        vocabularies = (base.vocabulary, suspect.vocabulary)
-        units = (base.stacks[ours], suspect.stacks[theirs])
-        way, lack = likeliest_way(*units, vocabularies, settings.units_per_layer)
-        match = Match() if way is None else match_stacks(way, settings)
-        pair = Pair(ours, theirs, match, tests, bare)
-        fill(pair, equal, namesakes)
-        pair.lack = why_units_cannot_tell(pair, "" if way else lack)
+    """The row of two models (verdict, sentence, numbers), and for figures its `layers` and `layer_map`.
+
+    Bits and coordinates of few rows are looked at first. If they tell of all layers of what may be the
+    language models, nothing more is read; else hidden units of the other layers are looked for.
+    """
+    pairs = [Pair(*stacks) for stacks in itertools.product(base.stacks, suspect.stacks)]
+    for pair in pairs:
+        compare_weights(pair, settings, settings.thorough)
+    told = {stack for pair in pairs if pair.is_told for stack in (pair.base, pair.suspect)}
+    is_enough = told.issuperset(language_models(base.stacks) + language_models(suspect.stacks))
+    for pair in pairs:
+        if settings.thorough or not (is_enough or told.issuperset((pair.base, pair.suspect))):
+            compare_units(pair, base, suspect, settings)
+        elif not pair.is_told:
+            pair.lack = "hidden units were not looked for"
         pair.verdict, pair.reason = judge_stacks(pair)
-        pairs.append(pair)
     return explain(base, suspect, pairs, *judge_models(pairs))
+
+
+def compare_weights(pair, settings, is_thorough):
+    """Compare bits and coordinates of two stacks: of few rows, or of all."""
+    stacks = (pair.base, pair.suspect)
+    if is_thorough:
+        correlations, pair.namesakes = weight_correlations(*stacks)
+        for kind, correlation in correlations.items():
+            key = (kind, settings.permutation_seed)
+            pair.coordinates[kind] = diagonal_test(correlation, key, settings.permutations)
+    else:
+        pair.coordinates, pair.namesakes = look(*stacks)
+    pair.equal, pair.is_whole = equal_layers(*stacks, is_thorough), is_thorough
+    pair.bare = " and ".join(filter(None, map(why_bare, stacks)))
+    fill(pair)
+
+
+def compare_units(pair, base, suspect, settings):
+    """Look for hidden units of layers without a ground; compare all rows where no units can tell."""
+    layers = None if settings.thorough else [row.layer for row in pair.rows if not row.ground]
+    units = (base.units[pair.base], suspect.units[pair.suspect])
+    vocabularies = (base.vocabulary, suspect.vocabulary)
+    way, lack = likeliest_way(*units, vocabularies, settings.units_per_layer)
+    if way is not None:
+        pair.match = match_stacks(way, settings, layers)
+    fill(pair)
+    pair.lack = why_units_cannot_tell(pair, "" if way else lack)
+    if pair.lack and not pair.is_whole:
+        compare_weights(pair, settings, True)

@@ -15,7 +15,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
-from scipy import stats
+from scipy.special import log_ndtr
 from torch import Tensor
 
 from lib.random import keyed_generator
@@ -23,31 +23,32 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import BATCH, NO_WEIGHTS, is_varied
 from lineage.table import CHANCE_LOG10_P
-from lineage.views import WIDE, residual_rows
+from lineage.views import WIDE, evenly_spaced, is_along, residual_rows
 
 MOST_ROWS, FEW_ROWS = 2**14, 2**8  # of a matrix, evenly spaced, that are compared; the second of wide ones
+LOOKED_AT, BLOCK = 64, 32  # rows of a matrix that a look reads, in blocks of so many that lie side by side
 
 
 @functools.lru_cache(maxsize=4)  # of two models the beginnings, and all
 def digests_of(stack, count=None):
     """By a layer's number, from 1, if its MLPs count, the SHA-256 of each matrix that counts.
 
-    If there is a `count`, of the first numbers of the layer's smallest matrices that count, and of no others.
+    If there is a `count`, of the first numbers of each, and no more rows are read.
     """
     of_mlps = {name for mlp in stack.mlps for name in mlp.matrices.values()}
     layers = {}
     for number, names in enumerate(progress(stack.layers.values(), desc="bits", leave=False), start=1):
         digests = {}
-        largest = 0  # of the matrices that were read
-        for size, name in sorted((math.prod(stack.source.shapes[name]), name) for name in names.values()):
-            if count and digests and size > largest:
-                break
-            weight = stack.source.read(name)
-            if weight.ndim > 1 and is_varied(weight) and not NO_WEIGHTS.search(name):
+        for name in names.values():
+            shape = stack.source.shapes[name]
+            if len(shape) < 2 or NO_WEIGHTS.search(name):
+                continue
+            first = (0,) * (len(shape) - 2) + (slice(0, -(-count // shape[-1])),) if count else ()
+            weight = stack.source.read(name, first)
+            if is_varied(weight):
                 numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
                 digests[name] = hashlib.sha256(numbers).hexdigest()
-                largest = size
-        if digests and (count or of_mlps.intersection(names.values()) <= digests.keys()):
+        if digests and of_mlps.intersection(names.values()) <= digests.keys():
             layers[number] = sorted(digests.values())
     return layers
 
@@ -64,18 +65,33 @@ def why_bare(stack):
     return ""
 
 
-def equal_layers(base, suspect, count=BATCH):
+def equal_layers(base, suspect, is_thorough=True):
     """The number of the base's layer for each of the suspect's that has its matrices, and no others.
 
-    All is read only of two in which some layers begin alike.
+    They begin alike. If this `is_thorough`, all of two models is read in which some layers do.
     """
-    equal = {}
-    base_layers = digests_of(base, count)
-    for number, digests in digests_of(suspect, count).items():
-        same = [base_number for base_number in base_layers if base_layers[base_number] == digests]
-        if same:
-            equal[number] = min(same, key=lambda base_number: abs(base_number - number))
-    return equal_layers(base, suspect, None) if equal and count else equal
+    count = BATCH
+    while True:
+        equal = {}
+        base_layers = digests_of(base, count)
+        for number, digests in digests_of(suspect, count).items():
+            same = [base_number for base_number in base_layers if base_layers[base_number] == digests]
+            if same:
+                equal[number] = min(same, key=lambda base_number: abs(base_number - number))
+        if not (equal and count and is_thorough):
+            return equal
+        count = None
+
+
+def centred(rows: Tensor):
+    """Rows (n, d) of float32 whose columns have mean 0."""
+    return rows.float() - rows.mean(0, dtype=torch.float32)
+
+
+def correlation_of(A: Tensor, B: Tensor):
+    """The correlation of all numbers of two matrices with centred columns."""
+    A, B = A.flatten(), B.flatten()
+    return torch.dot(A, B).item() / max(1e-60, torch.dot(A, A).item() * torch.dot(B, B).item()) ** 0.5
 
 
 class Correlation:
@@ -90,14 +106,13 @@ class Correlation:
 
     def update(self, A: Tensor, B: Tensor):
         """Add rows (n, d) of each; returns the correlation of all of A's numbers with B's."""
-        A = A.float() - A.mean(0, dtype=torch.float32)
-        B = B.float() - B.mean(0, dtype=torch.float32)
+        A, B = centred(A), centred(B)
         products = A.T @ B
         squares = torch.stack([A.square().sum(0), B.square().sum(0)]).double()
         mean_squares = squares.mean(1, keepdim=True).div(len(A)).clamp(min=1e-60)  # (2, 1)
         self.products.add_(products, alpha=mean_squares.prod().rsqrt().item())
         self.squares += squares / mean_squares
-        return (products.trace() / squares.sum(1).prod().clamp(min=1e-60).sqrt()).item()
+        return correlation_of(A, B)
 
     def value(self) -> Tensor | None:
         """(d, d) float64, 0 where a column is constant; None without rows."""
@@ -107,40 +122,143 @@ class Correlation:
         return torch.where(scale > 0, self.products / scale, 0.0)
 
 
+def matrices_of_both(a, b):
+    """Yield the layer of each matrix that one of two stacks has, and its names in both, if it has a namesake.
+
+    They are matched by name and shape; tables and heads, which are no layer's, by name.
+    """
+    for place in progress(a.matrices | b.matrices, desc="coordinates", leave=False):
+        names = (a.matrices.get(place), b.matrices.get(place))
+        shapes = [stack.source.shapes.get(name) for stack, name in zip((a, b), names)]
+        layer, _ = place
+        yield layer, names if all(names) and (layer is None or shapes[0] == shapes[1]) else None
+
+
+def are_constant(rows_a, rows_b):
+    """Are they a mask, or another constant, which unrelated models share?"""
+    return torch.equal(rows_a.float(), rows_b.float()) and not is_varied(rows_b)
+
+
+def namesakes_of(a, b, correlations):
+    """For each layer of b, from 1, with a namesake in a: that one's number, strength, and distance.
+
+    `correlations` has those of its matrices, number by number, by the layer's name. The least is its
+    strength, and one minus their mean its distance.
+    """
+    base_numbers = {layer: number for number, layer in enumerate(a.layers, start=1)}
+    namesakes = {}
+    for number, layer in enumerate(b.layers, start=1):
+        if layer in base_numbers and correlations.get(layer):
+            distance = round(1 - float(np.clip(np.mean(correlations[layer]), 0, 1)), 6)  # of float32's sums
+            namesakes[number] = (base_numbers[layer], min(correlations[layer]), distance)
+    return namesakes
+
+
 def weight_correlations(a, b):
     """Correlations of the residual coordinates over the rows of all weight matrices that two stacks share.
 
-    They are matched by name and shape: "body" has those of the layers, "embedding" the tables and the head,
-    up to the shorter vocabulary; a kind without matrices is missing. And for each layer of b, from 1, with a
-    namesake in a: that one's number, and the least correlation of their matrices, number by number.
+    "body" has those of the layers, "embedding" the tables and the head, up to the shorter vocabulary; a kind
+    without matrices is missing. And the layers' `namesakes_of`.
     """
     if a.width != b.width:
         return {}, {}
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
     most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
     correlations = defaultdict(list)  # of each layer's matrices
-    for place in progress(a.matrices | b.matrices, desc="coordinates", leave=False):
-        names = (a.matrices.get(place), b.matrices.get(place))
-        layer, _ = place
-        shapes = [stack.source.shapes.get(name) for stack, name in zip((a, b), names)]
+    for layer, names in matrices_of_both(a, b):
         correlation = 0.0  # of a matrix that the other model has not
-        if all(names) and (layer is None or shapes[0] == shapes[1]):
+        if names:
             rows = [residual_rows(stack, name, stack.source.read(name)) for stack, name in zip((a, b), names)]
             count = min(map(len, rows))
-            rows_a, rows_b = (each[: count : 1 + count // most] for each in rows)
-            if not is_varied(rows_b) and torch.equal(rows_a.float(), rows_b.float()):
-                continue  # a mask, or another constant, which unrelated models share
-            kind = "embedding" if layer is None else "body"
-            correlation = sums[kind].update(rows_a, rows_b)
+            rows = [each[: count : 1 + count // most] for each in rows]
+            if are_constant(*rows):
+                continue
+            correlation = sums["embedding" if layer is None else "body"].update(*rows)
         correlations[layer].append(correlation)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
-    base_numbers = {layer: number for number, layer in enumerate(a.layers, start=1)}
-    namesakes = {}
-    for number, layer in enumerate(b.layers, start=1):
-        if layer in base_numbers and layer in correlations:
-            namesakes[number] = (base_numbers[layer], min(correlations[layer]))
-    return values, namesakes
+    return values, namesakes_of(a, b, correlations)
+
+
+def look(a, b):
+    """Tests of coordinates, of few rows of each matrix, and the namesakes whose agreement is not chance's.
+
+    Each layer is tested by itself. A matrix whose stored rows are not along the stream has few coordinates in
+    few rows: it joins number by number alone.
+    """
+    if a.width != b.width:
+        return {}, {}
+    correlations, agreements = defaultdict(list), defaultdict(list)
+    for layer, names in matrices_of_both(a, b):
+        correlation = 0.0
+        if names:
+            shape = min(stack.source.shapes[name] for stack, name in zip((a, b), names))
+            rows = [rows_looked_at(stack, name, shape) for stack, name in zip((a, b), names)]
+            if are_constant(*rows):
+                continue
+            if is_along(b, names[1], shape):
+                agreements[layer].append(agreement(*rows))
+            else:
+                rows = [each.T for each in rows]
+            correlation = correlation_of(*map(centred, rows))
+        correlations[layer].append(correlation)
+    tests = {}
+    embedding = agreements.pop(None, [])
+    layers = {layer: joint_test(found, len(agreements)) for layer, found in agreements.items()}
+    if layers:
+        best = min(layers.values(), key=lambda test: test["log10_p"])
+        tests["body"] = joint_test(sum(agreements.values(), [])) | {
+            key: best[key] for key in ("log10_p", "p", "same")
+        }
+    if embedding:
+        tests["embedding"] = joint_test(embedding)
+    told = {layer: correlations[layer] for layer in layers if layers[layer]["same"]}
+    return tests, namesakes_of(a, b, told)
+
+
+def rows_looked_at(stack, name, shape):
+    """LOOKED_AT rows of a matrix of at least this shape, as they are stored, (n, columns); or of several."""
+    *experts, count, columns = shape
+    total = math.prod(shape[:-1])
+    size = min(BLOCK, count)
+    parts = [(*[slice(0, number) for number in experts], slice(0, count))]
+    if total > LOOKED_AT:
+        parts = []
+        for start in evenly_spaced(total - size + 1, LOOKED_AT // size):
+            expert, first = divmod(start, count)
+            first = min(first, count - size)
+            parts.append((*[expert][: len(experts)], slice(first, first + size)))
+    read = [stack.source.read(name, part)[..., :columns] for part in parts]
+    return torch.cat([rows.reshape(-1, columns) for rows in read])
+
+
+def agreement(A: Tensor, B: Tensor):
+    """How far columns of A agree with those of B, (n, d) each, and the std of what relabelled ones give.
+
+    The first is the mean over columns of Pearson's correlation, less its mean over all pairs of columns. The
+    second is that of `diagonal_test`, by the Gram matrices of n rows.
+    """
+    rows = []
+    for weight in (A, B):
+        weight = centred(weight)
+        weight /= weight.norm(dim=0).clamp(min=1e-30)
+        rows.append(weight - weight.mean(1, keepdim=True))
+    A, B = rows
+    d = A.shape[1]
+    variance = ((A @ A.T) * (B @ B.T)).sum().item() / max(1, d - 1)
+    return (A * B).sum().item() / d, max(0.0, variance) ** 0.5 / d
+
+
+def joint_test(agreements, searches=1):
+    """What `diagonal_test` says of several agreements together, with p corrected for so many searches.
+
+    Their coordinates are relabelled together, so that the std of the sum is at most the sum of theirs.
+    """
+    matched, stds = np.transpose(agreements)
+    z = float(matched.sum() / max(1e-30, stds.sum()))
+    log10_p = log_ndtr(-z) / math.log(10) + math.log10(searches)
+    test = {"matched": float(matched.mean()), "z": z, "log10_p": log10_p, "p": min(1.0, 10**log10_p)}
+    return test | {"same": bool(log10_p <= CHANCE_LOG10_P)}
 
 
 def diagonal_test(C: Tensor, key, permutations=9999):
@@ -164,7 +282,7 @@ def diagonal_test(C: Tensor, key, permutations=9999):
     orders = (generator.permutation(d) for _ in range(permutations))
     exceeding = sum(values[coordinates, order].mean() >= matched for order in orders)
     z = (matched - mean) / std
-    log10_p = stats.norm.logsf(z) / math.log(10)
+    log10_p = log_ndtr(-z) / math.log(10)
     return {
         "matched": matched,
         "z": z,

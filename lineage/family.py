@@ -13,7 +13,7 @@ from lineage.table import PART_IN_COMMON, SAME_BIRTH
 def draw_family(path, models, rows) -> None:
     """Draw models as a tree and a heat map. The rows are of all pairs, in `combinations`' order."""
     names = [model.name for model in models]
-    bare = [model.name for model in models if not next(iter(model.stacks)).layers]
+    bare = [model.name for model in models if not model.stacks[0].layers]
     if bare and rank() == 0:
         print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
     closeness = squareform([kinship(row) for row in rows]) + np.eye(len(names))

@@ -92,10 +92,13 @@ def basis_correlations(base: Units, suspect: Units, tokens):
     return basis
 
 
-def layers_to_read(base: Units, suspect: Units, limit):
-    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
-    has_same_depth = len(base.layers) == len(suspect.layers)
-    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
+def layers_to_read(base: Units, suspect: Units, limit, layers=None):
+    """The numbers of the MLPs of each model that are compared: of a base of another depth all.
+
+    Of the suspect those of some `layers` are, or of all, and of the base then those at the same places.
+    """
+    at_same_places = layers is None and len(base.layers) == len(suspect.layers)
+    return base.numbers(limit if at_same_places else None), suspect.numbers(limit, layers)
 
 
 def pairings(bases, suspects, vocabularies):
@@ -141,22 +144,26 @@ def likeliest_way(bases, suspects, vocabularies, units):
     return best or first, lack
 
 
-def match_stacks(way: Way, settings):
+def match_stacks(way: Way, settings, layers=None):
     """Which units of each MLP of a suspect are matched in the closest of a base? The Match of two stacks.
 
-    Up to `settings.units_per_layer` units of an MLP are looked for, in up to `settings.layers` layers (None:
-    all, or DEEP of large models). If one of these alone is the base's, all layers are read.
+    Those of the suspect's `layers` are looked for (None: of all), up to `settings.units_per_layer` of an MLP,
+    in up to `settings.layers` layers (None: all, or DEEP of large models). If one of these alone is the
+    base's, all layers are read.
     """
     base, suspect = way.base, way.suspect
     limit = settings.layers
     if limit is None and any(units.width * len(units.mlps) > LARGE for units in (base, suspect)):
         limit = DEEP
     null = null_of(way, settings.permutation_seed)
-    rows, layer_map = match_layers(way, null, limit, settings.units_per_layer)
+    if layers is not None and len(layers) == len(suspect.stack.layers):
+        layers = None
+    wanted = suspect.layers if layers is None else layers
+    rows, layer_map = match_layers(way, null, limit, layers, settings.units_per_layer)
     found = [(row.layer, row.closest) for row in rows if row.has_units_of_base]
-    is_partly_read = len({row.layer for row in rows}) < len(suspect.stack.layers)
+    is_partly_read = len({row.layer for row in rows}) < len(wanted)
     if distinct(found) == 1 and is_partly_read:  # is it the only one?
-        rows, layer_map = match_layers(way, null, None, settings.units_per_layer)
+        rows, layer_map = match_layers(way, null, None, layers, settings.units_per_layer)
     return Match(rows, layer_map, len(way.tokens[0]), table_likeness(way))
 
 
@@ -183,9 +190,9 @@ def table_likeness(way: Way):
     return (alike - by_chance) / (1 - by_chance)
 
 
-def match_layers(way: Way, null, limit, units):
-    """The Rows of the suspect's MLPs in up to `limit` layers (None: all), and the layer map."""
-    ours, theirs = layers_to_read(way.base, way.suspect, limit)
+def match_layers(way: Way, null, limit, layers, units):
+    """The Rows of the suspect's MLPs in up to `limit` of some `layers` (None: all), and the layer map."""
+    ours, theirs = layers_to_read(way.base, way.suspect, limit, layers)
     few = min(MAP_UNITS, max(TRIAL_UNITS, DEEP * MAP_UNITS // len(ours)))
     rows, shares = [], []
     for number, views, column, _ in map_columns(way, ours, theirs, units, few):

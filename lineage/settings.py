@@ -22,6 +22,7 @@ class CompareSettings(OutputSettings):
     permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
     permutations: at_least(199) = 9999  # relabellings
     layers: at_least(1) | None = None  # layers that are read, evenly spaced; None: all, or 8 of large models
+    thorough: bool = False  # look for hidden units in every layer, and at all rows of all matrices
     units_per_layer: at_least(2) = 1024  # hidden units that are looked for in each of them
 
 

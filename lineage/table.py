@@ -4,11 +4,12 @@ A row is a layer of the suspect, or an expert of one. Beside the rows of two sta
 (`Pair`). A layer is the base's on the first of these *grounds* that holds:
 
     bits         a layer of the base has the same matrices, bit for bit
+    beginnings   these begin alike; no more was read
     hidden units chance does not explain how many are matched, and share and r are those of BASE_SHARE and
                  BASE_R, or the share is HALF in the middle of both models; once two layers are, a late one
                  needs no strength
-    coordinates  those of all layers agree as chance does not, and its own matrices with those of one name,
-                 number by number, by ALIKE_R
+    coordinates  its own, or those of all layers if all rows are read, agree as chance does not; and its
+                 matrices with those of one name, number by number, by ALIKE_R
 
 What follows, `judge_stacks` and `judge_models` say. On what measurement each number rests:
 
@@ -33,7 +34,8 @@ What follows, `judge_stacks` and `judge_models` say. On what measurement each nu
 import math
 from dataclasses import dataclass, field
 
-from scipy import stats
+import numpy as np
+from scipy.special import gammainc
 
 SAME_BIRTH = "same birth"
 NO_EVIDENCE = "no evidence"
@@ -68,10 +70,10 @@ class Row:
     num_middle: int = 0  # of the two layers: in the middle of their stacks strangers share little
     found: int = 0  # units matched
     units: int = 0  # that could be: those read that live, in the MLP with fewer; 0: they were not looked for
-    r: float = 0.0  # the median strength of those matched
+    r: float | None = None  # the median strength of those matched, or the least correlation of its matrices
     by_chance: int = 0  # matched where one model's tokens are permuted: this pair's own null
     in_place: int = 0  # of those matched: they stand where they stood
-    distance: float | None = None  # of what matched units read: 0 of a copy, 1 of strangers
+    distance: float | None = None  # of what matched units read, or of its matrices: 0 of a copy
     is_beyond_chance: bool = False  # the count
     has_units_of_base: bool = False
 
@@ -96,8 +98,11 @@ class Pair:
 
     base: object  # the Stacks
     suspect: object
-    match: Match
-    coordinates: dict  # tests of the layers' ("body") and of the "embedding"
+    match: Match = field(default_factory=Match)
+    coordinates: dict = field(default_factory=dict)  # tests of the layers' ("body") and of the "embedding"
+    namesakes: dict = field(default_factory=dict)  # by layer: the base's, strength and distance
+    equal: dict = field(default_factory=dict)  # by layer: the base's of the same bits
+    is_whole: bool = False  # were all rows compared, or few?
     bare: str = ""  # what models without layers have in their place
     rows: list = field(default_factory=list)
     lack: str = ""  # why hidden units cannot tell; "" if they can
@@ -109,6 +114,11 @@ class Pair:
         """May there be hidden units that were not found?"""
         hides = self.base.hides or self.suspect.hides
         return hides or (self.base.may_have_units and self.suspect.may_have_units)
+
+    @property
+    def is_told(self):
+        """Is each layer of the suspect one of the base?"""
+        return all(row.ground for row in self.rows)
 
     @property
     def with_units(self):
@@ -126,7 +136,7 @@ def beyond_chance(row, searches):
     Unrelated models have a Poisson number of matched units, for each of three pairs of views. Its mean is
     below 1, or is what this pair's own null has, if that is larger: ties may make it so.
     """
-    log_p = stats.poisson.logsf(row.found - 1, max(1, row.by_chance))
+    log_p = np.log(max(1e-300, gammainc(row.found, max(1, row.by_chance))))
     return (log_p + math.log(3 * max(1, searches) ** 2)) / math.log(10) <= CHANCE_LOG10_P
 
 
@@ -144,24 +154,24 @@ def mark_units(rows):
             row.has_units_of_base |= row.share >= HALF
 
 
-def fill(pair, equal, namesakes):
-    """Give a Pair its rows, with grounds: those that were matched, and those of all other layers.
-
-    `equal` has layers of the same bits by the suspect's number, and `namesakes`, for each layer of the
-    suspect, the base's number, and how far the two correlate.
-    """
+def fill(pair):
+    """Give a Pair its rows, with grounds: those that were matched, and those of all other layers."""
     matched = {row.layer for row in pair.match.rows}
     layers = range(1, len(pair.suspect.layers) + 1)
     others = [Row(layer, f"layer {layer}") for layer in layers if layer not in matched]
     pair.rows = sorted(pair.match.rows + others, key=lambda row: row.layer)
     for row in pair.rows:
-        namesake, r = namesakes.get(row.layer, (0, 0.0))
-        if row.layer in equal:
-            row.ground, row.base_layer = "bits", equal[row.layer]
+        namesake, r, distance = pair.namesakes.get(row.layer, (0, 0.0, None))
+        is_namesake = pair.agrees("body") and r >= ALIKE_R
+        if row.layer in pair.equal:
+            row.ground = "bits" if pair.is_whole else "beginnings"
+            row.base_layer = pair.equal[row.layer]
         elif row.has_units_of_base:
             row.ground, row.base_layer = "hidden units", row.closest
-        elif pair.agrees("body") and r >= ALIKE_R:
+        elif is_namesake:
             row.ground, row.base_layer = "coordinates", namesake
+        if is_namesake and namesake == row.base_layer and not row.closest:
+            row.r, row.distance = r, distance
 
 
 def why_units_cannot_tell(pair, lack):

@@ -2,7 +2,15 @@
 
 import numpy as np
 
-from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, is_above_strangers
+from lineage.table import (
+    BASE_R,
+    HALF,
+    NO_EVIDENCE,
+    PART_IN_COMMON,
+    SAME_BIRTH,
+    SAME_TABLE,
+    is_above_strangers,
+)
 
 COLUMNS = "verdict sentence units units_found units_share r layer base_layer distance body_r body_z "
 COLUMNS += "body_log10_p embedding_z table_likeness part base_part"
@@ -13,7 +21,7 @@ OTHERS_TABLE = "embedding matrices that were not seen to agree"
 def explain(base, suspect, pairs, verdict, pair):
     """The row of two Models, null where there is nothing, and for figures its `layers` and `layer_map`."""
     proviso = ""
-    if base.vocabulary and suspect.vocabulary:
+    if pair.verdict == NO_EVIDENCE and base.vocabulary and suspect.vocabulary:
         proviso = ", if their tokenizers tell the truth"
     elif not (base.is_newborn and suspect.is_newborn):
         proviso = ", if their token numbers mean the same"
@@ -54,8 +62,9 @@ def row_of(pair):
     row = dict.fromkeys(COLUMNS.split()) | {"verdict": pair.verdict, "distance": mean_distance(pair)}
     layer = decisive_row(pair)
     if layer:
-        row |= {"units": layer.units, "units_found": layer.found, "units_share": layer.share, "r": layer.r}
-        row |= {"layer": layer.layer, "base_layer": layer.closest}
+        row |= {"r": layer.r, "layer": layer.layer, "base_layer": layer.closest or layer.base_layer}
+        if layer.closest:
+            row |= {"units": layer.units, "units_found": layer.found, "units_share": layer.share}
     if "body" in pair.coordinates:
         body = pair.coordinates["body"]
         row |= {"body_r": body["matched"], "body_z": body["z"], "body_log10_p": body["log10_p"]}
@@ -65,9 +74,12 @@ def row_of(pair):
 
 
 def decisive_row(pair):
-    """The row that counts: the least of those whose units are the base's, else the one with most."""
+    """The row that counts: the least that is the base's, by units if any are, else the one with most."""
     if pair.with_units:
         return min(pair.with_units, key=lambda row: row.share)
+    alike = [row for row in pair.rows if row.ground and row.r is not None]
+    if alike:
+        return min(alike, key=lambda row: row.r)
     return max(pair.match.rows, key=lambda row: row.share, default=None)
 
 
@@ -77,15 +89,16 @@ def layer_rows(pair):
     for row in pair.rows:
         if row.closest or row.ground:
             shown = {"layer": row.label, "base_layer": row.base_label or f"layer {row.base_layer}"}
-            for key in ("found", "units", "share", "r", "by_chance", "distance"):
+            shown |= {"r": row.r, "distance": row.distance}
+            for key in ("found", "units", "share", "by_chance"):
                 shown[key] = getattr(row, key) if row.closest else None
             rows.append(shown | {"is_base": row.ground != "", "ground": row.ground})
     return rows
 
 
 def mean_distance(pair):
-    """The mean distance of matched units, of layers that are the base's; None where few were."""
-    distances = [row.distance for row in pair.with_units if row.distance is not None]
+    """The mean distance of layers that are the base's; None where neither units nor coordinates tell it."""
+    distances = [row.distance for row in pair.rows if row.ground and row.distance is not None]
     return float(np.mean(distances)) if distances else None
 
 
@@ -128,10 +141,11 @@ def reason_of(pair, proviso):
 
 def found(pair):
     """What is the base's, a phrase for each ground; coordinates only where nothing else shows the layers."""
-    equal = {row.layer: row.base_layer for row in pair.rows if row.ground == "bits"}
-    if equal:
-        verb = "is" if len(equal) == 1 else "are"
-        yield f"{layers_phrase(equal)} {verb} bit for bit the base's {layers_phrase(equal.values())}"
+    for ground, verbs in {"bits": ("is", "are"), "beginnings": ("begins", "begin")}.items():
+        equal = {row.layer: row.base_layer for row in pair.rows if row.ground == ground}
+        if equal:
+            how = f"{verbs[len(equal) > 1]} bit for bit {'as ' if ground == 'beginnings' else ''}the base's"
+            yield f"{layers_phrase(equal)} {how} {layers_phrase(equal.values())}"
     if pair.with_units:
         yield matched_phrase(pair)
     alike = dict.fromkeys(row.layer for row in pair.rows if row.ground == "coordinates")
@@ -145,7 +159,9 @@ def matched_phrase(pair):
     rows = pair.with_units
     origins = {row.layer: row.closest for row in rows}
     layers = f"{len(origins)} of {len({row.layer for row in pair.match.rows})} layers"
-    if len(rows) == len(pair.match.rows):
+    if any(row.ground and not row.closest for row in pair.rows):
+        layers = layers_phrase(origins)
+    elif len(rows) == len(pair.match.rows):
         layers = "every layer"
     phrase = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
     if any(row.share > least.share for row in rows):
@@ -190,21 +206,20 @@ def units_phrase(pair):
 
 
 def changes(pair):
-    """What was done to a suspect whose units were matched."""
+    """What was done to a suspect whose layers are the base's."""
     rows = pair.with_units
-    if not rows:
-        return
-    if pair.suspect.width != pair.base.width:
+    if rows and pair.suspect.width != pair.base.width:
         yield f"its width is {pair.suspect.width:,}, not {pair.base.width:,}"
-    if "embedding" in pair.coordinates and not pair.agrees("embedding") and not pair.agrees("body"):
+    if rows and "embedding" in pair.coordinates and not pair.agrees("embedding") and not pair.agrees("body"):
         yield "its residual basis was changed"
     if sum(row.in_place for row in rows) < sum(row.found for row in rows) / 2:
         yield "its hidden units stand in another order"
     far = mean_distance(pair)
-    if far == 0:
-        yield "what matched units read is the base's, up to rounding"
-    elif far is not None:
-        yield f"what matched units read is at distance {far:.2g}, by training, merging, noise or rounding"
+    what = "what matched units read" if rows else "what was read of their matrices"
+    if far == 0 and rows:
+        yield f"{what} is the base's, up to rounding"
+    elif far:
+        yield f"{what} is at distance {far:.2g}, by training, merging, noise or rounding"
 
 
 def coordinates_phrase(pair):

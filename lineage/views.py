@@ -113,11 +113,12 @@ class Units:
         roots = {view: self.table(view)[1] for view in self.tables_of}
         return {view: self.directions[view] @ roots[view] for view in self.directions} or roots
 
-    def numbers(self, limit=None):
-        """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
+    def numbers(self, limit=None, layers=None):
+        """The numbers of the MLPs in up to `limit` of some `layers`, evenly spaced; of few experts each."""
         numbers = []
-        for place in evenly_spaced(len(self.layers), limit):
-            there = [i for i, mlp in enumerate(self.mlps) if mlp.layer == self.layers[place]]
+        layers = [layer for layer in self.layers if layers is None or layer in layers]
+        for place in evenly_spaced(len(layers), limit):
+            there = [i for i, mlp in enumerate(self.mlps) if mlp.layer == layers[place]]
             numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
         return numbers
 
@@ -176,18 +177,22 @@ class Units:
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
 
 
-def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
-    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
+def is_along(stack, name, shape, turned=False, writes=None):
+    """Are the stored rows of a matrix along the stream? A writer's columns are.
 
     A square one is stored as (outputs, inputs), but those called kernels; or as is `turned`. Its name tells
     if it `writes`, where None is given.
     """
-    by_columns = weight.shape[-1] == stack.width
-    if by_columns and weight.shape[-2] == stack.width:
-        if writes is None:
-            writes = WRITES.search(name.replace("/", ".")) is not None
-        by_columns = writes == (name.endswith("kernel") != turned)
-    if not by_columns:
+    if shape[-1] != stack.width or shape[-2] != stack.width:
+        return shape[-1] == stack.width
+    if writes is None:
+        writes = WRITES.search(name.replace("/", ".")) is not None
+    return writes == (name.endswith("kernel") != turned)
+
+
+def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
+    """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns."""
+    if not is_along(stack, name, weight.shape, turned, writes):
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)
 

@@ -47,7 +47,7 @@ def robustness(settings: Settings):
     rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
         layers = 12 if kind == "never met" else 2**16
-        row, detail = compare_models(base, suspect, CompareSettings(layers=layers))
+        row, detail = compare_models(base, suspect, CompareSettings(layers=layers, thorough=True))
         rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
         for number, layer in enumerate(detail["layers"]):

@@ -151,7 +151,7 @@ def lineage(settings: RunSettings):
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_models(weights[base], weights[suspect], CompareSettings())[0]
+        row |= compare_models(weights[base], weights[suspect], CompareSettings(thorough=True))[0]
         row |= paper_test(outputs[base], outputs[suspect])
         rows.append(row | similarities(models[base], models[suspect], tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)

@@ -155,7 +155,8 @@ def safetensors_of(path):
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), partial(part_of, tensor))
+        read = partial(part_of, tensor)
+        tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), read)
     return tensors
 
 
@@ -175,13 +176,18 @@ def tensors_in(values, prefix=""):
         if isinstance(value, dict):
             tensors |= tensors_in(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
-            read = partial(part_of, value.detach())
+            read = partial(copy_of, value.detach())
             tensors[f"{prefix}{key}"] = LazyTensor(tuple(value.shape), str(value.dtype), read)
     return tensors
 
 
 def part_of(tensor, part=()):
-    """A part of a tensor in a file, by default all, in memory of its own; no more of the file is touched."""
+    """A part of a tensor in a file, by default all; no more of the file is touched."""
+    return tensor[part]
+
+
+def copy_of(tensor, part=()):
+    """The same of a tensor that is mapped into memory, in memory of its own."""
     return tensor[part].clone()
 
 

@@ -14,6 +14,7 @@ from lineage import evidence
 from lineage.disguise import as_source, weights_of
 from lineage.evidence import Correlation, diagonal_test, digests_of, equal_layers
 from lineage.layout import Stack, find_stacks
+from lineage.table import ALIKE_R
 from reproduce.robustness import cut, noised
 from sources.checkpoint import Newborn
 
@@ -32,7 +33,7 @@ def test_layers_that_only_begin_alike():
     weights["model.layers.2.mlp.down_proj.weight"][-1, -1] += 1
     nearly = as_source(weights, CONFIG)
     base, suspect = find(BASE), find(nearly)
-    assert digests_of(base, 8)[3] == digests_of(suspect, 8)[3]
+    assert equal_layers(base, suspect, is_thorough=False) == {1: 1, 2: 2, 3: 3}
     assert digests_of(base)[3] != digests_of(suspect)[3]
     assert equal_layers(base, suspect) == {1: 1, 2: 2}
     assert equal_layers(suspect, find(cut(nearly, [2, 0]))) == {1: 3, 2: 1}
@@ -72,6 +73,54 @@ def test_a_high_z_alone_does_not_decide():
     result = diagonal_test(C, ("a", 1), 9999)
     assert result["log10_p"] < -6 and not result["same"]
     assert result["p"] == pytest.approx(1 / 50, abs=four_errors(0.02, 9999))
+
+
+def test_agreement_is_that_of_all_permutations():
+    """Two matrices together, whose coordinates are relabelled alike: the std of the sum is bounded."""
+    generator = np.random.default_rng(0)
+    A = generator.standard_normal((2, 9, 6)) + 3
+    B = 0.5 * A + generator.standard_normal((2, 9, 6))
+    tests, sums = [], np.zeros(720)
+    for a, b in zip(A, B):
+        C = np.corrcoef(a.T, b.T)[:6, 6:]
+        S = np.array([C[np.arange(6), order].mean() for order in itertools.permutations(range(6))])
+        tests.append(evidence.agreement(torch.from_numpy(a), torch.from_numpy(b)))
+        # float32 sums of 54 products
+        assert tests[-1] == pytest.approx((np.trace(C) / 6 - S.mean(), S.std()), abs=1e-6)
+        sums += S
+    joint = evidence.joint_test(tests, searches=10)
+    assert 0 < joint["z"] <= (sums[0] - sums.mean()) / sums.std()
+    assert joint["log10_p"] == pytest.approx(np.log10(10 * scipy.stats.norm.sf(joint["z"])))
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (64, 8), (65, 8), (500, 8), (2, 40, 8), (30, 5, 8)])
+def test_a_look_reads_the_beginning_the_end_and_no_more(shape):
+    weight = torch.randn(shape)
+    stack = Stack("", 8, {}, source=as_source({"x": weight}, None))
+    rows = evidence.rows_looked_at(stack, "x", shape)
+    flat = weight.reshape(-1, 8)
+    assert len(rows) <= 64 and len(rows.unique(dim=0)) == len(rows)
+    assert torch.equal(rows[0], flat[0]) and torch.equal(rows[-1], flat[-1])
+    assert all((row == flat).all(dim=1).any() for row in rows)
+
+
+def test_a_look_tells_children_from_strangers():
+    """In each layer; copied attention beside other MLPs is no layer of the base's, and a table tells none."""
+    weights, other = weights_of(BASE), weights_of(Newborn(CONFIG, 2))
+    table = {name: weight for name, weight in weights.items() if "layers" not in name}
+    attention = {name: weight for name, weight in weights.items() if "attn" in name}
+    cases = {
+        "noise of 0.3 std": (noised(BASE, 0.3), {1: 1, 2: 2, 3: 3}),
+        "bfloat16": (as_source({n: w.bfloat16() for n, w in weights.items()}, CONFIG), {1: 1, 2: 2, 3: 3}),
+        "a stranger": (as_source(other, CONFIG), {}),
+        "its table": (as_source(other | table, CONFIG), {}),
+        "its attention": (as_source(other | attention, CONFIG), {}),
+    }
+    for case, (source, expected) in cases.items():
+        tests, namesakes = evidence.look(find(BASE), find(source))
+        found = {layer: number for layer, (number, r, _) in namesakes.items() if r >= ALIKE_R}
+        assert found == expected, case
+        assert tests["embedding"]["same"] == (case not in ("a stranger", "its attention"))
 
 
 def test_streaming_correlation_against_numpy():
@@ -126,7 +175,7 @@ def test_weight_correlations_against_a_stack(changes, left_out):
             stacks = zip(*[rows for _, rows in shared_rows(pair, kind, left_out)])
             expected = np.corrcoef(*(np.concatenate(stack).T for stack in stacks))[:32, 32:]
             np.testing.assert_allclose(correlations[kind], expected, atol=2e-6)  # float32 products
-        for layer, (base_layer, r) in layer_r.items():
+        for layer, (base_layer, r, _) in layer_r.items():
             found = [rows for name, rows in shared_rows(pair, "body", left_out) if f".{layer - 1}." in name]
             least = 0 if left_out == ".mlp." else np.min([(a * b).mean() for a, b in found])
             assert r == pytest.approx(least, abs=2e-6) and layer == base_layer

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed
+from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed, row_by_both
 
 from lineage import layout
-from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from reproduce.robustness import noised
@@ -20,8 +19,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 def row_of_pair(base: dict, suspect: dict) -> dict:
     """The row of two models, by their tensors."""
-    models = [read_model(name, as_source(weights, CONFIG)) for name, weights in (("A", base), ("B", suspect))]
-    return compare_models(*models, CompareSettings(permutations=199))[0]
+    return row_by_both(as_source(base, CONFIG), as_source(suspect, CONFIG))
 
 
 def judged(base: dict, suspect: dict) -> tuple[str, str]:

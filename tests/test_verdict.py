@@ -59,7 +59,8 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
     tests = (("body", body), ("embedding", more.get("embedding")))
     coordinates = {kind: OUTCOMES[test] for kind, test in tests if test}
     pair = Pair(stack, stack, Match(rows, {}, 4096, 0.06), coordinates, lack=more.get("lack", ""))
-    fill(pair, more.get("equal", {}), more.get("namesakes", {}))
+    pair.equal, pair.namesakes, pair.is_whole = more.get("equal", {}), more.get("namesakes", {}), True
+    fill(pair)
     pair.verdict, pair.reason = judge_stacks(pair)
     return pair
 
@@ -101,7 +102,7 @@ def test_units_decide_by_share_strength_and_place(case):
 
 def namesakes(**alike: float) -> dict:
     """The least correlation of the matrices of each of 24 layers, in place: 0.01, but for some, as `_15`."""
-    return {layer: (layer, alike.get(f"_{layer}", 0.01)) for layer in range(1, 25)}
+    return {layer: (layer, alike.get(f"_{layer}", 0.01), 0.5) for layer in range(1, 25)}
 
 
 def test_every_combination_of_coordinates():
@@ -181,10 +182,18 @@ def folder_with(place, weights: dict, raw=RAW):
 
 def judged(base, suspect) -> tuple[str, str]:
     """The verdict of two sources, and its sentence."""
-    models = [read_model(name, source) for name, source in (("A", base), ("B", suspect))]
-    row, detail = compare_models(*models, CompareSettings(permutations=199))
-    json.dumps([row, detail], allow_nan=False)
+    row = row_by_both(base, suspect)
     return row["verdict"], row["sentence"]
+
+
+def row_by_both(base, suspect) -> dict:
+    """The thorough row of two sources, whose verdict is that of a glance, too."""
+    models = [read_model(name, source) for name, source in (("A", base), ("B", suspect))]
+    glance, details = compare_models(*models, CompareSettings())
+    row, more_details = compare_models(*models, CompareSettings(thorough=True, permutations=199))
+    json.dumps([row, glance, details, more_details], allow_nan=False)
+    assert row["verdict"] == glance["verdict"], (row["sentence"], glance["sentence"])
+    return row
 
 
 def random_rows(count: int) -> torch.Tensor:
