@@ -1,0 +1,87 @@
+"""Does a Lens see what a model does? It is compared with the model as it is, in eager, on a few tokens."""
+
+import torch
+
+from lib.settings import UserError
+from sources.lens import Lens
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
+
+
+@torch.no_grad()
+def check(lens: Lens, T=16) -> None:
+    """UserError unless attention and logits are seen as they are; what else is not is noted in `lens.lacks`."""
+    tokens = lens.probe_tokens(T)
+    truth = lens.model(input_ids=tokens, use_cache=False, output_attentions=True, return_dict=True)
+    if not truth.logits.isfinite().all():
+        raise UserError("its logits are not finite")
+    usual, lens.queries = lens.queries, 5  # so that queries come in parts
+    check_attention(lens, tokens, truth.get("attentions") or ())
+    if differ(lens, lens.unembed(lens.hidden(tokens)), truth.logits):
+        raise UserError("its logits do not follow from its final states")
+    check_order(lens, tokens)
+    if "units" not in lens.lacks:
+        copied = lens.hidden(tokens, on_units=lambda layer, units, first: units.clone())
+        if differ(lens, lens.unembed(copied), truth.logits):
+            lens.lacks["units"] = "with its units put back it is another model"
+    try:
+        unchanged = lens.with_constants(drawn_constants(lens, tokens), are_hidden=True).hidden(tokens)
+        if differ(lens, lens.unembed(unchanged), truth.logits):
+            lens.lacks["constants"] = "one that no query sees changes its logits"
+    except RuntimeError as error:
+        lens.lacks["constants"] = f"its attention takes none: {error}".partition("\n")[0]
+    lens.queries = usual
+
+
+def differ(lens, seen, truth):
+    """Do numbers differ by more than the tolerance, as a share of the largest?"""
+    tolerance = TOLERANCE[lens.model.dtype]
+    return seen.shape != truth.shape or not (seen - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+def check_attention(lens, tokens, weights) -> None:
+    """UserError unless each layer's mean weights are those that it returns, and no query sees a later key."""
+    B, T = tokens.shape
+    alphas = {}
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        alphas[layer] = alpha(range(1, T + 1))  # (B, H, T)
+
+    lens.hidden(tokens, on_heads=on_heads)
+    if not alphas:
+        raise UserError("its attention is code of its own, or it has none")
+    if len(weights) == lens.config.num_layers:  # of layers of other kinds, too
+        weights = [weights[layer - 1] for layer in alphas]
+    if len(alphas) != len(weights):
+        raise UserError(f"it attends in {len(alphas)} layers, and returns the weights of {len(weights)}")
+    queries = torch.arange(T, 0, -1, device=lens.device)  # that see a position
+    tolerance = TOLERANCE[lens.model.dtype]
+    for (layer, alpha), theirs in zip(alphas.items(), weights):
+        if theirs.shape[2:] != (T, T):
+            raise UserError(f"the weights of layer {layer} are {[*theirs.shape]}, of {T} positions")
+        if theirs.triu(1).abs().max() > tolerance:
+            raise UserError(f"in layer {layer} a query sees a later key")
+        if not (alpha - theirs.sum(2, dtype=torch.float32) / queries).abs().max() <= tolerance:
+            raise UserError(f"the attention of layer {layer} is not what it returns")
+        if (1 - theirs.sum(3, dtype=torch.float32)).max() > tolerance:
+            lens.has_learned_sink = True
+
+
+def check_order(lens, tokens) -> None:
+    """UserError if a state depends on a later token."""
+    changed = tokens.clone()
+    changed[:, -1] = (tokens[:, -1] + 1) % lens.config.vocab_size
+    if differ(lens, lens.hidden(changed)[:, :-1], lens.hidden(tokens)[:, :-1]):
+        raise UserError("a state depends on a later token")
+
+
+def drawn_constants(lens, tokens):
+    """A random key and value for each layer that attends."""
+    generator = torch.Generator().manual_seed(0)
+    constants = {}
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        constants[layer] = [torch.randn(x.shape[1], x.shape[3], generator=generator).to(x) for x in (k, v)]
+
+    lens.hidden(tokens, on_heads=on_heads)
+    return constants
