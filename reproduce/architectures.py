@@ -1,16 +1,16 @@
 """Which architectures does the lens read? Every causal language model of `transformers`, tiny and random. (ours)
 
-    python -m reproduce.architectures                      # writes docs/architectures.md: five minutes
-    python -m reproduce.architectures llama gpt2           # prints what is found of these, and writes nothing
+    python -m reproduce.architectures                 # writes docs/architectures.md: five minutes
+    python -m reproduce.architectures llama gpt2      # prints what is found of these, and writes nothing
 
 A model of each type is built with random weights, and read through `sources/lens.py`. At 24 positions, beyond
-its window of 8, it is compared with itself as it is: the mean attention of each head with its own eager
-weights, states with its `hidden_states`, and a hidden unit at zero with a model whose weight of that unit is
-zero. At 7 positions a constant that is position 1's own key and value has to receive what position 1 does.
+its window of 8, it is compared with itself as it is: each head's mean attention with its own eager weights,
+states with its `hidden_states`, and a hidden unit at zero with the model whose weights of that unit are zero.
+At 7 positions a constant that is position 1's own key and value has to receive what position 1 receives.
 """
 
 import contextlib
-import copy
+import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -26,25 +26,180 @@ from sources.check import check
 from sources.lens import Lens
 
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
-V, d, H, G, L = 256, 64, 4, 2, 4
-SIZES = {  # of all kinds of names
-    V: ("vocab_size", "vocab_size_per_layer_input"),
-    d: ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
-    96: ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"),
-    48: ("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"),
-    L: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
-    H: ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
-    G: ("num_key_value_heads", "o_groups", "index_n_heads", "max_window_layers", "num_experts_per_tok", "moe_k"),
-    16: ("head_dim", "attention_head_dim", "v_head_dim", "mamba_d_head", "mamba_head_dim", "linear_key_head_dim"),
-    128: ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "block_size"),
-    8: ("sliding_window", "attention_window", "local_attention", "window_size", "rotary_dim", "qk_rope_head_dim"),
-    4: ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "conv_kernel"),
-    2: ("n_mamba_heads", "linear_num_key_heads", "eos_token_id"),
-    1: ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "bos_token_id"),
-    32: ("q_lora_rank", "kv_lora_rank"),
-    0: ("pad_token_id", "num_kv_shared_layers", "num_nextn_predict_layers"),
+MOST_NUMBERS = 10**9  # of a model that is built
+LONG, SHORT = 24, 7  # positions: beyond the window, and within it
+SIZES = """
+256 vocab_size vocab_size_per_layer_input
+128 max_position_embeddings n_positions n_ctx max_seq_len block_size
+96  intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
+64  hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size
+48  moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size
+32  q_lora_rank kv_lora_rank
+16  head_dim attention_head_dim v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_head_dim
+16  linear_value_head_dim index_head_dim index_topk o_lora_rank hidden_size_per_layer_input router_hidden_size
+8   sliding_window attention_window local_attention window_size rotary_dim qk_rope_head_dim qk_nope_head_dim
+8   state_size mamba_d_state mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank chunk_size
+4   num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_attention_heads n_head
+4   n_heads num_heads decoder_attention_heads encoder_attention_heads linear_num_value_heads num_experts
+4   n_routed_experts num_local_experts moe_num_experts conv_kernel linear_num_heads
+2   num_key_value_heads o_groups index_n_heads max_window_layers num_experts_per_tok moe_k n_mamba_heads
+2   linear_num_key_heads eos_token_id
+1   n_group topk_group n_shared_experts first_k_dense_replace bos_token_id
+0   pad_token_id num_kv_shared_layers num_nextn_predict_layers
+"""  # of every name that configurations have for them
+OPTIONAL = ("num_key_value_heads", "sliding_window", "n_inner", "head_dim", "q_lora_rank", "rotary_dim")
+LATENT = "kv_lora_rank"  # with it there are as many keys as queries
+BERTS = "bert bert-generation camembert data2vec-text electra ernie big_bird megatron-bert rembert roberta"
+BERTS += " roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
+HYBRID = ["mamba", "attention"] * 2
+SPECIAL = {  # what a configuration needs besides, or cannot have (None)
+    **{name: {"is_decoder": True} for name in BERTS.split()},
+    **{name: {"head_dim": None} for name in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48}},
+    "falcon": {"num_kv_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": HYBRID},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_count": 2,
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 5},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": None},
+    "zaya": {"num_experts_per_tok": 1},
 }
-SIZES[H] += ("linear_num_value_heads",)
-SIZES[8] += ("qk_nope_head_dim", "state_size", "mamba_d_state", "mamba_n_heads", "mamba_num_heads", "chunk_size")
-SIZES[8] += ("time_step_rank", "mamba_dt_rank")
-SIZES[16] += ("linear_value_head_dim", "index_head_dim", "index_topk", "o_lora_rank", "hidden_size_per_layer_input")
+
+
+def tiny_config(model_type):
+    """A configuration with those SIZES that its class has: what it refuses to be told is left out."""
+    config_class = CONFIG_MAPPING[model_type]
+    usual = config_class()
+    text = getattr(usual, "text_config", None)
+    if isinstance(text, transformers.PreTrainedConfig):
+        return config_class(text_config=tiny_config(text.model_type).to_dict())
+    sizes = {}
+    for line in SIZES.strip().splitlines():
+        size, *names = line.split()
+        for name in names:
+            with contextlib.suppress(Exception):  # a class may refuse to tell
+                if getattr(usual, name) is not None or name not in OPTIONAL:
+                    sizes[name] = int(size)
+    if LATENT in sizes:
+        sizes.pop("head_dim", None)
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    sizes |= {"use_sliding_window": True} if hasattr(usual, "use_sliding_window") else {}
+    sizes |= SPECIAL.get(model_type, {})
+    for _ in range(5):
+        try:
+            return config_class(**{name: size for name, size in sizes.items() if size is not None})
+        except Exception as error:
+            refused = [name for name in sizes if f"'{name}'" in str(error)]
+            if not refused:
+                raise
+            sizes.pop(refused[0])
+    raise ValueError("no sizes suit it")
+
+
+def build(model_type):
+    """A tiny model of a type, whose random weights make attention uneven."""
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_NUMBERS:
+        raise ValueError(f"its towers make it {size:,} numbers large")
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_config(config, **options).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.data = drawn / parameter.shape[-1] ** 0.5
+        else:
+            parameter.data += 0.05 * drawn
+    return model
+
+
+@torch.no_grad()
+def errors_of(lens):
+    """The largest errors of what a lens sees, by name, against the model as it is; none of what it lacks."""
+    tokens = lens.probe_tokens(LONG)
+    truth = lens.model(input_ids=tokens, output_attentions=True, output_hidden_states=True, use_cache=False)
+    alphas, streams = [], []
+    lens.hidden(
+        tokens,
+        on_state=lambda layer, x: streams.append(x),
+        on_heads=lambda layer, heads, q, k, v, alpha: alphas.append(alpha(range(1, LONG + 1))),
+    )
+    weights = truth.attentions
+    if len(weights) == lens.config.num_layers:
+        weights = [weights[layer - 1] for layer in lens.attending]
+    seen = torch.arange(LONG, 0, -1)  # queries that see a position
+    errors = {"heads": max(largest(alpha - some.sum(2) / seen) for alpha, some in zip(alphas, weights))}
+    if "states" not in lens.lacks and len(truth.hidden_states) == len(streams):
+        errors["states"] = max(largest(x - y) for x, y in zip(streams[1:-1], truth.hidden_states[1:-1]))
+    if "units" not in lens.lacks:
+        errors["units"] = max(unit_error(lens, tokens, layer) for layer in lens.banks if lens.banks[layer])
+    if "constants" not in lens.lacks:
+        errors["constants"] = constant_error(lens)
+    return errors
+
+
+def largest(x):
+    return x.abs().max().item()
+
+
+def unit_error(lens, tokens, layer):
+    """The largest difference of logits between a unit of each bank at zero, and its weights at zero."""
+    units = [bank.first + bank.count // 2 for bank in lens.banks[layer]]
+
+    def on_units(at, values, first):
+        values = values.clone()
+        there = [unit - first for unit in units if at == layer and 0 <= unit - first < values.shape[-1]]
+        values[..., there] = 0
+        return values
+
+    ablated = lens.unembed(lens.hidden(tokens, on_units=on_units))
+    changed = []
+    for bank in lens.banks[layer]:
+        unit = bank.count // 2
+        column = bank.down[divmod(unit, bank.down.shape[1])] if bank.down.ndim == 3 else bank.down[:, unit]
+        changed.append((column, column.clone()))
+        column.zero_()
+    expected = lens.model(input_ids=tokens, use_cache=False).logits
+    for column, before in changed:
+        column.copy_(before)
+    return largest(ablated - expected)
+
+
+def constant_error(lens):
+    """How much a constant that is position 1's key and value receives more than position 1, in any layer."""
+    if lens.has_learned_sink:
+        return 0.0  # its share would be the sink's, too
+    tokens = lens.probe_tokens(SHORT)[:1]
+    constants, alphas = {}, []
+    lens.hidden(tokens, on_heads=lambda layer, heads, q, k, v, alpha: constants.update({layer: (k[0, :, 0], v[0, :, 0])}))
+    for layer, constant in constants.items():  # one at a time: a layer's constant changes those behind it
+        one = lens.with_constants({layer: constant})
+        one.hidden(tokens, on_heads=lambda at, heads, q, k, v, alpha: alphas.append((at == layer) * alpha((0, 1))))
+    return max(largest(alpha[..., 0] - alpha[..., 1]) for alpha in alphas)
