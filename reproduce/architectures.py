@@ -1,4 +1,4 @@
-"""Which architectures does the lens read? Every causal language model of `transformers`, tiny and random. (ours)
+"""Which architectures does the lens read? Every causal language model of `transformers`, tiny. (ours)
 
     python -m reproduce.architectures                 # writes docs/architectures.md: five minutes
     python -m reproduce.architectures llama gpt2      # prints what is found of these, and writes nothing
@@ -10,24 +10,27 @@ At 7 positions a constant that is position 1's own key and value has to receive 
 """
 
 import contextlib
-import inspect
-import sys
 import warnings
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import transformers
+import tyro
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lib.settings import UserError
+from lib.results import ROOT
+from lib.runtime import progress
+from lib.settings import Command, UserError, run_script
 from sources.check import check
 from sources.lens import Lens
+from sources.strangers import quiet
 
-PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
+PAGE = ROOT / "docs" / "architectures.md"
+LARGEST_ERROR = 1e-5
 MOST_NUMBERS = 10**9  # of a model that is built
-LONG, SHORT = 24, 7  # positions: beyond the window, and within it
+LONG = 24  # positions, beyond the window
 SIZES = """
 256 vocab_size vocab_size_per_layer_input
 128 max_position_embeddings n_positions n_ctx max_seq_len block_size
@@ -54,7 +57,10 @@ BERTS += " roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmo
 HYBRID = ["mamba", "attention"] * 2
 SPECIAL = {  # what a configuration needs besides, or cannot have (None)
     **{name: {"is_decoder": True} for name in BERTS.split()},
-    **{name: {"head_dim": None} for name in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")},
+    **{
+        name: {"head_dim": None}
+        for name in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+    },
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
@@ -62,14 +68,22 @@ SPECIAL = {  # what a configuration needs besides, or cannot have (None)
             "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
         },
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48},
+    },
     "falcon": {"num_kv_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": HYBRID},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8},
@@ -84,7 +98,7 @@ SPECIAL = {  # what a configuration needs besides, or cannot have (None)
         "indexer_compress_ratio": 4,
         "hc_count": 2,
     },
-    "xmod": {"default_language": "en_XX"},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 5},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": None},
     "zaya": {"num_experts_per_tok": 1},
@@ -159,9 +173,7 @@ def errors_of(lens):
     if "states" not in lens.lacks and len(truth.hidden_states) == len(streams):
         errors["states"] = max(largest(x - y) for x, y in zip(streams[1:-1], truth.hidden_states[1:-1]))
     if "units" not in lens.lacks:
-        errors["units"] = max(unit_error(lens, tokens, layer) for layer in lens.banks if lens.banks[layer])
-    if "constants" not in lens.lacks:
-        errors["constants"] = constant_error(lens)
+        errors["units"] = max(unit_error(lens, tokens, layer) for layer in lens.banks)
     return errors
 
 
@@ -175,7 +187,8 @@ def unit_error(lens, tokens, layer):
 
     def on_units(at, values, first):
         values = values.clone()
-        there = [unit - first for unit in units if at == layer and 0 <= unit - first < values.shape[-1]]
+        is_changed = lens.banks[at][0].down.data_ptr() == lens.banks[layer][0].down.data_ptr()  # or is shared
+        there = [unit - first for unit in units if is_changed and 0 <= unit - first < values.shape[-1]]
         values[..., there] = 0
         return values
 
@@ -192,14 +205,56 @@ def unit_error(lens, tokens, layer):
     return largest(ablated - expected)
 
 
-def constant_error(lens):
-    """How much a constant that is position 1's key and value receives more than position 1, in any layer."""
-    if lens.has_learned_sink:
-        return 0.0  # its share would be the sink's, too
-    tokens = lens.probe_tokens(SHORT)[:1]
-    constants, alphas = {}, []
-    lens.hidden(tokens, on_heads=lambda layer, heads, q, k, v, alpha: constants.update({layer: (k[0, :, 0], v[0, :, 0])}))
-    for layer, constant in constants.items():  # one at a time: a layer's constant changes those behind it
-        one = lens.with_constants({layer: constant})
-        one.hidden(tokens, on_heads=lambda at, heads, q, k, v, alpha: alphas.append((at == layer) * alpha((0, 1))))
-    return max(largest(alpha[..., 0] - alpha[..., 1]) for alpha in alphas)
+@dataclass
+class Settings:
+    """Which types are read."""
+
+    types: tyro.conf.Positional[tuple[str, ...]] = ()  # model types; none: all, and docs/architectures.md
+
+
+def architectures(settings: Settings):
+    """Which architectures does the lens read? (ours; five minutes)"""
+    warnings.simplefilter("ignore")
+    rows = {"wholly": [], "in part": [], "refused": []}
+    for model_type in progress(settings.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        found, said = "refused", ""
+        try:
+            with quiet():
+                model = build(model_type)
+                lens = Lens(model)
+                check(lens)
+                worst = max(errors_of(lens).values())
+        except UserError as error:
+            said = str(error)
+        except Exception as error:  # of a tiny model, whatever its class raises
+            said = f"not built, or run: {type(error).__name__}: {error}".partition("\n")[0][:160]
+        else:
+            found = "in part" if lens.lacks else "wholly"
+            said = "; ".join(f"no {name}: {why}" for name, why in lens.lacks.items())
+            if worst > LARGEST_ERROR:
+                found, said = "refused", f"what is seen differs by {worst:.2g}"
+        rows[found].append((model_type, said))
+        if settings.types:
+            print(f"{model_type}: {found}. {said}")
+    if not settings.types:
+        PAGE.write_text(page(rows))
+    print(", ".join(f"{len(some)} {found}" for found, some in rows.items()))
+
+
+def page(rows):
+    """What docs/architectures.md says."""
+    lines = ["# Architectures", "", __doc__.partition("(ours)")[2].strip(), ""]
+    for found, some in rows.items():
+        lines += [f"## {found.capitalize()}: {len(some)}", ""]
+        if found == "wholly":
+            lines += [", ".join(f"`{model_type}`" for model_type, _ in some), ""]
+        else:
+            lines += ["| type | what is not seen, or why |", "|---|---|"]
+            lines += [f"| `{model_type}` | {said} |" for model_type, said in some] + [""]
+    return "\n".join(lines)
+
+
+COMMANDS = {"": Command(architectures, Settings())}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)

@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of th
 
 @torch.no_grad()
 def check(lens: Lens, T=16) -> None:
-    """UserError unless attention and logits are seen as they are; what else is not is noted in `lens.lacks`."""
+    """UserError unless attention and logits are seen as they are; `lens.lacks` has what else is not."""
     tokens = lens.probe_tokens(T)
     truth = lens.model(input_ids=tokens, use_cache=False, output_attentions=True, return_dict=True)
     if not truth.logits.isfinite().all():
@@ -25,9 +25,7 @@ def check(lens: Lens, T=16) -> None:
         if differ(lens, lens.unembed(copied), truth.logits):
             lens.lacks["units"] = "with its units put back it is another model"
     try:
-        unchanged = lens.with_constants(drawn_constants(lens, tokens), are_hidden=True).hidden(tokens)
-        if differ(lens, lens.unembed(unchanged), truth.logits):
-            lens.lacks["constants"] = "one that no query sees changes its logits"
+        check_constants(lens, tokens, truth.logits)
     except RuntimeError as error:
         lens.lacks["constants"] = f"its attention takes none: {error}".partition("\n")[0]
     lens.queries = usual
@@ -75,13 +73,21 @@ def check_order(lens, tokens) -> None:
         raise UserError("a state depends on a later token")
 
 
-def drawn_constants(lens, tokens):
-    """A random key and value for each layer that attends."""
-    generator = torch.Generator().manual_seed(0)
+def check_constants(lens, tokens, logits) -> None:
+    """Note a lack of constants if hidden ones change logits, or one like position 1 receives otherwise."""
     constants = {}
 
     def on_heads(layer, heads, q, k, v, alpha):
-        constants[layer] = [torch.randn(x.shape[1], x.shape[3], generator=generator).to(x) for x in (k, v)]
+        constants[layer] = (k[0, :, 0], v[0, :, 0])
+
+    def received(at, heads, q, k, v, alpha):
+        first, constant = alpha((1, 0)).unbind(-1)
+        if at == layer and not lens.has_learned_sink and differ(lens, constant, first):
+            lens.lacks["constants"] = f"in layer {layer} one like position 1 receives other weights"
 
     lens.hidden(tokens, on_heads=on_heads)
-    return constants
+    hidden = lens.with_constants(constants, are_hidden=True)
+    if differ(lens, lens.unembed(hidden.hidden(tokens)), logits):
+        lens.lacks["constants"] = "one that no query sees changes its logits"
+    for layer, constant in constants.items():
+        lens.with_constants({layer: constant}).hidden(tokens[:1, :2], on_heads=received)

@@ -34,7 +34,15 @@ from lib.files import atomic_folder, sha256
 from lib.results import ROOT
 from lib.settings import UserError, is_first_process
 from sources.check import check
-from sources.formats import NO_PARAMETER, as_user_error, contents, folder_of, open_gguf, packed_error, raw_config
+from sources.formats import (
+    NO_PARAMETER,
+    as_user_error,
+    contents,
+    folder_of,
+    open_gguf,
+    packed_error,
+    raw_config,
+)
 from sources.lens import Lens
 
 CONVERTED = ROOT / "models" / "converted"
@@ -44,7 +52,10 @@ DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_m
 FOLLOWED = re.compile(r"rope|attention|softcap|scale|expert|logit")  # keys of a header that change numbers
 NEUTRAL = ("0", "0.0", "1.0", "none", "True")
 GPT2_RULES = ("default", "gpt-2", "smollm")
-GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of those whose scores are scaled by d / H, not by the head size
+GEMMAS = {
+    "gemma2": 46,
+    "gemma3": 62,
+}  # layers of those whose scores are scaled by d / H, not by the head size
 GGUF_KEYS = {  # of a header, behind the architecture's name: of a configuration
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
@@ -82,7 +93,7 @@ def stranger_config(place):
 
 
 def open_lens(place, device="cpu", dtype=torch.float32):
-    """The Lens on a checkpoint folder's model, after it was checked; UserError for what is not seen rightly."""
+    """The Lens on a checkpoint folder's model, checked; UserError for what cannot be seen as it is."""
     config = stranger_config(place)
     _, tensors, packed = contents(place)
     if packed:
@@ -125,7 +136,9 @@ def check_size(place, kind, config, device, dtype) -> None:
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     size = numbers * dtype.itemsize
     if size > LARGE and is_first_process():
-        print(f"{place}: {numbers / 1e9:.3g} billion numbers, {size / 1e9:.3g} GB as {dtype}", file=sys.stderr)
+        print(
+            f"{place}: {numbers / 1e9:.3g} billion numbers, {size / 1e9:.3g} GB as {dtype}", file=sys.stderr
+        )
     free = memory_of(torch.device(device))
     if size > free:
         said = f"{size / 1e9:.3g} GB in memory, and {free / 1e9:.3g} are free: try --dtype bfloat16"
@@ -158,7 +171,7 @@ def quiet():
 
 
 def converted(path):
-    """The folder of what a .gguf file holds, in the formats of transformers; it is written at the first call."""
+    """The folder of what a .gguf file holds, in the formats of transformers; the first call writes it."""
     folder = CONVERTED / sha256(path)
     if exists(folder):
         return folder
@@ -180,7 +193,9 @@ def converted(path):
             **EAGER,
         )
         if info["missing_keys"] or info["mismatched_keys"]:
-            raise UserError(f"{path}: {min(map(str, info['missing_keys'] or info['mismatched_keys']))} is missing")
+            raise UserError(
+                f"{path}: {min(map(str, info['missing_keys'] or info['mismatched_keys']))} is missing"
+            )
         with atomic_folder(folder) as new:
             model.save_pretrained(new)
             write_tokenizer(path, header.values, new)
@@ -191,7 +206,9 @@ def follow_header(path, header, config) -> None:
     """Set what a header says of rotation and scores, and transformers drops; UserError for what cannot be."""
     values = header.values
     name = values["general.architecture"]
-    said = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+    said = {
+        key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")
+    }
     factors = [tensor for tensor in header.tensors if "rope_f" in tensor]
     if factors:
         raise UserError(f"{path}: its factors of RoPE, {factors[0]}, are not followed: take safetensors")
@@ -211,7 +228,9 @@ def follow_header(path, header, config) -> None:
         if not FOLLOWED.search(key) or str(value) in NEUTRAL:
             continue
         ours = [known[theirs] for theirs in GGUF_KEYS.get(key, ()) if known.get(theirs) is not None]
-        is_same = [abs(x - value) <= 1e-5 * abs(x) if isinstance(x, int | float) else x == value for x in ours]
+        is_same = [
+            abs(x - value) <= 1e-5 * abs(x) if isinstance(x, int | float) else x == value for x in ours
+        ]
         if not any(is_same):
             expected = f"transformers has {ours[0]}" if ours else "transformers does not follow it"
             raise UserError(f"{path}: its header says {name}.{key} = {value}; {expected}: take safetensors")
@@ -226,10 +245,16 @@ def write_tokenizer(path, values, folder) -> None:
     coder, _ = convert_gguf_tokenizer(architecture, parts)
     if rule == "smollm":  # which transformers does not know
         digits = pre_tokenizers.Digits(individual_digits=True)
-        coder.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        coder.pre_tokenizer = pre_tokenizers.Sequence(
+            [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
     elif rule == "llama-bpe":
         coder.model.ignore_merges = True  # a word that is a token is taken whole
     coder.save(str(folder / "tokenizer.json"))
     adds_bos = values.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule == "llama-bpe")
-    config = {"bos_token": named["bos_token"], "eos_token": named["eos_token"], "add_bos_token": bool(adds_bos)}
+    config = {
+        "bos_token": named["bos_token"],
+        "eos_token": named["eos_token"],
+        "add_bos_token": bool(adds_bos),
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
