@@ -87,6 +87,7 @@ def stranger_config(place):
         if raw.get("is_encoder_decoder") or kind not in list(CONFIG_MAPPING):
             raise UserError(f"{place}: a model of type {kind!r} is no decoder that transformers knows")
         config = CONFIG_MAPPING[kind].from_dict({key: raw[key] for key in raw if key not in DROPPED})
+        config._attn_implementation = "eager"  # whatever it says; of its parts, too
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UserError(f"{place}: a model of type {kind!r} is no causal language model")
     return config
