@@ -6,38 +6,33 @@
     python train.py sample runs/laptop --prompt "def "         # prints what a checkpoint writes
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
-A run folder holds settings.json, metrics.jsonl (a line for each step), loss.png, and checkpoints: birth, the
-newest two, and the steps that --keep selects. --resume loads the newest whole checkpoint, and cuts the log
-off there. It takes the settings with which the run began; flags can change only those in MAY_CHANGE. Given a
-config file or other flags, it begins a run that is not there. As a model, a run means its newest step.
+--resume goes on with the newest whole checkpoint, by the settings with which the run began; flags can change
+only those in MAY_CHANGE. Given a config file or other flags, it begins a run that is not there.
 
-`TokenData.batch` shuffles the training windows for each epoch by the data seed. A step takes the next windows
-whatever the number of ranks and micro-batches. So a run resumes without any random state, and on a CPU it
-ends with the same bits as a run that was never killed. On SIGTERM, SIGINT or SIGUSR1 a run finishes its step
-or leaves its evaluation, saves, and exits with 0.
+An epoch shuffles the training windows by the data seed, and a step takes the next ones, whatever the number
+of ranks and micro-batches. So a run resumes without any random state, and on a CPU it ends with the same bits
+as a run that was never killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves its evaluation,
+saves, and exits with 0.
 """
 
-import itertools
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from init import SCHEMES, newborn
+from init import SCHEMES
 from lib import runtime
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from measure import attention
+from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script, say
 from model import CHOICES, FIRST_POSITIONS, PRESETS
-from sources import checkpoint, data, runs
-from sources.inputs import check_tokenizer
+from sinks import sink_statistics
+from sources import data, origins
+from sources.runs import Run, is_power_of_two
 from sources.sampling import SampleSettings, generate, sample
 
-SIZES = ("num_layers", "num_heads", "d_model", "d_ff")
 SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
 
 
@@ -76,6 +71,7 @@ class Settings(RunSettings):
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
     # saved steps kept besides birth and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
+    dtype: Literal["float32", "bfloat16"] | None = None  # of products; None: bfloat16 on a GPU, else float32
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
     out: str = "runs/default"  # run folder
@@ -88,74 +84,68 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 def train(settings: Settings):
     """What becomes of a newborn? A line every --log-every steps tells the time left."""
-    if checkpoint.steps(settings.out) and not settings.resume:
-        raise UserError(f"{settings.out} holds a run: go on with --resume, or choose another --out")
     settings, device, dtype = runtime.start(settings)
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
-    run = Path(settings.out)
-    with runs.sole_owner(run):
-        Training(settings, run, device, dtype).go_on()
-    return run
+    run = Run(settings.out)
+    if run.has_begun() and not settings.resume:
+        raise UserError(f"{run.folder} holds a run: go on with --resume, or choose another --out")
+    with run.alone():
+        origin = None if run.has_begun() else origins.chosen(settings)  # before data are prepared
+        tokens = data.open_data(settings, device)
+        Training(settings, run, origin, tokens, device, dtype).go_on()
+    return run.folder
 
 
 class Training:
     """A run: its data, its model, its optimizer, and the number of steps done."""
 
-    def __init__(self, settings: Settings, run, device, dtype):
+    def __init__(self, settings: Settings, run: Run, origin, tokens, device, dtype):
         self.settings = settings
         self.run = run
+        self.tokens = tokens
         self.device = device
         self.dtype = dtype
-        self.is_master = runtime.rank() == 0  # rank 0 writes and prints
-        self.tokens = runs.open_data(settings, device)
-        self.tokenizer = self.tokens.load_tokenizer()
-        self.held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
-        model, state, moments = load_model(settings, self.tokens)
+        model, self.step = origins.load_model(settings, run, origin, tokens)
         model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # none is made in a compiled model
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
-        self.step = 0
-        if state is not None:
-            self.step = state.step
-            checkpoint.restore(self.optimizer, model, state, moments)
+        run.restore(self.optimizer, model, self.step)
         self.model = torch.compile(model) if settings.compile else model
         if runtime.world_size() > 1:  # a view: no second copy of the gradients
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
             self.model.broadcast_buffers = False  # all have the same; as a keyword torch warns of it
         self.step_tokens = settings.global_batch_size * settings.sequence_length
-        flops = runtime.training_flops(model, settings.sequence_length)  # of a token
-        self.peak = runtime.matmul_peak(device, dtype) / flops  # tokens/s
 
     def go_on(self) -> None:
         """Train up to --max-iters or a signal. A step due to be saved and evaluated is saved first."""
-        settings = self.settings
+        settings, run = self.settings, self.run
         if self.step > settings.max_iters:
-            raise UserError(f"--max-iters {settings.max_iters}: {self.run} is at step {self.step} already")
-        if self.is_master:
-            runs.begin(self.run, settings, self.step, self.tokens)
-            if not checkpoint.steps(self.run):
-                self.save()
+            raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
+        run.begin(settings, self.step, self.tokens)
+        if not run.has_begun():
+            self.save()
+        flops = training_flops(self.raw_model, settings.sequence_length)  # of a token
+        peak = runtime.matmul_peak(self.device, self.dtype) / flops  # tokens/s
         with runtime.listening_for_signals() as signals:
             stopped = self.evaluate_if_due(signals)  # of the newborn, or of a step that was only saved
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
-                step = self.step
-                is_kept = settings.keep != "last" and runs.is_power_of_two(step)
-                if self.is_master:
-                    runs.append_row(self.run, row)
-                    if step % settings.log_every == 0:
-                        self.print_progress(row)
-                    if stopped or step == settings.max_iters or is_kept or step % settings.save_every == 0:
-                        self.save()
-                stopped = stopped or self.evaluate_if_due(signals)
-            if self.is_master:
-                if stopped and not (self.run / f"step_{self.step:07}").exists():  # in its evaluation
+                row["mfu"] = row["tokens_per_second"] / peak
+                run.append(row)
+                if self.step % settings.log_every == 0:
+                    self.tell(row)
+                is_kept = settings.keep != "last" and is_power_of_two(self.step)
+                is_last = stopped or self.step == settings.max_iters
+                if is_kept or is_last or self.step % settings.save_every == 0:
                     self.save()
-                if stopped:
-                    runs.draw_loss(self.run)
-                hint = "--resume goes on, and a larger --max-iters stretches the schedule"
-                print(f"{self.run} is at step {self.step} of {settings.max_iters}; {hint}")
+                stopped = stopped or self.evaluate_if_due(signals)
+            if stopped:
+                run.draw_loss()
+                if not run.step_folder(self.step).exists():  # stopped in its evaluation
+                    self.save()
+            hint = "--resume goes on, and a larger --max-iters stretches the schedule"
+            say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
             runtime.wait_for_all(self.device)
 
     def update(self, signals):
@@ -180,35 +170,35 @@ class Training:
         sums = runtime.sum_over_ranks(torch.stack([loss, loss.new_tensor(len(signals))]))
         loss, num_signals, grad_norm = torch.cat((sums, norm[None])).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise runs.diverged(self.run, self.step, f"loss {loss}, gradient norm {grad_norm}")
+            raise self.run.diverged(self.step, f"loss {loss}, gradient norm {grad_norm}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         speed = self.step_tokens / (time.perf_counter() - begun)
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
-        row |= {"tokens_per_second": speed, "mfu": speed / self.peak}  # a share of the peak
-        return row, num_signals > 0
+        return row | {"tokens_per_second": speed}, num_signals > 0
 
     def evaluate_if_due(self, signals):
         """Log this step's held-out loss, and sinks if tracked, and print a sample; or tell of a signal."""
-        settings = self.settings
+        settings, model = self.settings, self.raw_model
         if self.step % settings.eval_every != 0 and self.step != settings.max_iters:
             return False
-        model = self.raw_model
-        loss = evaluate(model, *self.held_out, settings.micro_batch_size, self.device, self.dtype, signals)
+        held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
+        loss = evaluate(model, *held_out, settings.micro_batch_size, self.device, self.dtype, signals)
         if loss is None:
             return True
         if not math.isfinite(loss):
-            raise runs.diverged(self.run, self.step, f"held-out loss {loss}")
-        values = {"val_loss": loss}
-        if self.is_master:
+            raise self.run.diverged(self.step, f"held-out loss {loss}")
+        row = {"step": self.step, "val_loss": loss}
+        if is_first_process():
             if settings.track_sinks:
-                values["sinks"] = self.sinks(signals)
-            text = generate(model, self.tokenizer, torch.Generator().manual_seed(self.step), signals=signals)
+                row["sinks"] = self.sinks(signals)
+            generator = torch.Generator().manual_seed(self.step)
+            text = generate(model, self.tokens.tokenizer, generator, signals=signals)
         stopped = runtime.any_signal(signals, self.device)
-        if self.is_master and not stopped:
-            runs.amend_row(self.run, self.step, values)
-            runs.draw_loss(self.run)
+        if is_first_process() and not stopped:
+            self.run.append(row)
+            self.run.draw_loss()
             print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
         return stopped
 
@@ -217,35 +207,27 @@ class Training:
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
-        windows, _ = data.TokenData(self.tokens.folder).held_out(SINK_WINDOWS, lengths[0])  # (n, T), no BOS
-        texts = {False: windows}
-        if self.tokenizer.bos is not None:
-            texts[True] = windows.clone()
-            texts[True][:, 0] = self.tokenizer.bos
         rows = []
-        for (bos_first, text), T in itertools.product(texts.items(), lengths):
-            if signals:
-                break
-            found, alpha = attention.sink_statistics(self.raw_model, text[:, :T].to(self.device))
-            row = {"sequence_length": T, "bos_first": bos_first}
-            row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
-            by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
-            rows.append(row | {"alpha1": by_head.tolist()})
+        for bos_first in (False, True) if self.tokens.tokenizer.bos is not None else (False,):
+            tokens = data.TokenData(self.tokens.folder, bos_first)
+            windows, _ = tokens.held_out(SINK_WINDOWS, lengths[0])  # (n, T)
+            for T in lengths if not signals else ():
+                found, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
+                row = {"sequence_length": T, "bos_first": bos_first}
+                row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
+                by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
+                rows.append(row | {"alpha1": by_head.tolist()})
         return rows
 
     def save(self) -> None:
-        """Write this step's checkpoint, and remove those that --keep does not select."""
-        state = checkpoint.TrainingState(self.step, self.tokens.meta.fingerprint)
-        folder = self.run / f"step_{self.step:07}"
-        checkpoint.save(folder, self.raw_model, self.optimizer, state, self.tokenizer)
-        runs.prune(self.run, self.settings.keep, self.step)
+        self.run.save(self.step, self.raw_model, self.optimizer, self.tokens, self.settings.keep)
 
-    def print_progress(self, row) -> None:
+    def tell(self, row) -> None:
         speed = row["tokens_per_second"]
         last = self.settings.max_iters
         left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
         text = f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
-        print(f"{text}  MFU {100 * row['mfu']:.1f} %  {left} left", flush=True)
+        say(f"{text}  MFU {100 * row['mfu']:.1f} %  {left} left")
 
 
 def learning_rate(step, settings: Settings):
@@ -258,10 +240,7 @@ def learning_rate(step, settings: Settings):
 
 
 def micro_batches(count, size):
-    """This rank's share of range(count), in parts of `size`; the last part may be smaller.
-
-    Ranks take consecutive shares: of 32 sequences and two ranks, rank 0 takes the first 16.
-    """
+    """This rank's share of range(count), consecutive, in parts of `size`; the last part may be smaller."""
     shard = runtime.shard(count)
     return [shard[start : start + size] for start in range(0, len(shard), size)]
 
@@ -298,55 +277,28 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
-def load_model(settings: Settings, tokens):
-    """The model in float32; to resume, also its state and moments. UserError if it does not fit the data."""
-    state, moments = None, None
-    if settings.resume and checkpoint.steps(settings.out):
-        model, state, moments = runs.load_newest(Path(settings.out))
-        if state.data != tokens.meta.fingerprint:
-            raise UserError(f"{tokens.folder} is another data set than {settings.out} was begun with")
-    elif settings.init_from:
-        spec = checkpoint.parse_spec(settings.init_from)
-        check_tokenizer(spec, tokens)
-        model = spec.load()
-        if settings.attn_calibration not in ("none", model.config.attn_calibration):
-            raise UserError(f"--init-from {spec.label} has the calibration {model.config.attn_calibration}")
-        if settings.explicit_sink and not model.config.explicit_sink:
-            raise UserError(f"--init-from {spec.label} has no explicit sink: `sinks.py transplant` makes one")
-    else:
-        config = model_config(settings, tokens.vocab_size)
-        model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
-    checkpoint.check_lengths((settings.sequence_length,), model.config.context_length)
-    if tokens.vocab_size > model.config.vocab_size:
-        sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
-    return model, state, moments
-
-
-def model_config(settings: Settings, vocab_size):
-    """The preset with the sizes of the settings; UserError if they do not fit one another."""
-    changes = {"attn_calibration": settings.attn_calibration, "vocab_size": vocab_size}
-    changes["explicit_sink"] = settings.explicit_sink
-    for name in SIZES:
-        if getattr(settings, name) is not None:
-            changes[name] = getattr(settings, name)
-    if settings.num_heads is not None:
-        changes |= {"num_kv_heads": None, "head_dim": None}  # these follow from the number of heads
-    try:
-        return replace(PRESETS[settings.model], **changes)
-    except ValueError as error:
-        raise UserError(f"sizes that do not fit: {error}") from None
+def training_flops(model, T):
+    """FLOPs of a token in a training step: six for each weight of a product, and attention's causal half."""
+    config = model.config
+    weights = config.vocab_size * config.d_model  # the head's; a look-up is no product
+    weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
+    attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
+    return 6 * (weights + attention)
 
 
 def completed_settings(settings: Settings, flags, in_files):
     """The settings of a command line; to resume, those of settings.json, changed by the flags."""
-    of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
+    of_birth = {"model", "seed", "embedding_seed", "init", *origins.SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
         raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
-    if not settings.resume:
-        return settings
-    begun = runs.begun_settings(settings, may_begin=bool(in_files or flags - MAY_CHANGE))
-    return runs.merged_settings(settings, begun, MAY_CHANGE, flags | in_files)
+    run = Run(settings.out)
+    if settings.resume and run.settings_file.exists():
+        return run.settings(settings, flags | in_files, MAY_CHANGE)
+    if settings.resume and not (in_files or flags - MAY_CHANGE):
+        raise UserError(f"no run in {run.folder} to resume: check --out, or begin one without --resume")
+    if settings.resume:
+        say(f"no run in {run.folder} to resume: it begins")
+    return settings
 
 
 COMMANDS = {

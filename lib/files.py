@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 
 from safetensors import SafetensorError
 
@@ -44,7 +45,8 @@ def read_json(path, largest=LARGEST):
 
 
 def sha256(path):
-    """A file's SHA-256, in hexadecimal."""
+    """A regular file's SHA-256, in hexadecimal."""
+    check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -54,41 +56,39 @@ def atomic_file(path):
     """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        remove(temporary)  # of a killed process that had our number
         yield temporary
+        if path.is_dir():  # which nothing takes the place of
+            remove(path)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {path}: {error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
 
 
 @contextlib.contextmanager
 def atomic_folder(path):
     """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    old = path.with_name(f".{path.name}.old.tmp")
-    try:
-        shutil.rmtree(new, ignore_errors=True)  # of a killed process that had our number
+    with atomic_file(path) as new:
         new.mkdir(parents=True)
         yield new
         for file in new.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(path, old)
-        os.rename(new, path)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {error}") from None
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+
+
+def remove(path) -> None:
+    """Remove a file or a folder, if it is there; a folder at once, so that no half of it is ever seen."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = tempfile.mkdtemp(".tmp", ".", path.parent)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    elif path.exists():
+        path.unlink()
 
 
 def remove_leftovers(folder) -> None:
     """Remove what killed processes left unfinished in a folder that is ours alone."""
     for leftover in folder.glob(".*.tmp"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink()
+        remove(leftover)

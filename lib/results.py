@@ -6,14 +6,12 @@ An experiment notes where and when it begins, returns rows, and saves them as <o
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -28,16 +26,22 @@ from lib.settings import RunSettings, UserError
 
 ROOT = Path(__file__).parent.parent
 HUB_COMMITS = {}  # of each name of the Hub that this process has read
-NO_CODE = re.compile(r'(?ms)(?:\A|(?<=:\n)) *""".*?"""|(?:^ *|  )#[^\n]*')  # as ruff formats it
 
 
 class Experiment:
-    """An experiment from its beginning to its JSON: settings, device and dtype are chosen when it begins."""
+    """An experiment from its beginning to its JSON."""
 
-    def __init__(self, name, paper, settings: RunSettings):
+    @classmethod
+    def begin(cls, name, paper, settings: RunSettings):
+        """Join torchrun's processes, choose device and dtype, make the folder --out, and note the time."""
+        return cls(name, paper, *start(settings))
+
+    def __init__(self, name, paper, settings: RunSettings, device, dtype):
         self.name = name
         self.paper = paper
-        self.settings, self.device, self.dtype = start(settings)
+        self.settings = settings
+        self.device = device
+        self.dtype = dtype
         self.folder = Path(settings.out)
         self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()
@@ -53,7 +57,6 @@ class Experiment:
             "rows": rows,
             **more,
         }
-        self.environment["content"] = content_digest(result)
         if rank() == 0:
             try:
                 write_json(result, self.folder / f"{self.name}.json")
@@ -64,15 +67,12 @@ class Experiment:
 
 
 def environment(device, dtype):
-    """What a result is made with: versions, device, commits, code, threads and processes."""
+    """What a result is made with: versions, device, commits, threads and processes."""
     name = platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
         name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
-    names = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    paths = [Path(name) for name in names if name.startswith(str(ROOT))]
-    files = sorted({str(path.relative_to(ROOT)) for path in paths if ROOT in path.parents[:2]})
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -83,8 +83,6 @@ def environment(device, dtype):
         "threads": torch.get_num_threads(),
         "processes": world_size(),
         "hub": HUB_COMMITS,  # of models that are read later, too
-        "code": code_digest(files),
-        "files": files,
     }
 
 
@@ -94,25 +92,6 @@ def commit():
     command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'
     printed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return "".join(printed.split()) or None
-
-
-def content_digest(result):
-    """SHA-256 of a result but for its environment: its JSON, read again, has it until a value is changed."""
-    content = {key: value for key, value in result.items() if key != "environment"}
-    return hashlib.sha256(json.dumps(content, default=np.generic.item).encode()).hexdigest()
-
-
-def code_digest(files):
-    """SHA-256 of the code of some of the project's files; OSError if one is gone."""
-    text = "\n".join(file + "\n" + code_of(ROOT / file) for file in files)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-@functools.cache
-def code_of(path):
-    """A file's lines but for comments, docstrings and blanks: the same in all Pythons, as an AST is not."""
-    text = re.sub(NO_CODE, "", path.read_text())
-    return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
 
 def write_json(result, path) -> None:

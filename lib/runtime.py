@@ -39,11 +39,7 @@ def start(settings: RunSettings):
         raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
     if not isinstance(settings, RunSettings):  # no model is run
         return settings, device, torch.float32
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = choose_dtype(device)
-        if rank() == 0:
-            print(f"--dtype auto: {dtype} on {device.type}")
+    dtype = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     settings = dataclasses.replace(settings, device=device.type, dtype=dtype)
     return settings, device, getattr(torch, dtype)
 
@@ -67,27 +63,6 @@ def choose_device(name):
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
-
-
-def choose_dtype(device):
-    """What `--dtype auto` means here; all ranks take rank 0's choice. Flags of a CPU mislead: it is timed."""
-    if device.type == "cuda":
-        return "bfloat16"
-    gain = torch.tensor(bfloat16_gain() if rank() == 0 else 0.0)
-    return "bfloat16" if sum_over_ranks(gain) >= 1.5 else "float32"  # from there on it is worth its casts
-
-
-@functools.cache
-def bfloat16_gain(size=384, count=40):
-    """How many times as fast as in float32 one thread makes products in bfloat16, each by its best turn."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    matrix = torch.randn(size, size)
-    works = [functools.partial(torch.nn.functional.linear, x, x) for x in (matrix, matrix.bfloat16())]
-    turns = [[seconds_of(work) for work in works] for _ in range(count)]
-    torch.set_num_threads(threads)
-    in_float32, in_bfloat16 = map(min, zip(*turns))
-    return in_float32 / in_bfloat16
 
 
 def default_batch_size(device, sequence_length):
@@ -144,15 +119,6 @@ def listening_for_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def training_flops(model, T):
-    """FLOPs of a token in a training step: six for each weight of a product, and attention's causal half."""
-    config = model.config
-    weights = config.vocab_size * config.d_model  # the head's; a look-up is no product
-    weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
-    attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
-    return 6 * (weights + attention)
 
 
 def seconds_of(work, *arguments):

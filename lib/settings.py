@@ -43,7 +43,7 @@ class Command(NamedTuple):
 class OutputSettings:
     """What every command that writes results is asked."""
 
-    out: str = "results"  # folder that receives the JSON and PNG files
+    out: str = "out"  # folder that receives the JSON and PNG files
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class RunSettings(OutputSettings):
     """What every command that runs a model is asked."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of products; auto: bfloat16 where faster
+    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of the blocks
 
 
 def at_least(least, kind=int):
@@ -145,6 +145,12 @@ def from_values(kind, values, place):
 def is_first_process():
     """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
     return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
+
+
+def say(text) -> None:
+    """Print a line, at once, from the first process alone."""
+    if is_first_process():
+        print(text, flush=True)
 
 
 def run_script(commands, document) -> None:

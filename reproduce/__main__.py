@@ -2,11 +2,13 @@
 
     python -m reproduce                                    # 13 hours of one core; resumes
     python -m reproduce --only layers mlp --out mine       # some of it
+    python -m reproduce --again probe                      # one result anew
 
-A command makes each result that is missing, or was made by other code than today's. Runs of training that it
-reads are made before, once. <out>/README.md has a line for each table, figure, finding and proposition.
+A command makes each result that is missing. Runs of training that it reads are made before, once.
+<out>/README.md has a line for each table, figure, finding and proposition.
 """
 
+import functools
 import shlex
 import signal
 import subprocess
@@ -17,7 +19,7 @@ from typing import Literal
 
 from lib import runtime
 from lib.files import atomic_file, read_json
-from lib.results import code_digest, content_digest
+from lib.results import ROOT
 from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
 
@@ -25,27 +27,29 @@ LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
 GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
 WIKITEXT = "data/wikitext-2/test.txt"
+BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12 --no-controls"
+TRANSPLANT = "-m reproduce.interventions transplant"
+FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
-    "probe": "probe.py --seed 42 43 --dtype float32",
-    "ten_thousand/probe": "probe.py --seed 42 --num-sequences 10000",
-    "lengths/probe": "probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500",
-    "nano_llama/probe": "probe.py --model nano_llama",
-    "gpt2_1b/probe": "probe.py --model gpt2_1b --num-sequences 300",
-    "centered/probe": "probe.py --seed 42 43 --init centered",
-    "layers": "contraction.py layers --dtype float32",
+    "probe": "probe.py --seed 42 43",
+    "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
+    "lengths/probe": f"probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500 {BFLOAT16}",
+    "nano_llama/probe": f"probe.py --model nano_llama {BFLOAT16}",
+    "gpt2_1b/probe": f"probe.py --model gpt2_1b --num-sequences 300 {BFLOAT16}",
+    "centered/probe": f"probe.py --seed 42 43 --init centered {BFLOAT16}",
+    "layers": "contraction.py layers",
     "nano_llama/layers": "contraction.py layers --model nano_llama --seed 42 --num-sequences 300 "
-    "--sequence-length 64",
-    "ablation": "-m reproduce.mechanisms ablation",
-    "mlp": "contraction.py mlp",
+    f"--sequence-length 64 {BFLOAT16}",
+    "ablation": f"-m reproduce.mechanisms ablation {BFLOAT16}",
+    "mlp": "-m reproduce.mechanisms mlp",
     "engage": "-m reproduce.mechanisms engage",
-    "amplify": "contraction.py amplify",
+    "amplify": "-m reproduce.mechanisms amplify",
     "intra": "-m reproduce.mechanisms intra",
     "variance": "-m reproduce.mechanisms variance",
-    "predict": "contraction.py predict",
-    "cure": "contraction.py cure",
-    "nano_llama/cure": "contraction.py cure --model nano_llama --seed 42 43",
+    "predict": f"contraction.py predict {BFLOAT16}",
+    "cure": f"contraction.py cure {BFLOAT16}",
+    "nano_llama/cure": f"contraction.py cure --model nano_llama --seed 42 43 {BFLOAT16}",
     "width": "-m reproduce.mechanisms width",
     "lineage": "-m reproduce.trainings lineage",
     "calibrations": "-m reproduce.trainings calibrations",
@@ -53,6 +57,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "birth": "-m reproduce.text birth",
     "perplexity": f"-m reproduce.trainings perplexity --text {WIKITEXT}",
     "compare": f"seedprint.py compare tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
+    "disguised/compare": "seedprint.py compare tiny_llama@42 disguised tiny_llama@7",
     "matrix": f"seedprint.py matrix tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
     "outside/identify": f"seedprint.py identify {LLAMA}-1000 --seeds 2000 101999",
@@ -63,24 +68,25 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --first-token bos",
     "smollm2/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256",
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
-    "smollm2/first": "sinks.py first --model smollm2 --num-sequences 25",
-    "smollm2/intervene": "sinks.py intervene --model smollm2 --factor 2 8 32",
-    "smollm2/silence": "sinks.py silence --model smollm2",
+    "smollm2/first": "-m reproduce.interventions first --model smollm2 --num-sequences 25",
+    "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
+    "smollm2/silence": "-m reproduce.interventions silence --model smollm2",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
-    "qwen2.5-coder-0.5b/intervene": f"sinks.py intervene --model {SMALL} {FEW}",
+    "qwen2.5-coder-0.5b/intervene": f"-m reproduce.interventions intervene --model {SMALL} {FEW}",
     "qwen2.5-coder-1.5b/rate": f"sinks.py rate --model {LARGE} {FEW} --sequence-length 64",
     "qwen2.5-coder-1.5b/anatomy": f"sinks.py anatomy --model {LARGE} {FEW}",
-    "qwen2.5-coder-1.5b/intervene": f"sinks.py intervene --model {LARGE} {FEW}",
-    "models/silence": f"sinks.py silence --model smollm2 {SMALL} {LARGE} {FEW}",
-    "smollm2/transplant": f"sinks.py transplant --model smollm2 {LONG}",
-    "smollm2/wikitext/transplant": f"sinks.py transplant --model smollm2 {LONG} --text {WIKITEXT}",
-    "qwen2.5-coder-0.5b/transplant": f"sinks.py transplant --model {SMALL} {LONG}",
-    "qwen2.5-coder-0.5b/wikitext/transplant": f"sinks.py transplant --model {SMALL} {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-1.5b/intervene": f"-m reproduce.interventions intervene --model {LARGE} {FEW}",
+    "models/silence": f"-m reproduce.interventions silence --model smollm2 {SMALL} {LARGE} {FEW}",
+    "smollm2/transplant": f"{TRANSPLANT} --model smollm2 {LONG}",
+    "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-0.5b/transplant": f"{TRANSPLANT} --model {SMALL} {LONG}",
+    "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} --text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
     "bench": "-m reproduce.bench",
 }
+FIRST = {"disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")}  # a folder; what makes it
 
 
 @dataclass
@@ -88,35 +94,43 @@ class Settings(OutputSettings):
     """Which results are to be made."""
 
     only: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make; None: all
-    keep: bool = False  # keep results that were made by other code than today's, or changed by hand
+    again: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make anew, and no others
+    out: str = "results"  # folder that receives them
 
 
 def reproduce(settings: Settings) -> None:
-    """Make what is missing, changed or of other code, and write README.md; UserError if a command failed."""
+    """Make what is missing, and write README.md; UserError if a command failed."""
     runtime.start(settings)  # can we write there?
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failed = []
     try:
-        for name in settings.only or RESULTS:
-            result = read_result(settings.out, name)
-            if result is not None and (settings.keep or is_of_this_code(result)):
-                continue
-            command = command_line(name, settings.out)
-            print(f"{name}: python {command}", flush=True)
-            words = shlex.split(command)
-            runs = [word for word in words if word.startswith("runs/")]  # to be trained before
-            if runs and not run(["-m", "reproduce.trainings", "train", *runs]) or not run(words):
-                failed.append(name)
+        for name in settings.again or settings.only or RESULTS:
+            if settings.again or read_result(settings.out, name) is None:
+                command = command_line(name, settings.out)
+                print(f"{name}: python {command}", flush=True)
+                if not (prepare(name) and run(shlex.split(command))):
+                    failed.append(name)
     finally:  # also where somebody interrupts
         write_report(settings.out)
+    of_other_code = [name for name in RESULTS if is_of_other_code(read_result(settings.out, name))]
+    if of_other_code:
+        print(f"of other code than today's (--again NAME): {' '.join(of_other_code)}")
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
 
 
+def prepare(name):
+    """Make the runs or the disguised model that a result reads, if they are not there; did it end well?"""
+    runs = [word for word in shlex.split(RESULTS[name]) if word.startswith("runs/")]
+    if runs:
+        return run(["-m", "reproduce.trainings", "train", *runs])
+    folder, command = FIRST.get(name, (".", ""))
+    return Path(folder).exists() or run(shlex.split(command))
+
+
 def command_line(name, out):
     """The command of a result, as a user would type it after `python`."""
-    folder = str(Path(out, name).parent)
-    return RESULTS[name] if folder == "results" else f"{RESULTS[name]} --out {shlex.quote(folder)}"
+    return f"{RESULTS[name]} --out {shlex.quote(str(Path(out, name).parent))}"
 
 
 def run(words):
@@ -138,13 +152,17 @@ def read_result(out, name):
         return None
 
 
-def is_of_this_code(result):
-    """Is a result what a command wrote, whose code is the one that is here now, comments aside?"""
-    try:
-        made = result["environment"]
-        return made["code"] == code_digest(made["files"]) and made["content"] == content_digest(result)
-    except (KeyError, OSError):  # older than digests; or a file is gone
-        return False
+def is_of_other_code(result):
+    """Has code changed since the commit of a result? False where nothing tells: no checkout, no commit."""
+    commit = result and result["environment"]["commit"]
+    return commit is not None and has_changed_since(commit.removesuffix("-dirty"))
+
+
+@functools.cache
+def has_changed_since(commit):
+    """Do the project's .py files differ from those of a commit? False if git does not know it."""
+    command = ["git", "diff", "--quiet", commit, "--", "*.py"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
 
 
 def write_report(out) -> None:
@@ -168,7 +186,6 @@ def cells(claim, out):
         if result is not None:
             measured, verdict = claim.read(result)
             command += f", {result['environment']['seconds']:.0f} s"
-            command += "" if is_of_this_code(result) else ", of other code or changed"
         if Path(out, f"{claim.result}.png").exists():
             figure = f"[figure]({claim.result}.png)"
     return claim.item, claim.says, claim.number, measured, verdict, figure, command

@@ -1,7 +1,7 @@
 """How fast is it, beside transformers?
 
     python -m reproduce.bench                         # two to five minutes on 2 cores
-    python -m reproduce.bench --device cuda           # compiled, alone on a GPU
+    python -m reproduce.bench --device cuda --dtype bfloat16           # compiled, alone on a GPU
 
 `forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
 backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
@@ -40,7 +40,7 @@ ROUNDS = 5  # turns of each; the median counts
 
 def bench(settings: RunSettings):
     """How many tokens/s do we and transformers read and learn? Writes bench.json."""
-    experiment = Experiment("bench", "", settings)
+    experiment = Experiment.begin("bench", "", settings)
     rows = []
     cases = GPU_CASES if experiment.device.type == "cuda" else CASES
     for work, name, B, T in progress(cases, desc="bench", unit=" cases"):

@@ -10,7 +10,7 @@
 import functools
 import json
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from os.path import exists, isdir, isfile
 from pathlib import Path
@@ -19,15 +19,14 @@ import torch
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib.files import atomic_folder, check_regular, read_json, sha256
+from lib.files import atomic_folder
 from lib.results import HUB_COMMITS
-from lib.settings import UserError, check_choice, from_values
+from lib.settings import UserError, check_choice
 from model import PRESETS, Transformer
 from sources import formats, gguf_tokenizers
-from sources.formats import CheckpointReader, open_checkpoint, parameter_shapes
+from sources.formats import CheckpointReader, config_json, open_checkpoint, parameter_shapes
 from sources.gguf import LazyTensor, smollm2
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
 FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
 
@@ -165,78 +164,20 @@ class Newborn(CheckpointReader):
         super().__init__(None, tensors, config)
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """What state.json says of a step."""
-
-    step: int
-    data: str  # fingerprint of the data set
-    sha256: dict[str, str] = field(default_factory=dict)  # of the step's other files
-
-
-def save(folder, model, optimizer=None, state=None, tokenizer=None) -> None:
+def save(folder, model, tokenizer=None) -> None:
     """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
-        save_file(dict(model.named_parameters()), new / "model.safetensors", {"format": "pt"})
-        config = config_json(model.config)
-        if tokenizer is not None:
-            tokenizer.save(new, config["model_type"])
-            special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
-            (new / "generation_config.json").write_text(json.dumps(special, indent=1) + "\n")
-            if "architectures" in config:  # in place of transformers' defaults, which are Llama's
-                config |= special
-        (new / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        if state is not None:
-            moments = {}  # none before the first step
-            for name, parameter in model.named_parameters():
-                for moment in MOMENTS if parameter in optimizer.state else ():
-                    moments[f"{name}.{moment}"] = optimizer.state[parameter][moment]
-            save_file(moments, new / "optimizer.safetensors")
-            sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
-            (new / "state.json").write_text(json.dumps(asdict(replace(state, sha256=sums))) + "\n")
+        write(new, model, tokenizer)
 
 
-def read_state(folder):
-    """The TrainingState of a step's folder, and its moments by name; UserError unless all are its own."""
-    path = folder / "state.json"
-    state = from_values(TrainingState, read_json(path), path)
-    if folder.name != f"step_{state.step:07}":
-        raise UserError(f"{path} is of step {state.step}")
-    for name in ("config.json", "model.safetensors", "optimizer.safetensors"):
-        check_regular(folder / name)
-        if state.sha256.get(name) != sha256(folder / name):
-            raise UserError(f"corrupt checkpoint: {folder / name} is not what {path} was written for")
-    return state, formats.open_tensors([folder / "optimizer.safetensors"])
-
-
-def restore(optimizer, model, state, tensors) -> None:
-    """Give an AdamW, which has made no step, the moments that `read_state` found for a model's parameters."""
-    for name, parameter in model.named_parameters() if state.step > 0 else ():
-        values = {"step": torch.tensor(float(state.step), device=parameter.device)}
-        for moment in MOMENTS:
-            values[moment] = tensors[f"{name}.{moment}"].read().to(parameter, copy=True)
-        optimizer.state[parameter] = values
-
-
-def config_json(config):
-    """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
-    spelled_out = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
-    values = asdict(spelled_out)
-    family = "llama"
-    if config.qkv_bias:
-        family = "qwen2"
-    elif config.qk_norm:
-        family = "qwen3"
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in formats.SCALING_KEYS.items()}
-        rope |= {"rope_type": "llama3"} | scaling
-    raw = {
-        "model_type": family,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **{theirs: values[ours] for ours, theirs in formats.KEYS.items()},
-        "rope_parameters": rope,
-    }
-    if formats.config_from_hf(raw, family) == spelled_out:
-        return raw
-    return {"model_type": "bornbiased", **asdict(config)}
+def write(folder, model, tokenizer=None) -> None:
+    """Write what a checkpoint holds, with a tokenizer's files and special tokens, into an empty folder."""
+    save_file(dict(model.named_parameters()), folder / "model.safetensors", {"format": "pt"})
+    config = config_json(model.config)
+    if tokenizer is not None:
+        tokenizer.save(folder, config["model_type"])
+        special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
+        (folder / "generation_config.json").write_text(json.dumps(special, indent=1) + "\n")
+        if "architectures" in config:  # in place of transformers' defaults, which are Llama's
+            config |= special
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

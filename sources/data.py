@@ -38,8 +38,8 @@ from tyro.conf import Positional
 
 from lib.files import atomic_folder, check_regular, read_json
 from lib.random import keyed_generator
-from lib.runtime import progress
-from lib.settings import Command, UserError, from_values, run_script
+from lib.runtime import progress, wait_for_all
+from lib.settings import Command, UserError, from_values, is_first_process, run_script
 from sources.tokenizers import load_tokenizer
 
 PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
@@ -180,6 +180,19 @@ def default_folder(source, tokenizer):
     return Path("data") / name
 
 
+def open_data(settings, device):
+    """The data set that a run is to read; the default one is prepared, by rank 0, where it is missing."""
+    folder = Path(settings.data or default_folder(settings.source, settings.tokenizer))
+    if settings.data is None and is_first_process() and not folder.exists():
+        print(f"preparing {folder}, once")
+        prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
+    wait_for_all(device)
+    tokens = TokenData(folder, settings.bos_first)
+    for split in ("train", "val"):
+        tokens.num_windows(split, settings.sequence_length)  # a UserError if there is none
+    return tokens
+
+
 def prepare(settings: Settings):
     """Tokenize a source into a folder, which appears complete or not at all, and say what there is."""
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
@@ -317,13 +330,10 @@ class TokenData:
             if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
                 raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
             self.tokens[split] = np.memmap(path, self.meta.dtype, "r")
-        self.first_token = self.load_tokenizer().bos if bos_first else None  # of every window; None: its own
+        self.tokenizer = load_tokenizer(str(self.tokenizer_file))  # which made the data set
+        self.first_token = self.tokenizer.bos if bos_first else None  # of every window; None: its own
         if bos_first and self.first_token is None:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")
-
-    def load_tokenizer(self):
-        """The tokenizer that made the data set."""
-        return load_tokenizer(str(self.tokenizer_file))
 
     def num_windows(self, split, T):
         """How many windows a split has; UserError if none."""

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from os.path import exists, isdir, isfile
 from pathlib import Path
@@ -375,6 +375,30 @@ def config_from_hf(raw, place):
         if window is not None:  # up to it, all is plain
             config = replace(config, context_length=min(window, config.context_length))
     return config
+
+
+def config_json(config):
+    """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
+    spelled_out = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    values = asdict(spelled_out)
+    family = "llama"
+    if config.qkv_bias:
+        family = "qwen2"
+    elif config.qk_norm:
+        family = "qwen3"
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not None:
+        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in SCALING_KEYS.items()}
+        rope |= {"rope_type": "llama3"} | scaling
+    raw = {
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        **{theirs: values[ours] for ours, theirs in KEYS.items()},
+        "rope_parameters": rope,
+    }
+    if config_from_hf(raw, family) == spelled_out:
+        return raw
+    return {"model_type": "bornbiased", **asdict(config)}
 
 
 def window_of(raw, num_layers, place):

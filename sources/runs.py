@@ -2,131 +2,208 @@
 
 import contextlib
 import json
+import mmap
 import os
 import shlex
-import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import filelock
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from lib import runtime
 from lib.figures import curves
-from lib.files import atomic_file, check_regular, read_json, remove_leftovers
+from lib.files import atomic_file, atomic_folder, check_regular, read_json, remove, remove_leftovers, sha256
 from lib.results import HUB_COMMITS, commit
-from lib.settings import UserError, from_values, is_first_process
-from sources import checkpoint, data
+from lib.settings import UserError, from_values, is_first_process, say
+from sources import checkpoint
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
+STEP_FILES = ("config.json", "model.safetensors", "optimizer.safetensors")  # that resuming reads
+LARGEST_LOG = 2**31  # bytes: ten million steps
+DRAWN = 2000  # points of a curve; a longer log is thinned
 
 
-def begun_settings(settings, may_begin=False):
-    """The settings that the run in `out` was begun with; of none UserError, or these if they `may_begin`."""
-    path = Path(settings.out, "settings.json")
-    if not path.exists() and not checkpoint.steps(settings.out):
-        if not may_begin:
-            raise UserError(f"no run in {settings.out} to resume: check --out, or begin one without --resume")
-        if is_first_process():
-            print(f"no run in {settings.out} to resume: it begins")
-        return settings
-    return from_values(type(settings), read_json(path), path)
+@dataclass(frozen=True)
+class State:
+    """What state.json says of a step."""
+
+    step: int
+    data: str  # fingerprint of the data set
+    sha256: dict[str, str]  # of the step's other files
 
 
-def merged_settings(settings, begun, may_change, given):
-    """The settings to resume a run with: as it was begun, save those that are `given` and may change."""
-    changes = {"resume": True, "out": settings.out}
-    for name in given:
-        value = getattr(settings, name)
-        if name in may_change:
-            changes[name] = value
-        elif value != getattr(begun, name) and (name, value) != ("dtype", "auto"):
-            was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
-            raise UserError(f"{settings.out} was begun with {was}: resume with the same")
-    return replace(begun, **changes)
+class Run:
+    """A run folder. The first process alone writes into it; a step is there as a whole or not at all."""
 
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.settings_file = self.folder / "settings.json"
+        self.log = self.folder / "metrics.jsonl"
 
-def open_data(settings, device):
-    """The data set to train on; the default one is prepared, by rank 0, where it is missing."""
-    folder = Path(settings.data or data.default_folder(settings.source, settings.tokenizer))
-    if settings.data is None and runtime.rank() == 0 and not folder.exists():
-        print(f"preparing {folder}, once")
-        data.prepare(data.Settings(source=settings.source, tokenizer=settings.tokenizer))
-    runtime.wait_for_all(device)
-    tokens = data.TokenData(folder, settings.bos_first)
-    tokens.num_windows("train", settings.sequence_length)  # a UserError if there is none
-    return tokens
+    def steps(self):
+        """The folders of its checkpoints, oldest first."""
+        return checkpoint.steps(self.folder)
 
+    def step_folder(self, step):
+        return self.folder / f"step_{step:07}"
 
-@contextlib.contextmanager
-def sole_owner(folder):
-    """Hold a run folder for this process group alone, swept of what killed ones left; UserError if held."""
-    lock = filelock.FileLock(folder / ".lock", blocking=False)
-    try:
-        if runtime.rank() == 0:
-            lock.acquire()
-            remove_leftovers(folder)
-        yield
-    except filelock.Timeout:
-        raise UserError(f"another process trains in {folder}: stop it, or choose another --out") from None
-    finally:
-        lock.release()
+    def has_begun(self):
+        return any(self.folder.glob("step_*"))
 
+    def settings(self, asked, given, may_change=()):
+        """The settings it was begun with, changed by those of `asked` that are given and may change."""
+        begun = from_values(type(asked), read_json(self.settings_file), self.settings_file)
+        changes = {"resume": True, "out": asked.out}
+        for name in given:
+            value = getattr(asked, name)
+            if name in may_change:
+                changes[name] = value
+            elif value != getattr(begun, name):
+                was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
+                raise UserError(f"{self.folder} was begun with {was}: resume with the same")
+        return replace(begun, **changes)
 
-def load_newest(run):
-    """Model, state and optimizer's tensors of the newest whole checkpoint; UserError if all are damaged."""
-    for folder in checkpoint.steps(run)[::-1]:
+    @contextlib.contextmanager
+    def alone(self):
+        """Hold the folder for this process group, swept of what killed ones left; UserError if it is held."""
+        lock = filelock.FileLock(self.folder / ".lock", blocking=False)
+        remedy = "stop it, or choose another --out"
         try:
-            state, tensors = checkpoint.read_state(folder)
-            return checkpoint.load(folder), state, tensors
-        except UserError as error:
-            if runtime.rank() == 0:
-                print(f"skipping {folder}: {error}")
-    raise UserError(f"no checkpoint in {run} can be resumed")
+            if is_first_process():
+                lock.acquire()
+                remove_leftovers(self.folder)
+            yield
+        except filelock.Timeout:
+            raise UserError(f"another process trains in {self.folder}: {remedy}") from None
+        finally:
+            lock.release()
 
+    def newest(self):
+        """Model and State of the newest whole step; UserError if all are damaged."""
+        for folder in self.steps()[::-1]:
+            try:
+                state = from_values(State, read_json(folder / "state.json"), folder / "state.json")
+                sums = {name: sha256(folder / name) for name in STEP_FILES}
+                if folder != self.step_folder(state.step) or not sums.items() <= state.sha256.items():
+                    raise UserError("its files are not those that state.json was written for")
+                return checkpoint.load(folder), state
+            except UserError as error:
+                say(f"skipping {folder}: {error}")
+        raise UserError(f"no checkpoint in {self.folder} can be resumed")
 
-def begin(run, settings, step, tokens) -> None:
-    """Make a run whole, as it is after a step: a kill leaves later rows of the log, and folders to prune."""
-    with atomic_file(run / "settings.json") as temporary:
-        temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-    birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "threads": torch.get_num_threads()}
-    birth |= {"processes": runtime.world_size(), "data": tokens.meta.fingerprint}
-    rows = [birth | {"hub": HUB_COMMITS}]
-    if step > 0:
-        rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
-    write_log(run / "metrics.jsonl", rows)
-    prune(run, settings.keep, step)
+    def restore(self, optimizer, model, step) -> None:
+        """Give an AdamW, which has made no step, the moments that a step has of a model's parameters."""
+        if step > 0:
+            with safe_open(self.step_folder(step) / "optimizer.safetensors", "pt") as moments:
+                for name, parameter in model.named_parameters():
+                    values = {"step": torch.tensor(float(step), device=parameter.device)}
+                    for moment in MOMENTS:
+                        values[moment] = moments.get_tensor(f"{name}.{moment}").to(parameter, copy=True)
+                    optimizer.state[parameter] = values
 
+    def begin(self, settings, step, tokens) -> None:
+        """Make the folder what it is after a step: a kill leaves later rows, and steps to prune."""
+        if not is_first_process():
+            return
+        with atomic_file(self.settings_file) as temporary:
+            temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
+        if step == 0:
+            birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
+            birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
+            birth["data"] = tokens.meta.fingerprint
+            write_log(self.log, [birth])
+        else:
+            self.cut(step)
+        self.prune(settings.keep, step)
 
-def read_rows(path):
-    """The rows of a file that `write_log` wrote, if it is there, without half ones, as after a full disk."""
-    if not path.exists():
-        return
-    check_regular(path, 2**27)  # bytes: half a million steps
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+    def cut(self, step) -> None:
+        """Cut the log off behind the row of a step, before that of its evaluation, which is made again."""
+        if self.log.exists():
+            with self.opened_log() as log:
+                place = log.rfind(b'{"step": %d, "loss"' % step)
+                end = log.rfind(b"\n") if place < 0 else log.find(b"\n", place)
+            os.truncate(self.log, end + 1)
 
+    @contextlib.contextmanager
+    def opened_log(self):
+        """The bytes of the log, which are not read before they are asked for."""
+        check_regular(self.log, LARGEST_LOG)
+        with self.log.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
+            yield log
 
-def write_log(path, rows) -> None:
-    """Write a file of JSON rows, a line each, anew."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    with atomic_file(path) as temporary:
-        temporary.write_text(text)
+    def append(self, row) -> None:
+        """Add a row to the log; UserError if it cannot be written."""
+        if is_first_process():
+            try:
+                with self.log.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self.log}: {error}") from None
 
+    def save(self, step, model, optimizer, tokens, keep) -> None:
+        """Write a step's checkpoint, and remove those that `keep` does not select."""
+        if not is_first_process():
+            return
+        with atomic_folder(self.step_folder(step)) as new:
+            checkpoint.write(new, model, tokens.tokenizer)
+            moments = {}  # none before the first step
+            for name, parameter in model.named_parameters():
+                for moment in MOMENTS if step > 0 else ():
+                    moments[f"{name}.{moment}"] = optimizer.state[parameter][moment]
+            save_file(moments, new / "optimizer.safetensors")
+            sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
+            state = State(step, tokens.meta.fingerprint, sums)
+            (new / "state.json").write_text(json.dumps(asdict(state)) + "\n")
+        self.prune(keep, step)
 
-def append_row(run, row) -> None:
-    """Add a step's row to metrics.jsonl; UserError if it cannot be written."""
-    path = run / "metrics.jsonl"
-    try:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from None
+    def prune(self, keep, newest) -> None:
+        """Of steps up to the newest, remove those not to be kept, and all optimizers but the last two's."""
+        known = [folder for folder in self.steps() if folder <= self.step_folder(newest)]
+        for folder in known[:-2]:
+            step = int(folder.name.removeprefix("step_"))
+            if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
+                (folder / "state.json").unlink(missing_ok=True)
+                (folder / "optimizer.safetensors").unlink(missing_ok=True)
+            else:
+                remove(folder)
 
+    def diverged(self, step, what):
+        """What to say of a loss that is no number; the bad checkpoint of its step, if saved, is put aside."""
+        bad = self.step_folder(step)
+        if bad.exists() and is_first_process():
+            aside = self.folder / f"diverged_{step:07}"
+            remove(aside)  # of an earlier attempt
+            bad.rename(aside)
+        good = [folder for folder in self.steps() if folder < bad]
+        hint = "begin with other weights"
+        if good:
+            hint = f"try --init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
+        return UserError(f"step {step}: {what}; {hint}")
 
-def amend_row(run, step, values) -> None:
-    """Add values to a step's row of metrics.jsonl."""
-    path = run / "metrics.jsonl"
-    write_log(path, [row | values if row["step"] == step else row for row in read_rows(path)])
+    def draw_loss(self) -> None:
+        """loss.png from the log."""
+        if not is_first_process():
+            return
+        points = []
+        for key, split in (("val_loss", "held out"), ("loss", "training")):
+            for row in parsed(self.lines_with(b'"%s"' % key.encode())):
+                points.append({"step": row["step"], "split": split, "loss": row[key]})
+        options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats/token"}
+        if points:
+            curves(points, self.folder / "loss.png", "Does the loss fall?", **options)
+
+    def lines_with(self, key):
+        """The lines of the log that hold a key; of a long log as many as are drawn, evenly spread."""
+        lines = []
+        with self.opened_log() as log:
+            place = log.find(key)
+            while place >= 0:
+                lines.append(log[log.rfind(b"\n", 0, place) + 1 : log.find(b"\n", place)])
+                place = log.find(key, place + max(1, len(log) // DRAWN))
+        return lines
 
 
 def is_power_of_two(step):
@@ -134,41 +211,23 @@ def is_power_of_two(step):
     return step & (step - 1) == 0
 
 
-def prune(run, keep, newest) -> None:
-    """Of the steps up to the newest, remove those not to be kept, and all optimizers but the last two's."""
-    known = [folder for folder in checkpoint.steps(run) if folder.name <= f"step_{newest:07}"]
-    for folder in known[:-2]:
-        step = int(folder.name.removeprefix("step_"))
-        if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
-            (folder / "state.json").unlink(missing_ok=True)
-            (folder / "optimizer.safetensors").unlink(missing_ok=True)
-        else:
-            doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-            folder.rename(doomed)  # at once: no half of a checkpoint is ever seen
-            shutil.rmtree(doomed)
+def parsed(lines):
+    """The JSON rows of some lines, without half ones, as after a full disk."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
-def diverged(run, step, what):
-    """What to say of a loss that is no number; the bad checkpoint of its step, if saved, is put aside."""
-    bad = run / f"step_{step:07}"
-    if bad.exists() and runtime.rank() == 0:
-        aside = run / f"diverged_{step:07}"
-        shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
-        bad.rename(aside)
-    good = [folder for folder in checkpoint.steps(run) if folder.name < bad.name]
-    hint = "begin with other weights"
-    if good:
-        hint = f"try --init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
-    return UserError(f"step {step}: {what}; {hint}")
+def read_rows(path):
+    """The rows of a file that `write_log` wrote, or of a run's log; none if it is not there."""
+    if path.exists():
+        check_regular(path, LARGEST_LOG)
+        with path.open(errors="replace") as lines:
+            yield from parsed(lines)
 
 
-def draw_loss(run) -> None:
-    """loss.png from metrics.jsonl."""
-    points = []
-    for row in read_rows(run / "metrics.jsonl"):
-        for key, split in (("loss", "training"), ("val_loss", "held out")):
-            if key in row:
-                points.append({"step": row["step"], "split": split, "loss": row[key]})
-    options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats/token"}
-    if points:
-        curves(points, run / "loss.png", "Does the loss fall?", **options)
+def write_log(path, rows) -> None:
+    """Write a file of JSON rows, a line each, anew."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with atomic_file(path) as temporary:
+        temporary.write_text(text)

@@ -68,7 +68,7 @@ def make_templates(root: Path) -> None:
     train = MODULES["train"]
     train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48, num_kv_heads=1), 1)
-    checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").load_tokenizer())
+    checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").tokenizer)
 
 
 def put(name: str, make: Callable) -> Callable:

@@ -31,10 +31,11 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that was forked cannot use 
 import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
+import sinks
 import train
 from lib import runtime
-from measure import attention
 from sources import checkpoint, data
+from sources.runs import Run
 
 runtime.PATIENCE = 240  # seconds: ranks that wait for one another in vain give up
 
@@ -58,9 +59,9 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
 STAGES = [  # a run is told to stop when it calls this function for the second time
     (train, "learning_rate"),
     (train, "evaluate"),
-    (attention, "sink_statistics"),
+    (sinks, "sink_statistics"),
     (train, "generate"),
-    (checkpoint, "save"),
+    (Run, "save"),
 ]
 # A process that was forked may compute only if its parent never did: the parent here only starts others.
 processes = multiprocessing.get_context("fork")

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -17,6 +18,7 @@ from lineage import layout
 from model import ModelConfig
 from sources import checkpoint, formats
 from sources.checkpoint import chosen_models, parse_spec
+from sources.runs import Run
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # nothing to transformers
@@ -252,7 +254,9 @@ def test_another_steps_state_is_given_to_no_optimizer(tmp_path):
     model(TOKENS).square().mean().backward()
     optimizer.step()
     folder = tmp_path / "step_0000002"
-    checkpoint.save(folder, model, optimizer, checkpoint.TrainingState(2, "data"))
+    tokens = SimpleNamespace(tokenizer=None, meta=SimpleNamespace(fingerprint="data"))
+    Run(tmp_path).save(2, model, optimizer, tokens, "all")
+    assert Run(tmp_path).newest()[1].step == 2
     folder.rename(tmp_path / "step_0000003")
-    with pytest.raises(UserError, match="of step 2"):
-        checkpoint.read_state(tmp_path / "step_0000003")
+    with pytest.raises(UserError, match="can be resumed"):
+        Run(tmp_path).newest()

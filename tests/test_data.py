@@ -46,7 +46,7 @@ def texts(*source):
 def documents_of(folder, split):
     """The texts of a split, decoded from its tokens."""
     tokens = data.TokenData(folder)
-    tokenizer = tokens.load_tokenizer()
+    tokenizer = tokens.tokenizer
     stream = np.asarray(tokens.tokens[split])
     parts = np.split(stream, np.flatnonzero(stream == tokenizer.bos))[1:]
     assert all(part[0] == tokenizer.bos for part in parts)

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import init
 import model as textbook
 from lib import kernels
-from lib.runtime import training_flops
 from model import PRESETS, ModelConfig, Transformer
 from sources import checkpoint
 from sources.checkpoint import config_json
+from train import training_flops
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 

@@ -9,8 +9,7 @@ from lib.files import read_json
 from lib.results import print_rows
 from reproduce.__main__ import RESULTS
 
-DISGUISED = "seedprint.py compare tiny_llama@42 disguised tiny_llama@7 --out results/disguised"
-NAMES = {command: name for name, command in RESULTS.items()} | {DISGUISED: "disguised/compare"}
+NAMES = {command: name for name, command in RESULTS.items()}
 PRINTED = {}  # by a result's name: the lines that README shows below its command
 for block in re.findall(r"^```\n(\$ .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL):
     command, *lines = block.rpartition("$ python ")[2].splitlines()

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run_here
 
-from lib import results
 from lib.files import read_json
 from lib.settings import UserError, read_command
 from reproduce import __main__ as main
@@ -29,7 +28,7 @@ PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
 TINY = dict.fromkeys(("ablation", "mlp", "engage", "predict"), SMALL)
 TINY |= dict.fromkeys(("layers", "amplify", "intra", "variance", "cure"), f"{SMALL} --sequence-length 4")
 TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8 --permutations 199")
-TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/first"), SINKS)
+TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/first", "smollm2/transplant"), SINKS)
 TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
     "width": "--seed 1 --num-sequences 4",
@@ -37,7 +36,6 @@ TINY |= {
     "smollm2/rate": f"{SINKS} --sequence-length 4",
     "smollm2/intervene": f"{SINKS} --factor 2",
     "smollm2/silence": f"{SINKS} --num-builders 1",
-    "smollm2/transplant": f"{SINKS} --no-controls",
 }
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
@@ -87,42 +85,45 @@ def test_a_failure_stops_nothing_and_is_reported(few, capfd, monkeypatch):
     assert lines["Figure 11"][3:6] == ["not run here", "", ""]
     assert lines["Figure 6"][4:6] == ["holds", "[figure](engage.png)"]
     assert f"--out '{folder}'" in lines["Figure 6"][6]
-    environment = read_json(folder / "deep/probe.json")["environment"]
-    assert {"probe.py", "model.py", "lib/results.py"} < set(environment["files"])
-    assert main.is_of_this_code(read_json(folder / "deep/probe.json"))
 
 
-def test_what_is_there_is_made_anew_if_it_was_changed_or_is_of_other_code(few, asked, tmp_path, monkeypatch):
-    """Code is what stands in a file, but for docstrings and comments."""
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    path = Path(few.out, "engage.json")
+def test_what_is_missing_is_made_and_what_is_named_again(few, asked):
+    main.reproduce(few)
+    assert [words[0] for words in asked] == ["probe.py", "sinks.py", "-m"]
+    path = Path(few.out, "deep/probe.json")
     path.parent.mkdir()
-    of_engage = next(claim for claim in CLAIMS if claim.result == "engage")
-    environment = {"seconds": 1.0, "files": ["probe.py"]}
-    environment["content"] = results.content_digest({"rows": []})
+    path.write_text('{"environment": {"commit": null}}')
+    Path(few.out, "engage.json").write_text("{")  # damaged
+    asked.clear()
+    main.reproduce(replace(few, only=("deep/probe", "engage")))
+    assert [words[:2] for words in asked] == [["-m", "reproduce.mechanisms"]]
+    asked.clear()
+    main.reproduce(replace(few, again=("deep/probe",)))
+    assert [words[0] for words in asked] == ["probe.py"]
 
-    def made_anew(source, **changes):
-        results.code_of.cache_clear()
-        (tmp_path / "probe.py").write_text(source)
-        environment.setdefault("code", results.code_digest(["probe.py"]))
-        path.write_text(json.dumps({"rows": [], "environment": environment} | changes))
-        asked.clear()
-        main.reproduce(replace(few, only=("engage",)))
-        is_marked = main.cells(of_engage, few.out)[6].endswith(", of other code or changed")
-        assert is_marked == bool(asked)
-        main.reproduce(replace(few, only=("engage",), keep=True))
-        assert len(asked) == is_marked  # by the first call
-        return is_marked
 
-    assert not made_anew('"""Of a newborn."""\nx = "#"  # text\n')
-    assert not made_anew('"""What is\n\nborn?"""\n# a comment\n\nx = "#"\n')
-    assert made_anew('x = "#1"\n')
-    assert made_anew('x = "#"\n', paper="another")
-    environment["files"] = ["gone.py"]
-    assert made_anew('x = "#"\n')
-    path.write_text("{")
-    main.reproduce(replace(few, only=("engage",)))
-    assert len(asked) == 2
+def test_results_of_other_code_are_told(few, asked, tmp_path, monkeypatch, capsys):
+    """By git, in a project of two commits: the second changes a .py file; a third place has no git."""
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.setattr(main, "ROOT", project)
+    git = ["git", "-C", str(project), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    commits = []
+    for number in range(2):
+        (project / "probe.py").write_text(f"{number}\n")
+        for words in (["init", "-q"], ["add", "probe.py"], ["commit", "-qm", "x"]):
+            subprocess.run([*git, *words], check=True)
+        commits.append(subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip())
+    path = Path(few.out, "deep/probe.json")
+    path.parent.mkdir(parents=True)
+    told = []
+    for commit in (commits[0], commits[1], f"{commits[0]}-dirty", "0" * 40, None):
+        main.has_changed_since.cache_clear()
+        path.write_text(json.dumps({"environment": {"commit": commit}}))
+        main.reproduce(few)
+        told.append("of other code than" in capsys.readouterr().out)
+    assert told == [True, False, True, False, False]
+    assert read_json(path) == {"environment": {"commit": None}}  # nothing is written
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -181,10 +182,7 @@ def test_committed_results():
     assert {claim.result for claim in CLAIMS if claim.result} <= main.RESULTS.keys()
     committed = [path.relative_to(ROOT / "results") for path in ROOT.glob("results/**/*.json")]
     names = {str(path.with_suffix("")) for path in committed if path.parts[0] not in ("paper_scale", "h100")}
-    for name in names:
-        result = read_json(ROOT / f"results/{name}.json")
-        assert result["environment"]["content"] == results.content_digest(result), name
-    assert names - main.RESULTS.keys() == {"disguised/compare"}  # whose command stands in README
+    assert names <= main.RESULTS.keys()
     page = report_lines((ROOT / "results/README.md").read_text())
     for claim, line in zip(CLAIMS, page, strict=True):
         cells = main.cells(claim, ROOT / "results")

@@ -20,26 +20,11 @@ def test_device_and_dtype(tmp_path, monkeypatch):
     assert (settings.device, settings.dtype) == ("cpu", "float32")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert start()[1].type == "cpu"
+    assert start(dtype=None)[2] == torch.float32  # a training's: bfloat16 on a GPU
     with pytest.raises(UserError, match="--device cpu"):
         start(device="cuda")
-
-
-def test_bfloat16_where_it_is_measured_to_be_fast(tmp_path, monkeypatch, capsys):
-    """At 1.5 times float32's speed; the choice is the first thing that an experiment says."""
-    settings = RunSettings(out=str(tmp_path), device="cpu")
-    for gain, expected in ((1.49, "float32"), (1.51, "bfloat16")):
-        monkeypatch.setattr(runtime, "bfloat16_gain", lambda gain=gain: gain)
-        assert runtime.start(settings)[2] == getattr(torch, expected)
-        assert capsys.readouterr().out == f"--dtype auto: {expected} on cpu\n"
-
-
-@pytest.mark.parametrize("gain, expected", [(1.0, "float32"), (2.0, "bfloat16")])
-def test_ranks_take_the_first_ones_choice(gain, expected, monkeypatch):
-    """Here is rank 1, which has measured something else than rank 0, whose gain the sum brings."""
-    monkeypatch.setattr(runtime, "rank", lambda: 1)
-    monkeypatch.setattr(runtime, "bfloat16_gain", lambda: 3.0 - gain)
-    monkeypatch.setattr(runtime, "sum_over_ranks", lambda tensor: tensor + gain)
-    assert runtime.choose_dtype(torch.device("cpu")) == expected
+    monkeypatch.setattr(runtime, "choose_device", lambda name: torch.device("cuda"))
+    assert start(dtype=None)[0].dtype == "bfloat16" and start()[0].dtype == "float32"
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):

@@ -20,11 +20,11 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_sc
 
 import init
 import train
-from lib import runtime
 from lib.settings import UserError, read_config_file
 from measure import attention
 from model import PRESETS, Transformer
-from sources import checkpoint, data, runs, sampling
+from sources import checkpoint, data, origins, sampling
+from sources.runs import Run
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 TWELVE = kill_training.SMALL | {"max_iters": 12, "log_every": 6, "learning_rate": 2e-3}
@@ -69,10 +69,13 @@ def copied(stopped, tmp_path):
 
 
 def rows_of(run: Path) -> list[dict]:
-    """What metrics.jsonl says, once it is complete: a line for each step."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(len(rows)))
-    return rows
+    """What metrics.jsonl says of each step: of some an evaluation, too, in a row of its own."""
+    rows = {}
+    for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        assert rows.get(row["step"], {}).keys() & row.keys() <= {"step"}
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    assert list(rows) == list(range(len(rows)))
+    return list(rows.values())
 
 
 def losses(run: Path) -> list[float]:
@@ -117,7 +120,7 @@ def test_the_loop_against_a_plain_one(tokens, whole):
             group["lr"] = rate
         optimizer.step()
         expected.append({"step": step + 1, "loss": loss.item(), "lr": rate, "grad_norm": norm.item()})
-    flops = runtime.training_flops(model, 16)
+    flops = train.training_flops(model, 16)
     # Micro-batches of 3 and 1 sum in another order: float32 rounding, grown through twelve steps of AdamW.
     for row, numbers in zip(rows_of(whole)[1:], expected, strict=True):
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-4)
@@ -209,7 +212,7 @@ def test_a_run_folder(whole):
 def test_only_birth_and_the_newest_two_are_kept(tokens, tmp_path):
     run = train.train(small(tokens, tmp_path / "a", max_iters=7, save_every=2, keep="last"))
     (run / "step_0000009").mkdir()  # as if resumed from step 7: this one is to be made anew
-    runs.prune(run, "last", 7)
+    Run(run).prune("last", 7)
     assert [step.name[-2:] for step in checkpoint.steps(run)] == ["00", "06", "07", "09"]
 
 
@@ -242,7 +245,7 @@ def test_sizes(tokens, tmp_path):
     assert {name: getattr(config, name) for name in sizes} == sizes
     assert (config.kv_heads, config.head_size) == (4, 10)
     train.train(small(tokens, tmp_path / "a", max_iters=2, resume=True, **sizes))
-    assert train.model_config(train.Settings(d_ff=9), 4096) == replace(PRESETS["tiny_llama"], d_ff=9)
+    assert origins.model_config(train.Settings(d_ff=9)) == replace(PRESETS["tiny_llama"], d_ff=9)
 
 
 def test_a_step_opens_in_transformers(whole, tmp_path):
@@ -259,7 +262,7 @@ def test_a_step_opens_in_transformers(whole, tmp_path):
     changes |= {"micro_batch_size": 16, "eval_every": 60, "track_sinks": False}
     run = train.train(small(tokens, tmp_path / "run", **sizes, **changes))
     folder = checkpoint.steps(run)[-1]
-    ours, tokenizer = checkpoint.load(folder), data.TokenData(tokens).load_tokenizer()
+    ours, tokenizer = checkpoint.load(folder), data.TokenData(tokens).tokenizer
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     coder = transformers.AutoTokenizer.from_pretrained(folder)
     (ids,) = tokenizer.encode(["".join(lines)])
@@ -311,7 +314,7 @@ def test_killed_and_resumed():
 SIGNALS = [  # who is called, after how many steps, and the step that is saved
     (train, "learning_rate", 3, "04"),
     (train, "loss_sum", 0, "00"),
-    (attention, "sink_statistics", 5, "05"),
+    (train, "sink_statistics", 5, "05"),
     (Transformer, "unembed", 5, "05"),
 ]
 
@@ -386,7 +389,7 @@ def test_a_run_is_left_as_it_is(stopped, words, expected):
 
 
 def test_one_process_group_a_run(stopped):
-    with runs.sole_owner(stopped):
+    with Run(stopped).alone():
         refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
     assert_refused(refused, f"another process trains in {stopped}")
 
@@ -454,8 +457,11 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
     [
         (["--sequence-length", "257"], ["--sequence-length 257", "context"]),
         (["--data", "none"], ["no data set in none", "python -m sources.data"]),
-        (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], ["has the calibration none"]),
-        (["--init-from", "backcopy@1", "--explicit-sink"], ["has no explicit sink"]),
+        (
+            ["--init-from", "backcopy@1", "--attn-calibration", "headnorm"],
+            ["--attn-calibration headnorm: backcopy@1 has none"],
+        ),
+        (["--init-from", "backcopy@1", "--explicit-sink"], ["--explicit-sink True: backcopy@1 has False"]),
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),

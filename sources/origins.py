@@ -1,0 +1,57 @@
+"""Which model does a run begin, or go on, with? Settings are those of train.py."""
+
+from dataclasses import replace
+
+from init import newborn
+from lib.settings import UserError
+from model import PRESETS
+from sources import checkpoint
+from sources.inputs import check_tokenizer
+
+SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset, that settings may change
+
+
+def chosen(settings):
+    """What a run begins with: a newborn's ModelConfig or --init-from's Spec. UserError if it does not fit."""
+    if not settings.init_from:
+        origin = config = model_config(settings)
+    else:
+        origin = checkpoint.parse_spec(settings.init_from)
+        config = origin.config
+        for name in ("attn_calibration", "explicit_sink"):
+            wish, has = getattr(settings, name), getattr(config, name)
+            if wish not in ("none", False, has):
+                raise UserError(f"--{name.replace('_', '-')} {wish}: {origin.label} has {has}")
+    checkpoint.check_lengths((settings.sequence_length,), config.context_length)
+    return origin
+
+
+def model_config(settings):
+    """The preset with the sizes of the settings; UserError if they do not fit one another."""
+    changes = {name: getattr(settings, name) for name in SIZES if getattr(settings, name) is not None}
+    if "num_heads" in changes:
+        changes |= {"num_kv_heads": None, "head_dim": None}  # these follow from the number of heads
+    changes |= {"attn_calibration": settings.attn_calibration, "explicit_sink": settings.explicit_sink}
+    try:
+        return replace(PRESETS[settings.model], **changes)
+    except ValueError as error:
+        raise UserError(f"sizes that do not fit: {error}") from None
+
+
+def load_model(settings, run, origin, tokens):
+    """The model in float32, and the steps it has made. UserError if it does not fit the data."""
+    if origin is None:
+        model, state = run.newest()
+        if state.data != tokens.meta.fingerprint:
+            raise UserError(f"{tokens.folder} is another data set than {run.folder} was begun with")
+        return model, state.step
+    if settings.init_from:
+        check_tokenizer(origin, tokens)
+        model = origin.load()
+    else:
+        config = replace(origin, vocab_size=tokens.vocab_size)
+        model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
+    if tokens.vocab_size > model.config.vocab_size:
+        sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
+    return model, 0
